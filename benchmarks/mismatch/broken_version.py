@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.unquantized import unquantized_root
 from rollout_service.store.writer import VersionWriter
@@ -47,7 +48,7 @@ def commit_again(log: WeightLog, version: int, change: Change) -> None:
     manifest, folder = log.manifest(head.version), log.staging(version)
     folder.mkdir(parents=True)
     slots = [TensorSlot(name=t.name, dtype=t.dtype, shape=t.shape) for t in manifest.tensors]
-    writer = VersionWriter(folder, slots)
+    writer = VersionWriter(folder, Layout(slots))
     for file in manifest.files():
         for name, tensor in load_file(log.folder(head.version) / file).items():
             writer.write(name, tensor_bytes(change(name, tensor)))

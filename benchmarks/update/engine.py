@@ -42,6 +42,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.quantizer import Quantizer
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import MANIFEST_FILE, Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
 
@@ -131,7 +132,7 @@ def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Ma
         experts=model.experts,
     )
     folder.mkdir(parents=True)
-    writer = VersionWriter(folder, Converter(recipe).slots(model.shapes))
+    writer = VersionWriter(folder, Layout(Converter(recipe).slots(model.shapes)))
     quantizer = Quantizer()
     for name, shape in model.shapes.items():
         weight = gaussian(shape)

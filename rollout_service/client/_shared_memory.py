@@ -21,6 +21,7 @@ from rollout_service.client._tensors import Progress, TensorThread
 from rollout_service.errors import NotFound, NotShared
 from rollout_service.gpu_memory import OwnGpuMemory
 from rollout_service.protocol.upload import (
+    SHARED_ALIGNMENT,
     Announcement,
     CudaIpcSource,
     SharedMemorySource,
@@ -306,7 +307,11 @@ def fill(
     """
     import torch
 
+    from rollout_service.views import view_at  # needs torch
+
     placed: list[SharedTensor] = []
+    of_dtypes: dict[torch.dtype, torch.Tensor] = {}
+    """All of the memory: to make a view of it for each of thousands of tensors is one call, where slicing is three."""
     gpus: set[torch.device] = set()
     """Whose streams copy: of a model on several GPUs each tensor's own."""
     for entry in batch:
@@ -314,8 +319,11 @@ def fill(
         if name != entry.name or tensor.nbytes != entry.nbytes:
             raise ValueError(f"{name} of {tensor.nbytes} bytes came, where the table has {entry.name}")
         if tensor.nbytes:
-            room = memory.room(start, tensor.nbytes)
-            room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            if (whole := of_dtypes.get(tensor.dtype)) is None:
+                usable = memory.nbytes // SHARED_ALIGNMENT * SHARED_ALIGNMENT
+                whole = of_dtypes[tensor.dtype] = memory.room(0, usable).view(tensor.dtype)
+            room = view_at(whole, start // tensor.element_size(), tuple(tensor.shape))
+            room.copy_(tensor.detach(), non_blocking=True)
             gpus |= {one.device for one in (tensor, room) if one.is_cuda}
         placed.append(SharedTensor(name=name, offset=start))
         start += aligned(max(tensor.nbytes, 1))

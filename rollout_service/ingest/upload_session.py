@@ -15,7 +15,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
 from functools import cached_property, partial
@@ -30,7 +30,6 @@ from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
-from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import (
     BeginUpload,
     BroadcastSource,
@@ -40,6 +39,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.part_space import DirectSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedCopy
@@ -79,6 +79,7 @@ class UploadSession:
         copy: UnquantizedCopy | None = None,
         memory: LogMemory | None = None,
         delta: DeltaOfVersion | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """
         Args:
@@ -88,6 +89,7 @@ class UploadSession:
             memory: of a log in memory.
             delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
                 the tensors.
+            layout: of all versions; None: it is worked out here.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
@@ -107,7 +109,7 @@ class UploadSession:
             self._to_come = {tensor.name for tensor in begin.source.tensors}
         self.space = space or DirectSpace(0)
         """Where parts are received."""
-        writer = self._layout(converter.slots(model.stored))
+        writer = self._laid_out(layout or Layout(converter.slots(model.stored)))
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
@@ -145,13 +147,13 @@ class UploadSession:
             return None
         return known
 
-    def _layout(self, slots: Iterable[TensorSlot]) -> VersionWriter:
+    def _laid_out(self, layout: Layout) -> VersionWriter:
         folder, parts = self._folders
-        slots, written = list(slots), sum(path.lstat().st_size for path in parts.glob("part-*"))
-        stored_bytes, part_bytes = sum(slot.nbytes for slot in slots), self.begin.nbytes - written
+        written = sum(path.lstat().st_size for path in parts.glob("part-*"))
+        stored_bytes, part_bytes = layout.nbytes, self.begin.nbytes - written
         try:
             self.space.make_room(folder, stored_bytes + part_bytes)
-            writer = VersionWriter(folder, slots, memory=self._memory)
+            writer = VersionWriter(folder, layout, self._memory)
             try:
                 if shutil.disk_usage(parts).free + self.space.kept_bytes < part_bytes:
                     raise OSError(errno.ENOSPC, "no room for the parts")

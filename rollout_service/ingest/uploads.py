@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import xxhash
@@ -42,6 +43,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
@@ -476,11 +478,16 @@ class Uploads:
                 None if self._unquantized is None else self._unquantized.begin(begin.version, table),
                 self.memory,
                 delta,
+                self._layout,
             )
         except BaseException:
             if delta is not None:
                 delta.close()
             raise
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self._converter.slots(self._model.stored))
 
     def _part_bytes(self, begin: BeginUpload) -> int:
         if begin.delta is None:

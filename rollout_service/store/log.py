@@ -39,11 +39,11 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.store.durable_io import remove_tree, replace_synced, sync_folder, write_synced
+from rollout_service.store.layout import safetensors_header
 from rollout_service.store.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from rollout_service.store.reading import VersionReader
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
-from rollout_service.store.writer import safetensors_header
 from rollout_service.threads import in_threads
 
 _DROPPED = ".dropped-"

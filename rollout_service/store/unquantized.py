@@ -17,6 +17,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.formats import CODE_DTYPES, is_codes
 from rollout_service.store.durable_io import read_sealed, write_sealed
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.rollback import stage_again
@@ -53,7 +54,7 @@ class UnquantizedCopy:
         self._folder = log.staging(version)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        self._writer = VersionWriter(self._folder, self._converter.slots(model.stored))
+        self._writer = VersionWriter(self._folder, Layout(self._converter.slots(model.stored)))
         self._sound = True
 
     def taken(self, tensors: Iterable[Named]) -> Iterator[Named]:

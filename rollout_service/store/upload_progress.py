@@ -9,7 +9,7 @@ the version that is committed. Needs neither torch nor vllm.
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -41,20 +41,26 @@ def places_digest(places: Iterable[TensorPlace]) -> bytes:
 class UploadProgress:
     """The writer's. Threads may share it."""
 
-    def __init__(self, folder: Path, places: Sequence[TensorPlace]) -> None:
-        """``folder``: of the upload, whose files have their sizes. Raises OSError."""
-        self._path = folder / PROGRESS_FILE
-        self._index = {place.name: _DIGEST_BYTES + number for number, place in enumerate(places)}
+    def __init__(self, folder: Path, places: bytes, numbers: Mapping[str, int]) -> None:
+        """
+        Args:
+            folder: of the upload, whose files have their sizes.
+            places: ``places_digest``.
+            numbers: of each tensor, its place in the order of the files.
+
+        Raises OSError.
+        """
+        self._path, self._numbers = folder / PROGRESS_FILE, numbers
         # readers look for the name: what they find under it is complete
         unnamed = folder / f".{PROGRESS_FILE}"
-        unnamed.write_bytes(places_digest(places) + bytes(len(places)))
+        unnamed.write_bytes(places + bytes(len(numbers)))
         with unnamed.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         unnamed.rename(self._path)
 
     def stored(self, name: str) -> None:
         """A tensor's bytes are in their file. Raises KeyError."""
-        self._map[self._index[name]] = 1
+        self._map[_DIGEST_BYTES + self._numbers[name]] = 1
 
     def close(self) -> None:
         """Nothing is stored any more: the upload is complete, or was dropped."""

@@ -1,14 +1,12 @@
 """Writes a version's tensors, in any order, into safetensors files whose layout is fixed before the first byte.
 
 The safetensors library writes a file in one go from tensors that are all in memory; a version arrives tensor by
-tensor and may be larger than memory. Names, dtypes and shapes are known from the start, so the headers can be.
+tensor and may be larger than memory. Names, dtypes and shapes are known from the start, and so is all of the layout.
 
 On a disk a tensor's bytes are written and synced. In a log in memory they are put where they belong (``room``), in
 files of an earlier version if there are any: ``LogMemory``.
-Format: https://github.com/huggingface/safetensors#format
 """
 
-import json
 import math
 import os
 import threading
@@ -17,24 +15,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_service.protocol.tensors import StoredDtype, TensorSlot
+from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import LaidOutFile, Layout
 from rollout_service.store.manifest import StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
-from rollout_service.store.upload_progress import TensorPlace, UploadProgress
+from rollout_service.store.upload_progress import UploadProgress
 from rollout_service.threads import in_threads
 
-MAX_FILE_BYTES = 1 << 30
-"""Linux lets one thread at a time write into a file: several are written by several."""
 _SYNC_BYTES = 128 << 20
 _STAT_BLOCK_BYTES = 512
 """What ``st_blocks`` counts."""
-_SAFETENSORS_DTYPE: dict[StoredDtype, str] = {
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float8_e4m3fn": "F8_E4M3",
-    "int8": "I8",
-}
 
 
 class LogMemory(NamedTuple):
@@ -54,30 +45,16 @@ class LogMemory(NamedTuple):
         return cls(MappedFiles(registered), spare)
 
 
-class _Place(NamedTuple):
-    file: str
-    offset: int
-    """First byte in it."""
-    nbytes: int
-
-
 class VersionWriter:
-    """Lays ``slots`` out in files below ``folder`` and fills them. Thread-safe for different tensors.
+    """Lays tensors out in files below ``folder`` and fills them. Thread-safe for different tensors."""
 
-    ``memory``: of a log in memory; None: the folder is on a disk. Raises OSError when there is no room for all of them.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        slots: Iterable[TensorSlot],
-        max_file_bytes: int = MAX_FILE_BYTES,
-        memory: LogMemory | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, layout: Layout, memory: LogMemory | None = None) -> None:
+        """``memory``: of a log in memory; None: the folder is on a disk. Raises OSError when there is no room for all
+        of them.
+        """
         self._folder, self._memory = folder, memory
         self._mapped: dict[str, memoryview] = {}
-        self._slots: dict[str, TensorSlot] = {}
-        self._place: dict[str, _Place] = {}
+        self._slots, self._place = layout.slots, layout.places
         self._written: dict[str, StoredTensor] = {}
         self._fds: dict[str, int] = {}
         self._syncer = ThreadPoolExecutor(1, "sync")
@@ -86,10 +63,7 @@ class VersionWriter:
         self._lock = threading.Lock()
         self._progress: UploadProgress | None = None
         try:
-            files = [
-                self._open_file(f"weights-{number:05d}.safetensors", group)
-                for number, group in enumerate(_groups(slots, max_file_bytes), start=1)
-            ]
+            files = [(self._open_file(file), file.nbytes) for file in layout.files]
             if memory is not None:
                 memory.spare.clear()  # of another layout: they would only take the room of these
             # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
@@ -97,7 +71,7 @@ class VersionWriter:
             list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), new))
             if memory is not None:
                 self._mapped = {file: memory.mapped.of(fd) for file, fd in self._fds.items()}
-                self._progress = UploadProgress(folder, [self._tensor_place(slot) for slot in self._slots.values()])
+                self._progress = UploadProgress(folder, layout.digest, layout.numbers)
         except OSError:
             self.close()
             raise
@@ -183,10 +157,6 @@ class VersionWriter:
         if self._progress is not None:
             self._progress.stored(name)
 
-    def _tensor_place(self, slot: TensorSlot) -> TensorPlace:
-        file, offset, _ = self._place[slot.name]
-        return TensorPlace(slot.name, slot.dtype, slot.shape, file, offset)
-
     def _sync_early(self, file: str, nbytes: int) -> None:
         """Let the disk work while more is written, or the commit would wait for all of it."""
         with self._lock:
@@ -245,20 +215,14 @@ class VersionWriter:
             os.close(fd)
         self._fds, self._mapped = {}, {}
 
-    def _open_file(self, file: str, group: list[TensorSlot]) -> tuple[int, int]:
-        """Its descriptor and size; it holds its header."""
-        header, data_bytes = safetensors_header(group)
-        offset = len(header)
-        for slot in group:
-            self._slots[slot.name] = slot
-            self._place[slot.name] = _Place(file, offset, nbytes := slot.nbytes)
-            offset += nbytes
-        path, nbytes = self._folder / file, len(header) + data_bytes
-        is_spare = self._memory is not None and self._memory.spare.take(nbytes, path)
+    def _open_file(self, file: LaidOutFile) -> int:
+        """Its descriptor; it holds its header."""
+        path = self._folder / file.name
+        is_spare = self._memory is not None and self._memory.spare.take(file.nbytes, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o644)
-        self._fds[file] = fd
-        _write_at(fd, memoryview(header), 0)
-        return fd, nbytes
+        self._fds[file.name] = fd
+        _write_at(fd, memoryview(file.header), 0)
+        return fd
 
 
 def _has_all_pages(fd: int, nbytes: int) -> bool:
@@ -268,34 +232,6 @@ def _has_all_pages(fd: int, nbytes: int) -> bool:
     """
     stat = os.fstat(fd)
     return stat.st_size >= nbytes and stat.st_blocks * _STAT_BLOCK_BYTES >= nbytes
-
-
-def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterable[list[TensorSlot]]:
-    group: list[TensorSlot] = []
-    size = 0
-    for slot in slots:
-        if group and size + slot.nbytes > max_file_bytes:
-            yield group
-            group, size = [], 0
-        group.append(slot)
-        size += slot.nbytes
-    if group:
-        yield group
-
-
-def safetensors_header(group: Iterable[TensorSlot | StoredTensor]) -> tuple[bytes, int]:
-    """The first bytes of a file of these tensors, one after the other, and how many bytes of data follow."""
-    entries, position = {}, 0
-    for slot in group:
-        entries[slot.name] = {
-            "dtype": _SAFETENSORS_DTYPE[slot.dtype],
-            "shape": slot.shape,
-            "data_offsets": [position, position + slot.nbytes],
-        }
-        position += slot.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, position
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -21,6 +21,7 @@ from rollout_service.quant import quantizer
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.ring import aligned
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.spare_files import SpareFiles
@@ -88,7 +89,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Seq
     spare = SpareFiles(folder)
     spare.begin()
     converter = Converter(RECIPE, device="cpu")
-    writer = VersionWriter(folder, converter.slots(SHAPES), memory=LogMemory(MappedFiles(), spare))
+    writer = VersionWriter(folder, Layout(converter.slots(SHAPES)), LogMemory(MappedFiles(), spare))
     places, data = {}, []
     for name, tensor in tensors.items():
         places[name] = sum(map(len, data))

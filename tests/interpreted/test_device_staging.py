@@ -13,6 +13,7 @@ from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.reading import VersionReader, pieces
@@ -30,7 +31,7 @@ def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Mani
     draw = random.Random(0)
     data = {name: draw.randbytes(rows * columns) for name, (rows, columns) in TENSORS.items()}
     writer = VersionWriter(
-        tmp_path, [TensorSlot(name=name, dtype="int8", shape=shape) for name, shape in TENSORS.items()]
+        tmp_path, Layout([TensorSlot(name=name, dtype="int8", shape=shape) for name, shape in TENSORS.items()])
     )
     for name, held in data.items():
         writer.write(name, memoryview(held))

@@ -21,6 +21,7 @@ from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe, read_manifest
 from rollout_service.store.mapped_files import MappedFiles
@@ -288,7 +289,7 @@ def written(
     folder = log.staging(version)
     folder.mkdir(parents=True)
     slots = [TensorSlot(name=n, dtype="float32", shape=s) for n, s in shapes.items()]
-    writer = VersionWriter(folder, slots, memory=memory)
+    writer = VersionWriter(folder, Layout(slots), memory)
     for name, tensor in tensors.items():
         if memory is None:
             writer.write(name, tensor.numpy().data)

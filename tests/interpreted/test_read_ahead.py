@@ -17,6 +17,7 @@ from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.mapped_files import MappedFiles
@@ -50,7 +51,7 @@ class Upload:
         self.version, self._log, self._folder = version, log, log.staging(version)
         self._folder.mkdir(parents=True)
         slots = [TensorSlot(name=name, dtype="int8", shape=SHAPES[name]) for name in names]
-        self._writer = VersionWriter(self._folder, slots, memory=LogMemory(MappedFiles(), spare))
+        self._writer = VersionWriter(self._folder, Layout(slots), LogMemory(MappedFiles(), spare))
 
     def store(self, data: dict[str, bytes]) -> None:
         for name, held in data.items():

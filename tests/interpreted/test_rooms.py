@@ -13,6 +13,7 @@ from rollout_service.ingest.rooms import Rooms
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store import manifest
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.spare_files import SpareFiles
@@ -45,7 +46,7 @@ def stored(
     spare = SpareFiles(folder)
     spare.begin()
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
-    writer = VersionWriter(folder, slots, memory=LogMemory(MappedFiles(), spare))
+    writer = VersionWriter(folder, Layout(slots), LogMemory(MappedFiles(), spare))
     asked = Verdicts()
     with Rooms(writer, gpu, asked, turn) as filling:
         for name, tensor in tensors.items():

@@ -18,6 +18,7 @@ from rollout_service.store import log as log_module
 from rollout_service.store.direct_io import BLOCK_BYTES
 from rollout_service.store.durable_log import CopyStopped, DurableLog, copy_version, log_to_go_on_with, require_behind
 from rollout_service.store.labels import VersionLabels
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.writer import VersionWriter
@@ -475,7 +476,7 @@ def several_files(log: WeightLog) -> Manifest:
     """Version 1, in files of different lengths."""
     folder = log.staging(1)
     folder.mkdir(parents=True)
-    writer = VersionWriter(folder, SLOTS, MAX_FILE_BYTES)
+    writer = VersionWriter(folder, Layout(SLOTS, MAX_FILE_BYTES))
     for slot in SLOTS:
         writer.write(slot.name, numbers(1, slot.name).data)
     manifest = manifest_of(1, writer.finish())

@@ -14,6 +14,7 @@ import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe, StoredTensor
 from rollout_service.store.mapped_files import MappedFiles, is_in_memory, open_version_file
@@ -51,7 +52,7 @@ def numbers(version: int, name: str) -> np.ndarray:
 def commit(log: WeightLog, memory: LogMemory | None, version: int) -> Manifest:
     folder = log.staging(version)
     folder.mkdir(parents=True)
-    writer = VersionWriter(folder, SLOTS, MAX_FILE_BYTES, memory)
+    writer = VersionWriter(folder, Layout(SLOTS, MAX_FILE_BYTES), memory)
     for slot in SLOTS:
         if writer.has_rooms:
             writer.room(slot.name)[:] = numbers(version, slot.name).view(np.uint8).data
@@ -98,7 +99,7 @@ def test_a_tensor_has_a_room_as_it_came_only_if_it_is_stored_so_and_lies_where_i
         TensorSlot(name="empty", dtype="bfloat16", shape=(0,)),
     ]
     (root / "staged").mkdir()
-    writer = VersionWriter(root / "staged", slots, memory=memory)
+    writer = VersionWriter(root / "staged", Layout(slots), memory)
     room = writer.room_as_stored("even", "bfloat16", (4,))
     assert room is not None and room.nbytes == 8
     room[:] = bytes(range(8))
@@ -113,7 +114,7 @@ def test_a_tensor_has_a_room_as_it_came_only_if_it_is_stored_so_and_lies_where_i
     ):
         assert writer.room_as_stored(name, dtype, shape) is None
     writer.close()
-    on_disk = VersionWriter(tmp_path, slots)
+    on_disk = VersionWriter(tmp_path, Layout(slots))
     assert on_disk.room_as_stored("even", "bfloat16", (4,)) is None
     on_disk.close()
 
@@ -131,7 +132,9 @@ def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: Log
 
 def test_rooms_of_neighbours_in_a_file_are_one(log: WeightLog, memory: LogMemory) -> None:
     log.staging(1).mkdir(parents=True)
-    writer = VersionWriter(log.staging(1), SLOTS, 2 * MAX_FILE_BYTES, memory)  # of the first two, and of the last
+    writer = VersionWriter(
+        log.staging(1), Layout(SLOTS, 2 * MAX_FILE_BYTES), memory
+    )  # of the first two, and of the last
     names = [slot.name for slot in SLOTS]
     joined = list(writer.joined_rooms(names))
     assert [name for group, _ in joined for name in group] == names
@@ -173,7 +176,7 @@ def test_room_is_asked_for_only_where_pages_are_missing(
     os.truncate(sparse, size)
     folder = log.staging(5)
     folder.mkdir(parents=True)
-    VersionWriter(folder, SLOTS, MAX_FILE_BYTES, memory).close()
+    VersionWriter(folder, Layout(SLOTS, MAX_FILE_BYTES), memory).close()
     for path in folder.iterdir():
         assert path.stat().st_blocks * 512 >= path.stat().st_size
 
@@ -229,7 +232,7 @@ def test_spare_files_of_another_layout_make_room(log: WeightLog, memory: LogMemo
     assert len(list((log.root / "spare").iterdir())) == len(files_of(log, 2))
     folder = log.staging(3)
     folder.mkdir(parents=True)
-    VersionWriter(folder, SLOTS[:1], memory=memory).close()
+    VersionWriter(folder, Layout(SLOTS[:1]), memory).close()
     assert list((log.root / "spare").iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, verify_tensors
 from rollout_service.store.manifest import CHUNK_BYTES, Manifest, Recipe, StoredTensor
 from rollout_service.store.reading import VersionReader, pieces
@@ -21,7 +22,7 @@ def version(tmp_path: Path) -> tuple[Path, Manifest, bytes]:
     """Folder, manifest, and the bytes of the tensors in their order."""
     slots = [TensorSlot(name=f"t{i}", dtype="float8_e4m3fn", shape=(size,)) for i, size in enumerate(SIZES)]
     data = random.Random(0).randbytes(sum(SIZES))
-    writer, position = VersionWriter(tmp_path, slots), 0
+    writer, position = VersionWriter(tmp_path, Layout(slots)), 0
     for slot in slots:
         writer.write(slot.name, memoryview(data[position : position + slot.nbytes]))
         position += slot.nbytes
@@ -76,7 +77,7 @@ def test_the_log_calls_digests_of_chunks_that_do_not_fit_damage(tmp_path: Path) 
     log = WeightLog(tmp_path)
     folder = log.staging(0)
     folder.mkdir(parents=True)
-    writer = VersionWriter(folder, [TensorSlot(name="t", dtype="float8_e4m3fn", shape=(CHUNK_BYTES + 1,))])
+    writer = VersionWriter(folder, Layout([TensorSlot(name="t", dtype="float8_e4m3fn", shape=(CHUNK_BYTES + 1,))]))
     writer.write("t", memoryview(bytes(CHUNK_BYTES + 1)))
     manifest = Manifest(version=0, fingerprint="model", recipe=Recipe(weights="none"), tensors=writer.finish())
     log.commit(manifest, "keep")

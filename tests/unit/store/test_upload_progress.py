@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.upload_progress import TensorPlace, UploadToRead, places_digest
@@ -17,7 +18,7 @@ def writer_of(uploads: Path, version: int, *, in_memory: bool = True) -> Version
     folder, spare = uploads / str(version), SpareFiles(uploads.parent)
     folder.mkdir(parents=True)
     spare.begin()
-    return VersionWriter(folder, SLOTS, 24, LogMemory(MappedFiles(), spare) if in_memory else None)
+    return VersionWriter(folder, Layout(SLOTS, 24), LogMemory(MappedFiles(), spare) if in_memory else None)
 
 
 def store(writer: VersionWriter, *names: str) -> None:

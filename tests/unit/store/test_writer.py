@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.writer import VersionWriter
 from tests.unit.ingest.trainer import open_files
@@ -41,7 +42,7 @@ def test_the_safetensors_library_reads_the_exact_bytes_back(
     tmp_path_factory: pytest.TempPathFactory, slots: list[TensorSlot], max_file_bytes: int, order: random.Random
 ) -> None:
     folder = tmp_path_factory.mktemp("version")
-    writer = VersionWriter(folder, slots, max_file_bytes)
+    writer = VersionWriter(folder, Layout(slots, max_file_bytes))
     for slot in order.sample(slots, len(slots)):
         writer.write(slot.name, memoryview(random_bytes(slot)))
     stored = writer.finish()
@@ -61,7 +62,7 @@ def test_the_safetensors_library_reads_the_exact_bytes_back(
 )
 def test_a_large_tensor_s_digest_is_that_of_its_chunk_digests(tmp_path: Path, nbytes: int, chunks: int) -> None:
     data = random.Random(nbytes).randbytes(nbytes)
-    writer = VersionWriter(tmp_path, slots_of(nbytes // 4))
+    writer = VersionWriter(tmp_path, Layout(slots_of(nbytes // 4)))
     writer.write("t0", memoryview(data))
     [tensor] = writer.finish()
     found = list(tensor.chunks())
@@ -79,7 +80,7 @@ def slots_of(*sizes: int) -> list[TensorSlot]:
 
 
 def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> None:
-    writer = VersionWriter(tmp_path, slots_of(10, 10, 100, 5, 5), max_file_bytes=80)
+    writer = VersionWriter(tmp_path, Layout(slots_of(10, 10, 100, 5, 5), 80))
     writer.close()
     held = []
     for file in sorted(tmp_path.iterdir()):
@@ -90,7 +91,7 @@ def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> No
 
 def test_a_matrix_is_written_as_its_bytes(tmp_path: Path) -> None:
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
-    writer = VersionWriter(tmp_path, [TensorSlot(name="m", dtype="float32", shape=(3, 4))])
+    writer = VersionWriter(tmp_path, Layout([TensorSlot(name="m", dtype="float32", shape=(3, 4))]))
     writer.write("m", matrix.data)
     tensor = writer.finish()[0]
     with safe_open(tmp_path / tensor.file, framework="np") as reader:
@@ -98,7 +99,7 @@ def test_a_matrix_is_written_as_its_bytes(tmp_path: Path) -> None:
 
 
 def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path: Path) -> None:
-    writer = VersionWriter(tmp_path, slots_of(1, 2, 3))
+    writer = VersionWriter(tmp_path, Layout(slots_of(1, 2, 3)))
     writer.write("t1", memoryview(bytes(8)))
     assert writer.unwritten == ["t0", "t2"]
     with pytest.raises(ValueError, match=r"2 tensors were never written: \['t0', 't2'\]"):
@@ -108,7 +109,7 @@ def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path: Path) ->
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9])
 def test_bytes_of_the_wrong_size_are_refused_and_not_written(tmp_path: Path, nbytes: int) -> None:
-    writer = VersionWriter(tmp_path, slots_of(2))
+    writer = VersionWriter(tmp_path, Layout(slots_of(2)))
     with pytest.raises(ValueError, match=f"t0 has {nbytes} bytes, its slot 8"):
         writer.write("t0", memoryview(b"x" * nbytes))
     assert writer.unwritten == ["t0"]
@@ -117,7 +118,7 @@ def test_bytes_of_the_wrong_size_are_refused_and_not_written(tmp_path: Path, nby
 
 
 def test_a_tensor_without_a_slot_is_refused(tmp_path: Path) -> None:
-    writer = VersionWriter(tmp_path, slots_of(2))
+    writer = VersionWriter(tmp_path, Layout(slots_of(2)))
     with pytest.raises(KeyError, match="other"):
         writer.write("other", memoryview(bytes(8)))
     writer.close()
@@ -125,7 +126,7 @@ def test_a_tensor_without_a_slot_is_refused(tmp_path: Path) -> None:
 
 def test_finishing_and_closing_leave_no_file_open(tmp_path: Path) -> None:
     before = open_files()
-    writer = VersionWriter(tmp_path, slots_of(1, 1, 1), max_file_bytes=4)
+    writer = VersionWriter(tmp_path, Layout(slots_of(1, 1, 1), 4))
     assert open_files() == before + 3
     for name in ("t0", "t1", "t2"):
         writer.write(name, memoryview(bytes(4)))
@@ -146,7 +147,7 @@ def little_room() -> Iterator[int]:
 def test_a_full_disk_fails_at_once_and_leaves_no_file_open(tmp_path: Path, little_room: int) -> None:
     before = open_files()
     with pytest.raises(OSError, match="File too large"):
-        VersionWriter(tmp_path, slots_of(1, little_room), max_file_bytes=4)
+        VersionWriter(tmp_path, Layout(slots_of(1, little_room), 4))
     assert open_files() == before
 
 
@@ -158,7 +159,7 @@ def test_a_disk_error_while_writing_fails_the_version(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fdatasync", fail)
     monkeypatch.setattr("rollout_service.store.writer._SYNC_BYTES", 1)
     slot = TensorSlot(name="tensor", dtype="float32", shape=(2,))
-    writer = VersionWriter(tmp_path, [slot])
+    writer = VersionWriter(tmp_path, Layout([slot]))
     writer.write(slot.name, memoryview(random_bytes(slot)))
     with pytest.raises(OSError, match="not all of it"):
         writer.finish()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.weight_log import Head
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
@@ -22,7 +23,7 @@ def stage(log: WeightLog, version: int, fingerprint: str = "model", content: int
         TensorSlot(name=FIRST, dtype="float32", shape=(4, 5)),
         TensorSlot(name=SECOND, dtype="bfloat16", shape=(6,)),
     ]
-    writer = VersionWriter(folder, slots)
+    writer = VersionWriter(folder, Layout(slots))
     writer.write(FIRST, memoryview(bytes([(version if content is None else content) % 256]) * 80))
     writer.write(SECOND, memoryview(bytes(range(12))))
     return Manifest(version=version, fingerprint=fingerprint, recipe=Recipe(weights="none"), tensors=writer.finish())

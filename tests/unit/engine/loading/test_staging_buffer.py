@@ -14,6 +14,7 @@ from rollout_service.engine.loading.placement import Move, Placement, Span
 from rollout_service.engine.loading.staging import CannotStage, StagingBuffer, StagingKind, packed_runs
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import CHUNK_BYTES, Manifest, Recipe
 from rollout_service.store.mapped_files import MappedFiles
@@ -43,7 +44,7 @@ def large(tmp_path: Path) -> tuple[Path, Manifest, torch.Tensor]:
         TensorSlot(name=FIRST, dtype="float32", shape=(4,)),
     ]
     data = random.Random(0).randbytes(ROWS * COLUMNS)
-    writer = VersionWriter(folder, slots)
+    writer = VersionWriter(folder, Layout(slots))
     writer.write(LARGE, memoryview(data))
     writer.write(FIRST, memoryview(bytes(16)))
     manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=writer.finish())

@@ -9,6 +9,7 @@ from rollout_service.engine.loading import stored_tensors as module
 from rollout_service.engine.loading.stored_tensors import stored_tensors
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
+from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.writer import VersionWriter
@@ -22,7 +23,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manifes
     """A version of many tensors, each filled with its number, read in batches of a few."""
     monkeypatch.setattr(module, "_BATCH_BYTES", 4 * SIZE)
     slots = [TensorSlot(name=str(i), dtype="float8_e4m3fn", shape=(SIZE,)) for i in range(NUMBER)]
-    writer = VersionWriter(tmp_path, slots, max_file_bytes=20 * SIZE)
+    writer = VersionWriter(tmp_path, Layout(slots, 20 * SIZE))
     for number, slot in enumerate(slots):
         writer.write(slot.name, memoryview(bytes([number]) * SIZE))
     return tmp_path, Manifest(version=1, fingerprint="m", recipe=Recipe(weights="none"), tensors=writer.finish())
