@@ -63,7 +63,7 @@ def write(name: str, content: Json, *, machine_name: str | None = None, folder: 
     origin = {
         "command": command(),
         "date": today(),
-        "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "processor": processor(),
         "python": platform.python_version(),
         "versions": dict(_versions()),
     }
@@ -93,7 +93,10 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield package, version(package)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """That of this machine which benchmarks measure: its GPU, or its CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -9,6 +9,7 @@ tokens, lost requests and lost versions are to be zero; the exit status says whe
 
 import asyncio
 import dataclasses
+import json
 import tempfile
 import time
 from dataclasses import asdict
@@ -99,6 +100,7 @@ class Record:
 
     def add(self, outcome: Outcome) -> None:
         """In the matrix's order."""
+        outcome.date, outcome.processor = results.today(), results.processor()
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: self._order.index(o.name))
         seconds = round(time.perf_counter() - self._started)
         content = {"total_s": seconds, "cases": [asdict(outcome) for outcome in self.outcomes]}
@@ -107,9 +109,15 @@ class Record:
 
 def kept(cases: list[Case]) -> list[Outcome]:
     """The clean outcomes of an earlier run of the whole matrix on this machine."""
-    found = results.cases("faults")
+    file = results.path("faults")
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text())
+    origin = {key: found[key] for key in ("date", "processor")}
     fields = {field.name for field in dataclasses.fields(Outcome)}
-    outcomes = [Outcome(**{key: value for key, value in case.items() if key in fields}) for case in found]
+    outcomes = [
+        Outcome(**{key: value for key, value in (origin | case).items() if key in fields}) for case in found["cases"]
+    ]
     return [outcome for outcome in outcomes if outcome.clean and outcome.name in {case.name for case in cases}]
 
 

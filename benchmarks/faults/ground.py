@@ -103,7 +103,7 @@ class Ground:
         await self.client.push_weights(version, self.weights(version), **options)  # type: ignore[call-overload]
         self.committed = max(self.committed, version)
 
-    async def send(self, method: str, route: str, **request: Any) -> None:
+    async def send(self, method: str, route: str, **request: Any) -> httpx.Response:
         """A single plain request, never repeated. Raises what the service answered, if it is an error."""
         token = self.service.config.auth.secret()
         authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -111,6 +111,7 @@ class Ground:
             response = await http.request(method, route, **request)
         if not response.is_success:
             raise error_of(response)
+        return response
 
     async def put_part(self, version: int, part: int, data: bytes, digest: str) -> None:
         """One part of an upload."""

@@ -10,6 +10,7 @@ from functools import partial
 import psutil
 
 from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, processes
+from benchmarks.faults.update_marker import staged_name
 from rollout_service.client import _shared_memory
 from rollout_service.client._generate import GenerateOptions
 from rollout_service.client._parts import bytes_of_each, cut_parts
@@ -17,7 +18,7 @@ from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.upload import BeginUpload
 from rollout_service.store.log import WeightLog
-from tests.support.moments import MomentMissed, has_mapped, has_open, resume, stop_at, wait_for
+from tests.support.moments import MomentMissed, has_mapped, has_open, has_open_memory, resume, stop_at, wait_for
 from tests.support.telltale import assert_pure
 
 ATTEMPTS = 10
@@ -28,7 +29,7 @@ LONG, BATCH = 450, 12
 
 
 def kill_cases() -> Iterator[Case]:
-    """Five processes at six moments, and a replica that stands still."""
+    """Five processes at six moments, the ingest at those of a pull besides, and a replica that stands still."""
     for victim in (*ENGINE_PROCESSES, "gateway", "ingest"):  # the others have no part in any of these moments
         yield Case(f"kill {victim}, idle", partial(while_idle, victim), concurrency=0)
         yield Case(f"kill {victim}, generating", partial(while_generating, victim))
@@ -38,6 +39,8 @@ def kill_cases() -> Iterator[Case]:
         yield Case(f"kill {victim}, before the rename", partial(before_the_rename, victim))
         yield Case(f"kill {victim}, after the rename", partial(after_the_rename, victim))
     yield Case("kill ingest, reading a trainer's memory", while_sharing)
+    yield Case("kill ingest, a replica reads the committed version", partial(while_reading, "ingest"))
+    yield Case("kill ingest, the version is staged and not loaded", partial(while_staged, "ingest"))
     yield Case("a replica stopped for 30 s", stop_for_a_while)
     for victim in ("replica", "engine core", "gateway"):
         yield Case(f"kill {victim}, under a batch that is carried on", partial(under_a_batch, victim))
@@ -122,7 +125,7 @@ def shared_in_small_batches() -> Iterator[None]:
 
 
 async def while_reading(victim: str, ground: Ground) -> None:
-    """Kill while the worker of the victim's replica reads a new version, and the engine serves the one before."""
+    """Kill while a worker, of the victim's replica if it has one, reads a new version and its engine serves the old."""
 
     def aim(version: int) -> Aim:
         replica = random.choice(processes("replica"))
@@ -131,8 +134,25 @@ async def while_reading(victim: str, ground: Ground) -> None:
             stopped=worker,
             begins=lambda: newest(ground) == version,
             reached=lambda: has_open(worker, folder),
-            victim=below(replica, victim),
+            victim=_of(replica, victim),
             told=f"the worker had files of version {version} open",
+        )
+
+    await kill_at(ground, victim, aim)
+
+
+async def while_staged(victim: str, ground: Ground) -> None:
+    """Kill between the end of a version's staging and the start of its loading: see ``update_marker``."""
+
+    def aim(version: int) -> Aim:
+        replica = random.choice(processes("replica"))
+        worker = below(replica, "vllm worker")
+        return Aim(
+            stopped=worker,
+            begins=lambda: newest(ground) == version,
+            reached=lambda: has_open_memory(worker, staged_name(version)),
+            victim=_of(replica, victim),
+            told=f"the worker had staged version {version}, and had not begun to load it",
         )
 
     await kill_at(ground, victim, aim)
@@ -148,11 +168,16 @@ async def while_loading(victim: str, ground: Ground) -> None:
             stopped=worker,
             begins=lambda: newest(ground) == version,
             reached=lambda: has_mapped(worker, folder),
-            victim=below(replica, victim) if victim in ENGINE_PROCESSES else processes(victim)[0],
+            victim=_of(replica, victim),
             told=f"the worker had the manifest of version {version} mapped",
         )
 
     await kill_at(ground, victim, aim)
+
+
+def _of(replica: psutil.Process, victim: str) -> psutil.Process:
+    """The victim that belongs to a replica, or the only one of its kind."""
+    return below(replica, victim) if victim in ENGINE_PROCESSES else processes(victim)[0]
 
 
 async def before_the_rename(victim: str, ground: Ground) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.faults.broadcasts import broadcast_cases
 from benchmarks.faults.disk import disk_cases
 from benchmarks.faults.durability import durability_cases
 from benchmarks.faults.files import file_cases
@@ -20,6 +21,7 @@ def all_cases() -> Iterator[Case]:
     yield from kill_cases()
     yield from term_cases()
     yield from input_cases()
+    yield from broadcast_cases()
     yield from file_cases()
     yield from disk_cases()
     yield from durability_cases()

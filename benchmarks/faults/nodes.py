@@ -1,4 +1,4 @@
-"""A Ray node without the log is killed, or drained, and another one joins.
+"""A Ray node without the log is killed, or drained, and another one joins; or the ingest dies while it copies.
 
     python -m benchmarks.faults.nodes FOLDER CASE
 
@@ -18,18 +18,20 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from benchmarks.faults.ground import Case, Ground, Skipped
-from benchmarks.faults.kills import push_until_committed
+from benchmarks.faults.ground import Case, Ground, Skipped, processes
+from benchmarks.faults.kills import Aim, kill_at, push_until_committed
 from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
 from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.store.log import WeightLog
+from tests.support.moments import has_open
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
 
 KILLED = "kill a node without the log, generating"
 DRAINED = "drain a node without the log, generating"
+COPYING = "kill ingest, a node without the log copies the version"
 FIRST, SECOND = "second", "third"
 """Nodes beside the head, one after the other."""
 NOTICE_S = 300
@@ -46,7 +48,7 @@ class NodesOutcome(Outcome):
 
 def node_cases() -> Iterator[Case]:
     """Each on a cluster of its own."""
-    for name in (KILLED, DRAINED):
+    for name in (KILLED, DRAINED, COPYING):
         yield Case(name, on_the_common_ground, apart=partial(run_apart, name))
 
 
@@ -73,7 +75,7 @@ async def run_apart(name: str, folder: Path) -> NodesOutcome:
 async def two_nodes(folder: Path, name: str) -> NodesOutcome:
     """One of the cases, under load."""
     outcome = NodesOutcome(name)
-    fault = {KILLED: _kill_and_replace, DRAINED: _drain_and_replace}[name]
+    fault = {KILLED: _kill_and_replace, DRAINED: _drain_and_replace, COPYING: _kill_ingest_copying}[name]
     with service_on_two_nodes(folder, FIRST) as (service, nodes):
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url, retries=12))
@@ -89,6 +91,7 @@ async def two_nodes(folder: Path, name: str) -> NodesOutcome:
     outcome.notes += [*rollouts.stale[:3], *rollouts.lost[:3]]
     outcome.lost_versions = int(fleet is None or fleet.latest_version < place.committed)
     outcome.survived = outcome.recover_s is not None and not outcome.notes
+    outcome.notes += place.notes
     return outcome
 
 
@@ -133,6 +136,38 @@ async def _kill_and_replace(place: Ground, nodes: Nodes, outcome: NodesOutcome) 
     await place.push(5)
     _note_copy(outcome, nodes, SECOND, 5)
     return alone_s + whole_s
+
+
+async def _kill_ingest_copying(place: Ground, nodes: Nodes, outcome: NodesOutcome) -> float | None:
+    """Seconds until both replicas serve a version of which one's node had some bytes when the ingest was killed."""
+    original, copies = WeightLog(nodes.root(HEAD)), nodes.copies(FIRST)
+    [replica] = [process for process in processes("replica") if has_open(process, nodes.root(FIRST))]
+
+    def copied_bytes(version: int) -> int:
+        return sum(path.stat().st_size for path in copies.root.glob(f"staging/{version}-*/*"))
+
+    def aim(version: int) -> Aim:
+        return Aim(
+            stopped=replica,
+            begins=lambda: (head := original.head()) is not None and head.version == version,
+            reached=lambda: 0 < copied_bytes(version) < _weights_bytes(original.folder(version)),
+            victim=processes("ingest")[0],
+            told=f"the node had some bytes of version {version}, and lacked others",
+        )
+
+    began = time.perf_counter()
+    await kill_at(place, "ingest", aim)
+    whole_s = await place.recovered(began, RECOVERY_S)
+    if whole_s is None:
+        return None
+    _note_copy(outcome, nodes, FIRST, place.committed)
+    await place.push(place.committed + 1)
+    _note_copy(outcome, nodes, FIRST, place.committed)
+    return whole_s
+
+
+def _weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 async def _fewest_serving(place: Ground) -> None:

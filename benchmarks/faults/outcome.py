@@ -34,6 +34,10 @@ class Outcome:
     """What proves the moment of the fault, and what went wrong."""
     skipped: str = ""
     """Why this machine cannot run it; nothing was shown then."""
+    date: str = ""
+    processor: str = ""
+    """When it was run and on what, which the file's header says of its newest cases alone. Of cases from before each
+    said so itself: what the header of their file said."""
 
     @property
     def clean(self) -> bool:

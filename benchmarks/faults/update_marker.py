@@ -1,6 +1,7 @@
-"""A vLLM plug-in of this benchmark alone: while a worker loads a version, it has the version's manifest mapped.
+"""A vLLM plug-in of this benchmark alone, by which two moments of a worker can be seen from outside, in ``/proc``.
 
-So the moment can be seen from outside, in ``/proc``; what a worker loads was read before and leaves no trace there.
+From the end of a version's staging until it is loaded the worker has memory open that is called ``staged_name``. While
+it loads the version it has the version's manifest mapped: what it loads was read before and leaves no trace there.
 """
 
 import mmap
@@ -30,15 +31,33 @@ def marked_updates() -> Iterator[None]:
             yield
 
 
+def staged_name(version: str | int) -> str:
+    """Of the memory that is open while a version is staged and not loaded."""
+    return f"staged-version-{version}"
+
+
 def register() -> None:
     """vLLM calls it in each of an engine's processes."""
+    from rollout_service.engine.loading.staging_calls import StageAnswer
     from rollout_service.engine.loading.transfer import LogUpdateInfo, LogWeightTransferEngine
 
     if hasattr(LogWeightTransferEngine, "manifest_mapped"):
         return
-    receive, finish = LogWeightTransferEngine.receive_weights, LogWeightTransferEngine.finish_weight_update
+    stage, receive = LogWeightTransferEngine.stage, LogWeightTransferEngine.receive_weights
+    finish = LogWeightTransferEngine.finish_weight_update
+
+    def mark_staged(engine: Any, version: str | None) -> None:
+        if engine.staged_memory is not None:
+            os.close(engine.staged_memory)
+        engine.staged_memory = None if version is None else os.memfd_create(staged_name(version))
+
+    def stage_and_mark(engine: Any, folder: Path, digest: str | None = None) -> StageAnswer:
+        answer = stage(engine, folder, digest)
+        mark_staged(engine, folder.name if answer.corrupt is None else None)
+        return answer
 
     def receive_weights(engine: Any, update_info: LogUpdateInfo) -> None:
+        mark_staged(engine, None)
         with (Path(update_info.folder) / "manifest.json").open("rb") as manifest:
             engine.manifest_mapped = mmap.mmap(manifest.fileno(), 0, access=mmap.ACCESS_READ)
         receive(engine, update_info)
@@ -48,5 +67,7 @@ def register() -> None:
         engine.manifest_mapped.close()
 
     marked: Any = LogWeightTransferEngine
-    marked.manifest_mapped = None
-    marked.receive_weights, marked.finish_weight_update = receive_weights, finish_weight_update
+    marked.manifest_mapped = marked.staged_memory = None
+    marked.stage, marked.receive_weights, marked.finish_weight_update = (
+        stage_and_mark, receive_weights, finish_weight_update,
+    )  # fmt: skip

@@ -17,6 +17,7 @@ from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
+from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
@@ -67,9 +68,11 @@ class Upload:
 
     def drop(self) -> None:
         self._writer.close()
-        for path in self._folder.iterdir():
-            path.unlink()
-        self._folder.rmdir()
+        self.remove()
+
+    def remove(self) -> None:
+        """What a successor does with the files of an ingest that was killed: nobody has ended the upload."""
+        remove_tree(self._folder)
 
 
 class Reader:
@@ -190,6 +193,32 @@ def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -
     upload.store(data)
     reader.ended()
     assert reader.left_of(upload.commit()) == set() and reader.holds(data)
+
+
+def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(log: WeightLog) -> None:
+    reader, data = Reader(log, WHOLE), drawn(3)
+    killed = Upload(log, 2)
+    killed.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
+    reader.wait_for({"matrix", "end"})
+    killed.remove()
+    upload = Upload(log, 2)
+    upload.store({name: data[name] for name in ("matrix", "last")})
+    reader.wait_for({"matrix", "last"})
+    upload.store({name: data[name] for name in ("first", "small", "end")})
+    reader.ended()
+    assert reader.left_of(upload.commit()) == set() and reader.holds(data)
+
+
+def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(log: WeightLog) -> None:
+    reader, data = Reader(log, WHOLE), drawn(3)
+    killed = Upload(log, 2)
+    killed.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
+    reader.wait_for({"matrix", "end"})
+    reader.stopped()
+    killed.remove()
+    upload = Upload(log, 3)
+    upload.store(data)
+    assert reader.left_of(upload.commit()) == set(SHAPES) - {"end"} and reader.holds(data)
 
 
 def test_an_upload_of_other_tensors_is_not_read(log: WeightLog) -> None:

@@ -13,7 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # torch documents its stores here
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES, pack_tensors
 

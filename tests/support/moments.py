@@ -69,13 +69,21 @@ def wait_for(reached: Callable[[], bool], timeout_s: float) -> bool:
 
 def has_open(process: psutil.Process, folder: Path) -> bool:
     """Whether it has a file below ``folder`` open."""
-    descriptors = Path(f"/proc/{process.pid}/fd")
-    return any(_link(descriptor).startswith(f"{folder}/") for descriptor in descriptors.iterdir())
+    return any(path.startswith(f"{folder}/") for path in _open_files(process))
+
+
+def has_open_memory(process: psutil.Process, name: str) -> bool:
+    """Whether it has memory open that ``os.memfd_create`` made under this name."""
+    return f"/memfd:{name} (deleted)" in _open_files(process)
 
 
 def has_mapped(process: psutil.Process, folder: Path) -> bool:
     """Whether it has a file below ``folder`` in its memory."""
     return f"{folder}/" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def _open_files(process: psutil.Process) -> set[str]:
+    return {_link(descriptor) for descriptor in Path(f"/proc/{process.pid}/fd").iterdir()}
 
 
 def _link(descriptor: Path) -> str:

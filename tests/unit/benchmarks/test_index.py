@@ -20,6 +20,7 @@ PARTS_OF_OTHERS = {
     "benchmarks.clients.table",
     "benchmarks.families.table",
     "benchmarks.faults.nodes",
+    "benchmarks.faults.broadcasting_trainer",
     "benchmarks.group_attention_plot",
 }
 """Modules that can be started and measure nothing by themselves."""
