@@ -20,6 +20,7 @@ from rollout_service.errors import (
     QuantizationError,
     VersionConflict,
 )
+from rollout_service.ingest import uploads
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.model.convert import Converter, tensor_bytes
@@ -176,6 +177,19 @@ class TestApplied:
         await trainer.send(plan, stream, reversed(plan.missing_parts))
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
+
+    async def test_its_parts_are_small_so_that_tensors_are_made_while_others_are_sent(
+        self, model: Path, base_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: Stored, new: Stored
+    ) -> None:
+        monkeypatch.setattr(uploads, "_LEAST_DELTA_PART_BYTES", 1000)
+        shutil.copytree(base_log, tmp_path / "large parts")
+        ingest = Ingest(config_of(model, tmp_path / "large parts"))
+        await ingest.start()
+        plan, stream = await DeltaTrainer(ingest).begin_delta(2, 1, old, new)
+        assert plan.part_bytes == -(-len(stream) // 16) and plan.num_parts == 16
+        whole = await ingest.begin(begin_of(3, new))
+        assert whole.part_bytes == 64 << 10
+        await ingest.stop()
 
     async def test_one_tensor_changed(self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored) -> None:
         one = {**old, NORM: new[NORM]}
