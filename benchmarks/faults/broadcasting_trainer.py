@@ -12,18 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from benchmarks.faults.broadcasts import HALF_WAY
-from tests.support.gloo_trainer import (
-    PACKED_BUFFER_BYTES,
-    Tensors,
-    free_port,
-    open_trainer_endpoint,
-    packed_broadcast,
-)
+from tests.support.gloo_trainer import Tensors, trainer_info, use_gloo
 from tests.support.telltale import canary_weights
 
 
@@ -56,18 +49,10 @@ class StopsHalfWay(Tensors):
 def main(url: str, model: Path, version: int, source: Tensors) -> None:
     """Push one version. Raises what vLLM's trainer engine raises."""
     source.weights = canary_weights(model, version)
-    info = nccl_engine.NCCLTrainerInitInfo(
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        world_size=2,
-        packed_buffer_size_bytes=PACKED_BUFFER_BYTES,
-        rank=0,
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl_engine, "open_trainer_endpoint", open_trainer_endpoint)
-        patch.setattr(nccl_engine, "packed_nccl_broadcast_producer", packed_broadcast)
+        use_gloo(patch)
         client = NamingClient(url, version)
-        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        engine = WeightTransferTrainerFactory.trainer_init(trainer_info(), client=client, source=source)
         engine.send_weights()
         client.shutdown_weight_transfer_engine()
         engine.shutdown()

@@ -62,17 +62,15 @@ STOP_S = 5.0
 """How long parts on their way may take to end when the listener stops."""
 
 
-class _PartRoute(BaseModel):
-    version: WeightVersion
-    part: int
-
-
 class _VersionRoute(BaseModel):
     version: WeightVersion
 
 
-class _ProofRoute(BaseModel):
-    version: WeightVersion
+class _PartRoute(_VersionRoute):
+    part: int
+
+
+class _ProofRoute(_VersionRoute):
     nonce: Annotated[str, Field(min_length=16, max_length=128)]
 
 

@@ -72,6 +72,7 @@ class UploadSession:
         folder: Path,
         model: ServedModel,
         converter: Converter,
+        layout: Layout,
         part_bytes: int,
         executor: Executor,
         source: WeightSource | None = None,
@@ -79,17 +80,16 @@ class UploadSession:
         copy: UnquantizedCopy | None = None,
         memory: LogMemory | None = None,
         delta: DeltaOfVersion | None = None,
-        layout: Layout | None = None,
     ) -> None:
         """
         Args:
+            layout: of every version of the model.
             source: has all tensors; None: they come in parts, or through ``convert``.
             space: where parts are received; None: in files alone.
             copy: takes the tensors as they came, for a shadow.
             memory: of a log in memory.
             delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
                 the tensors.
-            layout: of all versions; None: it is worked out here.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
@@ -109,7 +109,7 @@ class UploadSession:
             self._to_come = {tensor.name for tensor in begin.source.tensors}
         self.space = space or DirectSpace(0)
         """Where parts are received."""
-        writer = self._laid_out(layout or Layout(converter.slots(model.stored)))
+        writer = self._laid_out(layout)
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta

@@ -471,6 +471,7 @@ class Uploads:
                 self._log.staging(begin.version),
                 self._model,
                 self._converter,
+                self._layout,
                 self._part_bytes(begin),
                 self._executor,
                 source,
@@ -478,7 +479,6 @@ class Uploads:
                 None if self._unquantized is None else self._unquantized.begin(begin.version, table),
                 self.memory,
                 delta,
-                self._layout,
             )
         except BaseException:
             if delta is not None:

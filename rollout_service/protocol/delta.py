@@ -96,9 +96,9 @@ def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes |
     return encode_planes(planes, nbytes)
 
 
-def is_sparse(count: int, itemsize: int, nbytes: int, share: float = SPARSE) -> bool:
-    """Whether at most ``share`` of the elements of ``nbytes`` bytes changed; by default they are told one by one."""
-    return count * itemsize <= share * nbytes
+def is_sparse(count: int, itemsize: int, nbytes: int) -> bool:
+    """Whether so few elements of ``nbytes`` bytes have changed that they are told one by one."""
+    return count * itemsize <= SPARSE * nbytes
 
 
 def encode_planes(planes: Array, nbytes: int) -> bytes | None:

@@ -6,6 +6,7 @@ It is only measured against. A failure here skips the comparison of that version
 import logging
 import shutil
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -46,15 +47,14 @@ def remove_unquantized(root: Path) -> None:
 class UnquantizedCopy:
     """One staged version: takes a copy of each tensor on its way to the quantizer."""
 
-    def __init__(self, log: WeightLog, version: int, model: ServedModel) -> None:
-        """Raises OSError if the disk has no room for it."""
-        self._log, self._version, self._fingerprint = log, version, model.fingerprint
-        recipe = TrainerRecipe(weights="none", keep_float32=tuple(sorted(model.keep_float32)), experts=model.experts)
-        self._converter = Converter(recipe, device="cpu")
+    def __init__(self, log: WeightLog, version: int, fingerprint: str, converter: Converter, layout: Layout) -> None:
+        """``fingerprint``: of the model. Raises OSError if the disk has no room for it."""
+        self._log, self._version, self._fingerprint = log, version, fingerprint
+        self._converter = converter
         self._folder = log.staging(version)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        self._writer = VersionWriter(self._folder, Layout(self._converter.slots(model.stored)))
+        self._writer = VersionWriter(self._folder, layout)
         self._sound = True
 
     def taken(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -159,6 +159,16 @@ class UnquantizedLog:
         except (RolloutServiceError, OSError) as error:
             logger.warning("version %d is not kept unquantized, and has no shadow: %s", version, error)
 
+    @cached_property
+    def _converter(self) -> Converter:
+        model = self._model
+        recipe = TrainerRecipe(weights="none", keep_float32=tuple(sorted(model.keep_float32)), experts=model.experts)
+        return Converter(recipe, device="cpu")
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self._converter.slots(self._model.stored))
+
     def begin(self, version: int, table: Iterable[UploadTensor]) -> UnquantizedCopy | None:
         """A copy of a version that comes in these tensors; None if there is nothing to copy, or no room."""
         if any(tensor.dtype in CODE_DTYPES for tensor in table):
@@ -171,7 +181,7 @@ class UnquantizedLog:
             self._told = True
             return None
         try:
-            return UnquantizedCopy(self._log, version, self._model)
+            return UnquantizedCopy(self._log, version, self._model.fingerprint, self._converter, self._layout)
         except OSError as error:
             logger.warning("version %d is not kept unquantized, and has no shadow: %s", version, error)
             shutil.rmtree(self._log.staging(version), ignore_errors=True)

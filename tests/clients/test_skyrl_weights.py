@@ -10,13 +10,7 @@ from vllm.distributed.weight_transfer import nccl_engine
 
 from rollout_service.client import RolloutClient
 from tests.clients.lines import ClientProcess
-from tests.support.gloo_trainer import (
-    PACKED_BUFFER_BYTES,
-    Tensors,
-    free_port,
-    open_trainer_endpoint,
-    packed_broadcast,
-)
+from tests.support.gloo_trainer import Tensors, trainer_info, use_gloo
 from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = pytest.mark.client("SkyRL")
@@ -40,17 +34,9 @@ def source() -> Tensors:
 @pytest.fixture
 async def trainer(skyrl: ClientProcess, source: Tensors, monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's engine, which SkyRL's subclasses without a change to what it sends."""
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", open_trainer_endpoint)
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", packed_broadcast)
-    info = nccl_engine.NCCLTrainerInitInfo(
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        world_size=2,
-        packed_buffer_size_bytes=PACKED_BUFFER_BYTES,
-        rank=0,
-    )
+    use_gloo(monkeypatch)
     begin = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
-    return await asyncio.to_thread(begin, info, client=WeightClient(skyrl), source=source)
+    return await asyncio.to_thread(begin, trainer_info(), client=WeightClient(skyrl), source=source)
 
 
 async def test_skyrls_client_pushes_versions_that_are_served(

@@ -10,7 +10,7 @@ import torch
 
 from rollout_service.client import RolloutClient
 from tests.clients.conftest import Trl
-from tests.support.gloo_trainer import free_port, open_trainer_endpoint, packed_broadcast, update_info
+from tests.support.gloo_trainer import free_port, update_info, use_gloo
 from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = pytest.mark.client("TRL, sync")
@@ -20,8 +20,7 @@ pytestmark = pytest.mark.client("TRL, sync")
 def over_gloo(trl: Trl, monkeypatch: pytest.MonkeyPatch) -> Trl:
     """What of the trainer's process needs CUDA is replaced, and the address at which the trainer is found."""
     for module in (trl.sync_client, trl.async_transfer):
-        monkeypatch.setattr(module, "open_trainer_endpoint", open_trainer_endpoint)
-        monkeypatch.setattr(module, "packed_nccl_broadcast_producer", packed_broadcast)
+        use_gloo(monkeypatch, module)
         monkeypatch.setattr(module, "get_ip", lambda: "127.0.0.1")
     monkeypatch.setattr(trl.async_transfer, "get_open_port", free_port)
     return trl

@@ -183,11 +183,17 @@ def test_a_tensor_that_is_stored_again_is_read_again(log: WeightLog, name: str) 
     assert name in left and left != set(SHAPES) and reader.holds(data)
 
 
-def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -> None:
+def half_read(log: WeightLog) -> tuple[Reader, dict[str, bytes], Upload]:
+    """An upload of version 2 whose ``matrix`` and ``end`` were read, and what comes after it: ``end`` is the same."""
     reader, data = Reader(log, WHOLE), drawn(3)
-    dropped = Upload(log, 2)
-    dropped.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
+    upload = Upload(log, 2)
+    upload.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
     reader.wait_for({"matrix", "end"})
+    return reader, data, upload
+
+
+def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -> None:
+    reader, data, dropped = half_read(log)
     dropped.drop()
     upload = Upload(log, 3)
     upload.store(data)
@@ -196,10 +202,7 @@ def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -
 
 
 def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(log: WeightLog) -> None:
-    reader, data = Reader(log, WHOLE), drawn(3)
-    killed = Upload(log, 2)
-    killed.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
-    reader.wait_for({"matrix", "end"})
+    reader, data, killed = half_read(log)
     killed.remove()
     upload = Upload(log, 2)
     upload.store({name: data[name] for name in ("matrix", "last")})
@@ -210,10 +213,7 @@ def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(
 
 
 def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(log: WeightLog) -> None:
-    reader, data = Reader(log, WHOLE), drawn(3)
-    killed = Upload(log, 2)
-    killed.store({"matrix": drawn(2)["matrix"], "end": data["end"]})
-    reader.wait_for({"matrix", "end"})
+    reader, data, killed = half_read(log)
     reader.stopped()
     killed.remove()
     upload = Upload(log, 3)

@@ -14,13 +14,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from tests.service.conftest import TOKEN
-from tests.support.gloo_trainer import (
-    PACKED_BUFFER_BYTES,
-    Tensors,
-    free_port,
-    open_trainer_endpoint,
-    packed_broadcast,
-)
+from tests.support.gloo_trainer import Tensors, trainer_info, use_gloo
 from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = pytest.mark.client("vLLM's `HTTPVLLMWeightSyncClient`")
@@ -49,16 +43,8 @@ def trainer(
     vllm_client: HTTPVLLMWeightSyncClient, source: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[nccl_engine.NCCLTrainerWeightTransferEngine]:
     """vLLM's trainer engine, whose group the service has joined."""
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", open_trainer_endpoint)
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", packed_broadcast)
-    info = nccl_engine.NCCLTrainerInitInfo(
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        world_size=2,
-        packed_buffer_size_bytes=PACKED_BUFFER_BYTES,
-        rank=0,
-    )
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=vllm_client, source=source)
+    use_gloo(monkeypatch)
+    engine = WeightTransferTrainerFactory.trainer_init(trainer_info(), client=vllm_client, source=source)
     yield engine
     vllm_client.shutdown_weight_transfer_engine()
     engine.shutdown()

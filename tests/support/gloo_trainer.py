@@ -9,9 +9,10 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # torch documents its stores here
     BroadcastOptions,
@@ -19,7 +20,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch documents
     ProcessGroupGloo,
     TCPStore,
 )
+from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES, pack_tensors
 
 from rollout_service.ingest.receiver.links import BACKEND_KEY, GLOO_PREFIX
@@ -29,6 +32,23 @@ PACKED_BUFFER_BYTES = 512 << 10
 """Small, so that a small model comes in several broadcasts."""
 
 Weights = Mapping[str, torch.Tensor]
+
+
+def trainer_info() -> NCCLTrainerInitInfo:
+    """Of rank 0 of a group of two, for vLLM's trainer engine."""
+    return NCCLTrainerInitInfo(
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        world_size=2,
+        packed_buffer_size_bytes=PACKED_BUFFER_BYTES,
+        rank=0,
+    )
+
+
+def use_gloo(patch: pytest.MonkeyPatch, module: ModuleType = nccl_engine) -> None:
+    """In a trainer's process, in the module that calls what needs CUDA."""
+    patch.setattr(module, "open_trainer_endpoint", open_trainer_endpoint)
+    patch.setattr(module, "packed_nccl_broadcast_producer", packed_broadcast)
 
 
 class Tensors(WeightSource):

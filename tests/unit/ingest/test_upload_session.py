@@ -29,6 +29,7 @@ from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
 from rollout_service.quant.verdicts import Verdicts
+from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
@@ -66,7 +67,9 @@ def staged_version(
 ) -> UploadSession:
     served = ServedModel.load(model)
     recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
-    return UploadSession(begin, folder, served, Converter(recipe), PART_BYTES, executor, source)
+    converter = Converter(recipe)
+    layout = Layout(converter.slots(served.stored))
+    return UploadSession(begin, folder, served, converter, layout, PART_BYTES, executor, source)
 
 
 def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
@@ -309,7 +312,8 @@ class TestSeveralThreads:
         stream = stream_of(weights)
         with NotingExecutor(4) as several:
             begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
-            staged = UploadSession(begin, tmp_path / "2", served, converter, len(stream), several)
+            layout = Layout(converter.slots(served.stored))
+            staged = UploadSession(begin, tmp_path / "2", served, converter, layout, len(stream), several)
             for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
                 received = staged.incoming_path(0)
                 received.write_bytes(data)
