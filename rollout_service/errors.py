@@ -14,6 +14,7 @@
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
     ├── DeltaBaseGone             409  the version that a delta changes is not in the log, or is another: push all
+    ├── TableUnknown              409  a table of tensors that the ingest has not kept: announce the tensors
     ├── UploadIncomplete          409  commit before every part arrived
     ├── NotShared                 409  a trainer's memory that the ingest cannot reach: send the bytes instead
     ├── Overtaken                 409  a pause, resume, sleep or wake-up after which another one was asked for
@@ -131,6 +132,12 @@ class VersionConflict(RolloutServiceError):
 
 class DeltaBaseGone(RolloutServiceError):
     """The version that a delta changes is not in the log, cannot be read, or is another one: push a whole version."""
+
+    http_status = 409
+
+
+class TableUnknown(RolloutServiceError):
+    """An announcement names a table of tensors that the ingest has not, or no longer: send the tensors."""
 
     http_status = 409
 

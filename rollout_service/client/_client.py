@@ -104,6 +104,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._parts = pool(CONTROL_CONNECTIONS, CONTROL_READ_S, token=None, tls=pinned.context)
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
         self._deltas: DeltaPushes | None = None
+        self._table: tuple[UploadTensor, ...] = ()
+        """Of the push before."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -503,7 +505,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
 
         async def push() -> WeightStatus | None:
             try:
-                source = await thread.call(TensorSource, named_tensors, tensor_table)
+                source = await thread.call(TensorSource, named_tensors, tensor_table, self._table)
+                self._table = source.table
                 if not send:
                     await thread.call(drain, source)
                     return None
@@ -543,7 +546,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         from rollout_service.client._delta import DeltaPushes  # needs torch
 
         if self._deltas is None:
-            self._deltas = DeltaPushes(self._control)
+            self._deltas = DeltaPushes()
         return self._deltas
 
     def _delta_is_better(self, source: TensorSource) -> bool:

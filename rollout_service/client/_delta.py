@@ -13,11 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollout_service.client._control import ControlCalls
-from rollout_service.client._http import Http
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Uploader, announcement, converter_of
+from rollout_service.client._upload import Uploader, announcement
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
 from rollout_service.memory import memory
 from rollout_service.model.convert import Named
@@ -65,8 +63,7 @@ class Push:
 class DeltaPushes:
     """All pushes of one client that may be deltas, one after the other. Keeps what was sent last."""
 
-    def __init__(self, http: Http) -> None:
-        self._http = http
+    def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
@@ -96,8 +93,7 @@ class DeltaPushes:
     ) -> WeightStatus:
         """Send what ``source`` changes, or all of it. Raises as ``RolloutClient.push_weights``."""
         async with self._turn, every_rank_gathers(source, push.thread) as gathering:
-            converter = await push.thread.call(converter_of, await ControlCalls(self._http).recipe())
-            table = tuple(converter.table(source.table))
+            converter, table = await push.uploader.quantizing(source.table, push.thread)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             tensors = gathering.begin()
             await self.settled()

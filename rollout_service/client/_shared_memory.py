@@ -25,10 +25,10 @@ from rollout_service.protocol.upload import (
     Announcement,
     CudaIpcSource,
     SharedMemorySource,
-    SharedTensor,
     SharedTensors,
     UploadPlan,
     UploadTensor,
+    placed,
     with_kv_scales,
 )
 from rollout_service.ring import Ring, aligned
@@ -300,8 +300,8 @@ def fill(
     batch: list[UploadTensor],
     tensors: Iterator[tuple[str, torch.Tensor]],
     verdicts: Verdicts | None,
-) -> tuple[SharedTensor, ...]:
-    """Copy the next tensors, which are those of ``batch``, into the memory from ``start`` on.
+) -> None:
+    """Copy the next tensors, which are those of ``batch``, into the memory from ``start`` on, as ``placed`` says.
 
     The copies are done when this returns. Raises ValueError for another tensor, and what ``verdicts`` raise.
     """
@@ -309,12 +309,11 @@ def fill(
 
     from rollout_service.views import view_at  # needs torch
 
-    placed: list[SharedTensor] = []
     of_dtypes: dict[torch.dtype, torch.Tensor] = {}
     """All of the memory: to make a view of it for each of thousands of tensors is one call, where slicing is three."""
     gpus: set[torch.device] = set()
     """Whose streams copy: of a model on several GPUs each tensor's own."""
-    for entry in batch:
+    for entry, offset in placed(batch, start):
         name, tensor = next(tensors)
         if name != entry.name or tensor.nbytes != entry.nbytes:
             raise ValueError(f"{name} of {tensor.nbytes} bytes came, where the table has {entry.name}")
@@ -322,18 +321,18 @@ def fill(
             if (whole := of_dtypes.get(tensor.dtype)) is None:
                 usable = memory.nbytes // SHARED_ALIGNMENT * SHARED_ALIGNMENT
                 whole = of_dtypes[tensor.dtype] = memory.room(0, usable).view(tensor.dtype)
-            room = view_at(whole, start // tensor.element_size(), tuple(tensor.shape))
+            room = view_at(whole, offset // tensor.element_size(), entry.shape)
             room.copy_(tensor.detach(), non_blocking=True)
-            gpus |= {one.device for one in (tensor, room) if one.is_cuda}
-        placed.append(SharedTensor(name=name, offset=start))
-        start += aligned(max(tensor.nbytes, 1))
+            if tensor.is_cuda:
+                gpus.add(tensor.device)
+            if room.is_cuda:
+                gpus.add(room.device)
         del tensor  # before a generator makes the next
     require_sound = None if verdicts is None else verdicts.collect()
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
     if require_sound is not None:
         require_sound()
-    return tuple(placed)
 
 
 async def _post(http: Http, listener: Listener | None, route: str, body: object) -> None:
@@ -360,20 +359,21 @@ async def send_shared(
     total_bytes = sum(tensor.nbytes for tensor in source.tensors)
     ring, under_way = Ring(memory.nbytes), deque[asyncio.Task[None]]()
 
-    async def send(number: int, placed: tuple[SharedTensor, ...], nbytes: int) -> None:
+    async def send(body: SharedTensors, nbytes: int) -> None:
         nonlocal done_bytes
-        body = SharedTensors(transfer=source.transfer, batch=number, tensors=placed).model_dump(mode="json")
-        await post(body)
+        await post(body.model_dump(mode="json"))
         done_bytes += nbytes
         if progress is not None:
             progress(done_bytes, total_bytes)
 
+    first = 0
     async with raise_first_failure() as group:
         for number, batch in enumerate(batches(source.tensors, memory.batch_bytes())):
             while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
                 await asyncio.wait([under_way.popleft()])  # what it raises cancels this, too
                 ring.give_back(1)
-            placed = await thread.call(fill, memory, start, batch, coming, verdicts)
-            nbytes = sum(tensor.nbytes for tensor in batch)
-            under_way.append(group.create_task(send(number, placed, nbytes)))
+            await thread.call(fill, memory, start, batch, coming, verdicts)
+            body = SharedTensors(transfer=source.transfer, batch=number, first=first, count=len(batch), offset=start)
+            first += len(batch)
+            under_way.append(group.create_task(send(body, sum(tensor.nbytes for tensor in batch))))
         await thread.call(next, coming, None)  # a source that has more says so

@@ -30,11 +30,17 @@ class TensorSource:
     Raises ValueError as soon as the tensors differ from the table.
     """
 
-    def __init__(self, named_tensors: NamedTensors, table: Sequence[UploadTensor] | None) -> None:
+    def __init__(
+        self,
+        named_tensors: NamedTensors,
+        table: Sequence[UploadTensor] | None,
+        last: tuple[UploadTensor, ...] = (),
+    ) -> None:
+        """``last``: the table of the push before, which this one's is if it has the same tensors."""
         self._pairs = _pairs(named_tensors, known=table is not None)
         self.held = isinstance(self._pairs, list | tuple)
         """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
-        self.table = tuple(table) if table is not None else _table(self._pairs)
+        self.table = tuple(table) if table is not None else _table(self._pairs, last)
         self.is_on_gpu = _are_on_gpu(self._pairs) if self.held else _uses_gpu()
         """Whether tensors lie on a GPU; of those that are made when their turn comes, whether this process uses one."""
 
@@ -183,7 +189,13 @@ def _uses_gpu() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def _table(pairs: Iterable[tuple[str, torch.Tensor]]) -> tuple[UploadTensor, ...]:
+def _table(pairs: Iterable[tuple[str, torch.Tensor]], last: tuple[UploadTensor, ...]) -> tuple[UploadTensor, ...]:
+    if (
+        isinstance(pairs, list | tuple)
+        and 0 < len(pairs) == len(last)
+        and all(_is(entry, *pair) for entry, pair in zip(last, pairs, strict=True))
+    ):
+        return last
     table: dict[str, UploadTensor] = {}
     for name, tensor in pairs:
         if name in table:

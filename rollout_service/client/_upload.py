@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import httpx
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from rollout_service.errors import (
     InvalidRequest,
     QuantizationError,
     RolloutServiceError,
+    TableUnknown,
     VersionConflict,
 )
 from rollout_service.protocol.base import NEXT, NewVersion
@@ -100,6 +101,8 @@ class Uploader:
         """
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._given_up: set[str] = set()
+        self._kept: _KeptTable | None = None
+        self._quantizes: _Quantizes | None = None
         self._shared: dict[Shared, SharedMemoryPushes] = {
             "cuda_ipc": SharedMemoryPushes(http, self.begin, self._listener, GpuMemory),
             "shared_memory": SharedMemoryPushes(http, self.begin, self._listener, HostMemory),
@@ -131,8 +134,29 @@ class Uploader:
 
     async def begin(self, begin: Announcement) -> UploadPlan:
         """Announce a version. Raises InvalidManifest, VersionConflict."""
+        kept, tensors = self._kept, begin.announced_tensors
+        if kept is not None and kept.tensors == tensors:
+            try:
+                return await self._announce(begin.by_table(kept.name))
+            except TableUnknown as reason:
+                logger.debug("the table of tensors is sent again: %s", reason)
+        plan = await self._announce(begin)
+        self._kept = None if plan.table is None else _KeptTable(tensors, plan.table)
+        return plan
+
+    async def _announce(self, begin: Announcement) -> UploadPlan:
         body = begin.model_dump(mode="json", exclude_defaults=True)
         return parse(UploadPlan, await self._http.send("POST", "/v1/weights", json=body, repeat=Repeat.IDEMPOTENT))
+
+    async def quantizing(
+        self, table: tuple[UploadTensor, ...], thread: TensorThread
+    ) -> tuple[Converter, tuple[UploadTensor, ...]]:
+        """What makes of a trainer's tensors what the service would, and the table of what it makes of these."""
+        recipe = await ControlCalls(self._http).recipe()
+        known = self._quantizes
+        if known is None or known.recipe != recipe or known.table != table:
+            known = self._quantizes = await thread.call(_Quantizes.of, recipe, table)
+        return known.converter, known.stored
 
     async def commit(self, version: int, commit: CommitUpload) -> WeightStatus:
         """Make a version the newest. Raises UploadIncomplete, QuantizationError, CommitTimeout."""
@@ -181,8 +205,7 @@ class Uploader:
         async with every_rank_gathers(source, thread) as gathering:
             table, stored = source.table, gathering.begin()
             if quantize == "trainer":
-                converter = await thread.call(converter_of, await ControlCalls(self._http).recipe())
-                table = tuple(converter.table(table))
+                converter, table = await self.quantizing(table, thread)
             ways = self._ways_of(source, transport, table)
             for kind in ways:
                 verdicts: Verdicts | None = None
@@ -451,8 +474,26 @@ def _staged_still(version: NewVersion, error: QuantizationError) -> Quantization
     )
 
 
-def converter_of(recipe: TrainerRecipe) -> Converter:
-    """Makes of a trainer's tensors what the service would; on the CPU of what is there. Imports torch."""
-    from rollout_service.model.convert import Converter  # needs torch
+class _KeptTable(NamedTuple):
+    """What was announced last, and the name under which the ingest keeps it."""
 
-    return Converter(recipe, device="cpu")  # what is on the CPU stays there: the trainer's GPU may have no room
+    tensors: tuple[UploadTensor, ...]
+    name: str
+
+
+class _Quantizes(NamedTuple):
+    """Of a trainer that quantizes: the same at every step."""
+
+    recipe: TrainerRecipe
+    table: tuple[UploadTensor, ...]
+    converter: Converter
+    stored: tuple[UploadTensor, ...]
+    """What the converter makes of tensors with that table."""
+
+    @classmethod
+    def of(cls, recipe: TrainerRecipe, table: tuple[UploadTensor, ...]) -> _Quantizes:
+        """Imports torch."""
+        from rollout_service.model.convert import Converter  # needs torch
+
+        converter = Converter(recipe, device="cpu")  # what is on the CPU stays there: the GPU may have no room
+        return cls(recipe, table, converter, tuple(converter.table(table)))

@@ -14,6 +14,7 @@ from rollout_service.errors import (
     NotShared,
     PayloadTooLarge,
     QuantizationError,
+    TableUnknown,
     UploadIncomplete,
     VersionConflict,
 )
@@ -69,7 +70,9 @@ async def recipe(services: Here) -> TrainerRecipe:
     return await services.ingest.recipe()
 
 
-@router.post("", responses=documented(InvalidManifest, VersionConflict, InsufficientStorage, NotFound, NotShared))
+@router.post(
+    "", responses=documented(InvalidManifest, VersionConflict, TableUnknown, InsufficientStorage, NotFound, NotShared)
+)
 async def begin(body: Announcement, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
     reached = request.scope.get("server")  # where the proxy took the connection

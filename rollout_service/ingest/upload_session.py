@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
@@ -34,7 +34,6 @@ from rollout_service.protocol.upload import (
     BeginUpload,
     BroadcastSource,
     SharedMemorySource,
-    UploadTensor,
     part_size,
 )
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
@@ -106,7 +105,7 @@ class UploadSession:
         self._to_come: set[str] = set()
         self._batches: dict[int, asyncio.Task[None]] = {}
         if isinstance(begin.source, SharedMemorySource):
-            self._to_come = {tensor.name for tensor in begin.source.tensors}
+            self._to_come = {tensor.name for tensor in begin.announced_tensors}
         self.space = space or DirectSpace(0)
         """Where parts are received."""
         writer = self._laid_out(layout)
@@ -281,12 +280,6 @@ class UploadSession:
         """Whether what is there came from another than the uploader that began, and that one is sending now."""
         began = bool(uploader) and uploader == self.begin.uploader
         return began and self._parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
-
-    @cached_property
-    def announced(self) -> dict[str, UploadTensor]:
-        """What a trainer that shares its memory is to send, by name; nothing of any other."""
-        source = self.begin.source
-        return {tensor.name: tensor for tensor in source.tensors} if isinstance(source, SharedMemorySource) else {}
 
     def convert(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
         """Take in tensors of a broadcast, or from a trainer's memory, each once. See ``Conversion.begin``.

@@ -20,6 +20,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
+from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.sources.shared_memory import SharedBatch, TrainerMemory
@@ -95,6 +96,7 @@ class Uploads:
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
         self._trainer_memory = TrainerMemory(self._registered)
+        self._tables = AnnouncedTables()
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
         self._dropped: dict[int, str] = {}
@@ -162,9 +164,10 @@ class Uploads:
 
         ``objects``: what a trainer has put into Ray's object store, of which ``begin`` has the digest.
 
-        Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
+        Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, InsufficientStorage, Forbidden or
+        NotFound.
         """
-        begin = await self._numbered(announced)
+        begin = await self._numbered(self._tables.in_full(announced))
         if isinstance(begin.source, SharedMemorySource):
             await asyncio.to_thread(self._trainer_memory.open, begin.source)  # refused before anything is dropped
         await self._drop_unshared(begin)
@@ -172,7 +175,8 @@ class Uploads:
             plan = await self._begin(begin, lambda: self.stage(begin, objects))
         else:
             plan = await self._begin(begin, lambda: self._stage_announced(begin))
-        return plan.model_copy(update={"replaces": announced.version == NEXT and plan.state == "staged"})
+        replaces = announced.version == NEXT and plan.state == "staged"
+        return plan.model_copy(update={"replaces": replaces, "table": self._tables.name_for(begin)})
 
     async def _drop_unshared(self, begin: BeginUpload) -> None:
         """Drop what was staged from a trainer's memory that is not read any more: nobody can go on with it."""
@@ -387,7 +391,7 @@ class Uploads:
         memory = self._trainer_memory.opened(source)
         if memory is None:
             memory = await asyncio.to_thread(self._trainer_memory.open, source)
-        await staged.convert_shared(batch.batch, SharedBatch(staged.announced, batch, memory))
+        await staged.convert_shared(batch.batch, SharedBatch(staged.begin.announced_tensors, batch, memory))
 
     async def expire(self) -> None:
         """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""
@@ -459,11 +463,12 @@ class Uploads:
         return allowed_path(source.path, self._config.source_roots)
 
     def _stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
-        table = begin.tensors if source is None else source.table
-        if isinstance(begin.source, SharedMemorySource):
-            table = begin.source.tensors
-        if not isinstance(begin.source, BroadcastSource):
+        table = begin.announced_tensors if source is None else source.table
+        if source is not None:
             self._model.check_table(table, self._plan)
+        elif not isinstance(begin.source, BroadcastSource) and not self._tables.are_kept(table):
+            self._model.check_table(table, self._plan)
+            self._tables.keep(table)
         delta = None if begin.delta is None else self._delta_of(begin)
         try:
             return UploadSession(

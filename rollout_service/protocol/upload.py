@@ -31,6 +31,11 @@ that ends in ``listener``, which only it has).
 A trainer on the ingest's own machine may announce memory that both share, the host's or a GPU's, instead of a table
 that parts follow, and then says which tensors lie in it, batch by batch. NotShared: the ingest cannot reach it.
 
+A trainer has the same tensors at every step, and a table of 19 000 takes both ends half a second of Python to write and
+to read. So the ingest keeps the last few tables that it was sent, and gives each a name, ``UploadPlan.table``, by which
+the next version is announced: ``Announcement.table``. TableUnknown: it has not kept that one, as after a restart; the
+trainer then sends the table.
+
 All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
 that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
 bytes gets 409 with both digests. When two clients upload the same version at once, the one that began first (by its
@@ -61,7 +66,7 @@ from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.tensors import QuantWeights
-from rollout_service.ring import ALIGNMENT_BYTES
+from rollout_service.ring import ALIGNMENT_BYTES, aligned
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
@@ -102,7 +107,12 @@ class UploadTensor(Frozen):
     @property
     def nbytes(self) -> int:
         """Size in the stream."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return _nbytes(self.shape, self.dtype)
+
+
+@functools.lru_cache(4096)  # asked for many times in a push by both ends, and of a model's tensors few shapes differ
+def _nbytes(shape: tuple[int, ...], dtype: SourceDtype) -> int:
+    return math.prod(shape) * DTYPE_BYTES[dtype]
 
 
 class PathSource(Frozen):
@@ -141,8 +151,8 @@ class SharedMemorySource(Frozen):
     """Of the trainer's process."""
     memory: str = Field(pattern="^[0-9a-f]{32}$")
     """Its name."""
-    tensors: tuple[UploadTensor, ...] = Field(min_length=1)
-    """All that will come."""
+    tensors: tuple[UploadTensor, ...] = ()
+    """All that will come; empty where ``Announcement.table`` names them."""
 
 
 class CudaIpcSource(SharedMemorySource):
@@ -165,21 +175,28 @@ SHARED_ALIGNMENT = ALIGNMENT_BYTES
 """Of the first byte of a tensor in shared memory."""
 
 
-class SharedTensor(Frozen):
-    """A tensor that lies in shared memory: its raw bytes, little-endian and contiguous."""
-
-    name: str
-    offset: int = Field(ge=0)
-    """Of its first byte, a multiple of ``SHARED_ALIGNMENT``."""
-
-
 class SharedTensors(Frozen):
-    """Body of ``POST /v1/weights/{version}/shared``: tensors that may be read now. Answered when they have been."""
+    """Body of ``POST /v1/weights/{version}/shared``: tensors that may be read now. Answered when they have been.
+
+    Of the tensors that were announced, those with the numbers ``first`` to ``first + count - 1``. They lie in the
+    memory, raw, little-endian and contiguous, where ``placed`` puts them.
+    """
 
     transfer: str
     batch: int = Field(ge=0)
     """Counts the bodies of one transfer: the same again is answered as it was."""
-    tensors: tuple[SharedTensor, ...] = Field(min_length=1, max_length=100_000)
+    first: int = Field(ge=0)
+    count: int = Field(ge=1)
+    offset: int = Field(ge=0)
+    """Of the first tensor's first byte, a multiple of ``SHARED_ALIGNMENT``."""
+
+
+def placed(tensors: Iterable[UploadTensor], offset: int) -> Iterator[tuple[UploadTensor, int]]:
+    """Where tensors lie in shared memory from ``offset`` on, by their first bytes: each at the first multiple of
+    ``SHARED_ALIGNMENT`` after the one before, of which one without elements takes up as much."""
+    for tensor in tensors:
+        yield tensor, offset
+        offset += aligned(max(tensor.nbytes, 1))
 
 
 class TensorChange(Frozen):
@@ -211,7 +228,9 @@ class Announcement(Frozen):
     version: NewVersion
     """``next``: the ingest gives it a number."""
     tensors: tuple[UploadTensor, ...] = ()
-    source: PathSource | ObjectSource | BroadcastSource | SharedMemorySource | CudaIpcSource | None = None
+    table: str | None = Field(default=None, max_length=64)
+    """``UploadPlan.table`` of an earlier announcement, in place of its tensors, which stood here or in ``source``."""
+    source: PathSource | ObjectSource | BroadcastSource | CudaIpcSource | SharedMemorySource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
     every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
@@ -228,8 +247,17 @@ class Announcement(Frozen):
 
     @model_validator(mode="after")
     def _tensors_or_source(self) -> Self:
-        if bool(self.tensors) == (self.source is not None):
+        has_table = bool(self.tensors) or (self.table is not None and self.source is None)
+        if has_table == (self.source is not None):
             raise ValueError("give either tensors (then upload their parts) or source, not both and not neither")
+        shared = self.source if isinstance(self.source, SharedMemorySource) else None
+        in_full = self.tensors if shared is None else shared.tensors
+        if self.table is not None and self.source is not None and shared is None:
+            raise ValueError("table names tensors that come in parts or through shared memory: not those of a source")
+        if self.table is not None and in_full:
+            raise ValueError("give the tensors or the name of their table, not both")
+        if shared is not None and self.table is None and not in_full:
+            raise ValueError("source.tensors is empty: say which tensors will come, or name their table")
         if self.version == NEXT and not self.uploader and self.label is None:
             raise ValueError("version next needs an uploader or a label, by which the same push is known again")
         return self
@@ -240,6 +268,8 @@ class Announcement(Frozen):
             return self
         if self.source is not None:
             raise ValueError("the changes of a delta come in parts: give tensors, and no source")
+        if self.table is not None:  # checked once the table is known, ``with_table``
+            return self
         if len(self.delta.changes) != len(self.tensors):
             raise ValueError(f"delta.changes has {len(self.delta.changes)} entries for {len(self.tensors)} tensors")
         for tensor, change in zip(self.tensors, self.delta.changes, strict=True):
@@ -251,6 +281,27 @@ class Announcement(Frozen):
         if self.version != NEXT and self.delta.base >= self.version:
             raise ValueError(f"version {self.version} cannot be a delta of version {self.delta.base}: of an older one")
         return self
+
+    @property
+    def announced_tensors(self) -> tuple[UploadTensor, ...]:
+        """All that come: in parts, as a delta makes them, or through shared memory. Empty for another source."""
+        return self.source.tensors if isinstance(self.source, SharedMemorySource) else self.tensors
+
+    def with_table(self, tensors: tuple[UploadTensor, ...]) -> Self:
+        """The same with the tensors that ``table`` names. Raises pydantic.ValidationError for a delta that does not
+        fit them."""
+        return self._with({"table": None}, tensors)
+
+    def by_table(self, table: str) -> Self:
+        """The same with the name of its table in place of the tensors."""
+        return self._with({"table": table}, ())
+
+    def _with(self, changes: dict[str, object], tensors: tuple[UploadTensor, ...]) -> Self:
+        if isinstance(self.source, SharedMemorySource):
+            changes["source"] = self.source.model_copy(update={"tensors": tensors})
+        else:
+            changes["tensors"] = tensors
+        return self.model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
 
     @functools.cached_property
     def stream(self) -> tuple[UploadTensor, ...]:
@@ -306,6 +357,8 @@ class UploadPlan(Frozen):
     missing_parts: tuple[int, ...]
     digests: dict[int, str] = Field(default_factory=dict)
     """xxh3-128 in hex of each part that the ingest has."""
+    table: str | None = None
+    """A name of the announced tensors, for the next announcement of the same; None: the ingest has not kept them."""
     replaces: bool = False
     """Whether the caller may send other parts than those: it has taken the place of an earlier push of its label."""
     upload_url: str | None = None

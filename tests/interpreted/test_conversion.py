@@ -4,6 +4,7 @@ same digests and bytes. Streams and CUDA's handles are left out: tests/gpu/test_
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from rollout_service.ingest.conversion import Conversion
 from rollout_service.ingest.sources.shared_memory import SharedBatch, _GpuMemory
 from rollout_service.model import convert
 from rollout_service.model.convert import Converter
-from rollout_service.protocol.upload import SharedTensor, SharedTensors, TrainerRecipe, UploadTensor
+from rollout_service.protocol.upload import SharedTensors, TrainerRecipe, UploadTensor
 from rollout_service.quant import quantizer
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
 from rollout_service.quant.verdicts import Verdicts
@@ -90,20 +91,20 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Seq
     spare.begin()
     converter = Converter(RECIPE, device="cpu")
     writer = VersionWriter(folder, Layout(converter.slots(SHAPES)), LogMemory(MappedFiles(), spare))
-    places, data = {}, []
-    for name, tensor in tensors.items():
-        places[name] = sum(map(len, data))
+    announced = tuple(ANNOUNCED[name] for names in batches for name in names)
+    data = []
+    for tensor in (tensors[entry.name] for entry in announced):
         data.append(torch.zeros(aligned(max(tensor.nbytes, 1)), dtype=torch.uint8))
         if tensor.nbytes:
             data[-1][: tensor.nbytes] = tensor.view(-1).view(torch.uint8)
-    memory = _Memory(torch.cat(data))
+    memory, starts = _Memory(torch.cat(data)), [0, *accumulate(map(len, data))]
     with ThreadPoolExecutor(3) as executor:
         conversion = Conversion(1, writer, converter.convert, executor)
-        source = _GpuMemory(None, memory, executor)  # type: ignore[arg-type]
+        source, first = _GpuMemory(None, memory, executor), 0  # type: ignore[arg-type]
         for number, names in enumerate(batches):
-            body = tuple(SharedTensor(name=name, offset=places[name]) for name in names)
-            batch = SharedBatch(ANNOUNCED, SharedTensors(transfer="f" * 32, batch=number, tensors=body), source)
-            conversion.begin(names, batch.read, executor)
+            body = SharedTensors(transfer="f" * 32, batch=number, first=first, count=len(names), offset=starts[first])
+            conversion.begin(names, SharedBatch(announced, body, source).read, executor)
+            first += len(names)
     if conversion.failure is not None:
         writer.close()
         raise conversion.failure

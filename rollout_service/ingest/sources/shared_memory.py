@@ -5,7 +5,7 @@ takes no address that belongs to a GPU which this process does not see.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +22,7 @@ from rollout_service.protocol.upload import (
     SharedMemorySource,
     SharedTensors,
     UploadTensor,
+    placed,
 )
 from rollout_service.ring import aligned
 from rollout_service.shared_memory import SharedMemory, machine
@@ -198,22 +199,26 @@ class TrainerMemory:
 class SharedBatch:
     """The tensors of one ``SharedTensors``."""
 
-    def __init__(self, announced: Mapping[str, UploadTensor], batch: SharedTensors, memory: MappedMemory) -> None:
-        """``announced``: by name. Raises InvalidRequest for a name that is not there, or a place outside the memory."""
-        self._places: dict[str, tuple[UploadTensor, int]] = {}
+    def __init__(self, announced: Sequence[UploadTensor], batch: SharedTensors, memory: MappedMemory) -> None:
+        """``announced``: all tensors of the version. Raises InvalidRequest for a number that none of them has, or a
+        place outside the memory.
+        """
         self._memory, self.executor = memory, memory.executor
-        for shared in batch.tensors:
-            tensor = announced.get(shared.name)
-            if tensor is None or shared.name in self._places:
-                why = "was not announced" if tensor is None else "comes twice"
-                raise InvalidRequest(f"{shared.name} {why}", {"tensor": shared.name})
-            if shared.offset % SHARED_ALIGNMENT or shared.offset + tensor.nbytes > memory.nbytes:
-                raise InvalidRequest(
-                    f"{shared.name} has {tensor.nbytes} bytes from {shared.offset} on: tensors begin at multiples of "
-                    f"{SHARED_ALIGNMENT}, and the memory has {memory.nbytes} bytes",
-                    {"tensor": shared.name, "offset": shared.offset, "memory_bytes": memory.nbytes},
-                )
-            self._places[shared.name] = tensor, shared.offset
+        tensors = announced[batch.first : batch.first + batch.count]
+        if len(tensors) < batch.count:
+            raise InvalidRequest(
+                f"tensors {batch.first} to {batch.first + batch.count - 1} are said to lie in the memory, and "
+                f"{len(announced)} were announced",
+                {"first": batch.first, "count": batch.count, "announced": len(announced)},
+            )
+        self._places = {tensor.name: (tensor, offset) for tensor, offset in placed(tensors, batch.offset)}
+        last, offset = self._places[tensors[-1].name]
+        if batch.offset % SHARED_ALIGNMENT or offset + last.nbytes > memory.nbytes:
+            raise InvalidRequest(
+                f"{batch.count} tensors from {batch.offset} on end with {last.name}, which has {last.nbytes} bytes "
+                f"from {offset} on: they begin at multiples of {SHARED_ALIGNMENT}, and the memory has {memory.nbytes}",
+                {"tensor": last.name, "offset": offset, "memory_bytes": memory.nbytes},
+            )
 
     def groups(self) -> Iterator[list[str]]:
         """The names, in lists that different threads convert."""

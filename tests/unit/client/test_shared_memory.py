@@ -16,14 +16,16 @@ import torch
 from rollout_service.client import RolloutClient, _shared_memory, _upload
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.errors import InvalidRequest, NotFound, NotShared, QuantizationError, UploadIncomplete
+from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
 from rollout_service.protocol.upload import (
+    Announcement,
     BeginUpload,
     CommitUpload,
     SharedMemorySource,
-    SharedTensor,
     SharedTensors,
+    UploadPlan,
 )
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.shared_memory import SharedMemory
@@ -99,6 +101,27 @@ class TestPush:
             if version == 1:
                 memory = client._uploader._shared["shared_memory"]._memory
         assert memory is not None and client._uploader._shared["shared_memory"]._memory is memory
+
+    @pytest.mark.parametrize("transport", ["shared_memory", "http", "delta"])
+    async def test_the_table_is_sent_once_and_again_to_an_ingest_that_does_not_know_it(
+        self, service: RealIngest, client: RolloutClient, weights: Weights, transport: _upload.Transport,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        announced: list[Announcement] = []
+        begin = service.ingest.begin
+
+        async def recorded(announcement: Announcement, reached: str | None = None) -> UploadPlan:
+            announced.append(announcement)
+            return await begin(announcement, reached)
+
+        monkeypatch.setattr(service.ingest, "begin", recorded)
+        for version in (1, 2, 3):
+            if version == 3:
+                service.ingest._uploads._tables = AnnouncedTables()  # as of one that has just started
+            await client.push_weights(version, changed(weights, 2.0**-version), transport=transport, wait="none")
+        assert [bool(each.announced_tensors) for each in announced] == [True, False, False, True]
+        assert announced[1].table == announced[2].table is not None
+        service.log.verify(service.log.manifest(3))
 
     async def test_a_generator_and_tensors_of_any_layout_are_copied(
         self, client: RolloutClient, weights: Weights
@@ -249,13 +272,16 @@ def source_of(memory: SharedMemory, weights: Weights, transfer: str = "a" * 32) 
         process=os.getpid(),
         descriptor=memory.descriptor,
         memory=memory.name,
-        tensors=begin_of(1, weights).tensors,
+        tensors=tuple(sorted(begin_of(1, weights).tensors, key=lambda tensor: tensor.name != "model.norm.weight")),
     )
 
 
-def batch_of(number: int, *tensors: tuple[str, int], transfer: str = "a" * 32) -> SharedTensors:
-    placed = tuple(SharedTensor(name=name, offset=offset) for name, offset in tensors)
-    return SharedTensors(transfer=transfer, batch=number, tensors=placed)
+NORM = 0
+"""Its number there."""
+
+
+def batch_of(number: int, first: int, offset: int = 0, count: int = 1, transfer: str = "a" * 32) -> SharedTensors:
+    return SharedTensors(transfer=transfer, batch=number, first=first, count=count, offset=offset)
 
 
 class TestWhatIsRefused:
@@ -264,21 +290,21 @@ class TestWhatIsRefused:
         await ingest.begin(BeginUpload(version=1, source=source_of(memory, weights)))
 
     @pytest.mark.parametrize(
-        ("tensors", "complaint"),
+        ("first", "count", "offset", "complaint"),
         [
-            ([("nobody", 0)], "nobody was not announced"),
-            ([("model.norm.weight", 0), ("model.norm.weight", 64)], "comes twice"),
-            ([("model.norm.weight", 32)], "multiples of 64"),
-            ([("model.norm.weight", 1 << 20)], "the memory has 1048576 bytes"),
+            (1000, 1, 0, r"tensors 1000 to 1000 are said to lie in the memory, and \d+ were announced"),
+            (0, 1000, 0, r"tensors 0 to 999 are said to lie in the memory"),
+            (NORM, 1, 32, "multiples of 64"),
+            (NORM, 1, 1 << 20, r"model\.norm\.weight, .*the memory has 1048576"),
         ],
     )
-    async def test_a_place_outside(self, ingest: Ingest, tensors: list[tuple[str, int]], complaint: str) -> None:
+    async def test_a_place_outside(self, ingest: Ingest, first: int, count: int, offset: int, complaint: str) -> None:
         with pytest.raises(InvalidRequest, match=complaint):
-            await ingest.take_shared(1, batch_of(0, *tensors))
+            await ingest.take_shared(1, batch_of(0, first, offset, count))
 
     async def test_a_commit_of_what_has_not_come(self, ingest: Ingest, weights: Weights) -> None:
-        await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0)))
-        await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0)))  # the answer was lost
+        await ingest.take_shared(1, batch_of(0, NORM))
+        await ingest.take_shared(1, batch_of(0, NORM))  # the answer was lost
         with pytest.raises(UploadIncomplete, match=f"lacks {len(weights) - 1} tensors"):
             await ingest.commit(1, CommitUpload())
 
@@ -287,8 +313,8 @@ class TestWhatIsRefused:
     ) -> None:
         await ingest.begin(BeginUpload(version=1, source=source_of(memory, weights, "b" * 32)))
         with pytest.raises(Exception, match=f"staged by another push than {'a' * 32}"):
-            await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0)))
-        await ingest.take_shared(1, batch_of(0, ("model.norm.weight", 0), transfer="b" * 32))
+            await ingest.take_shared(1, batch_of(0, NORM))
+        await ingest.take_shared(1, batch_of(0, NORM, transfer="b" * 32))
 
     async def test_an_ingest_that_starts_anew_says_that_it_must_be_pushed_again(
         self, ingest: Ingest, model: Path
@@ -297,7 +323,7 @@ class TestWhatIsRefused:
         again = Ingest(config_of(model, ingest._log.root))
         await again.start()
         with pytest.raises(NotFound, match="cannot be read again: push it anew"):
-            await again.take_shared(1, batch_of(0, ("model.norm.weight", 0)))
+            await again.take_shared(1, batch_of(0, NORM))
         await again.stop()
 
 
@@ -356,7 +382,7 @@ class TestMemory:
 
 async def test_the_route_wants_authorization(model: Path, tmp_path: Path) -> None:
     async with real_ingest(model, tmp_path / "log", token="t" * 16) as service, httpx.AsyncClient() as http:
-        body = batch_of(0, ("a", 0)).model_dump(mode="json")
+        body = batch_of(0, 0).model_dump(mode="json")
         reply = await http.post(f"{service.url}/v1/weights/1/shared", json=body)
         assert reply.status_code == 401
 
@@ -376,8 +402,7 @@ def test_a_batch_is_told_of_once_its_numbers_are_known_to_be_sound(is_sound: boo
     try:
         batch = [describe("norm", weight)]
         with nullcontext() if is_sound else pytest.raises(QuantizationError, match=r"norm\[3\] is nan"):
-            placed = _shared_memory.fill(memory, 0, batch, asking(), verdicts)
-            assert placed == (SharedTensor(name="norm", offset=0),)
+            _shared_memory.fill(memory, 0, batch, asking(), verdicts)
         assert torch.equal(memory.room(0, 12).view(torch.bfloat16), weight.view(-1))
     finally:
         memory.close()

@@ -22,7 +22,6 @@ from rollout_service.protocol.upload import (
     CommitUpload,
     PartReceipt,
     PathSource,
-    SharedTensor,
     SharedTensors,
     UploadPlan,
     UploadTensor,
@@ -241,7 +240,7 @@ def send_slowly(trainer: Trainer, part: int, body: SlowBody, digest: str) -> asy
     return asyncio.create_task(put)
 
 
-BATCH = SharedTensors(transfer="a" * 32, batch=0, tensors=(SharedTensor(name="model.norm.weight", offset=0),))
+BATCH = SharedTensors(transfer="a" * 32, batch=0, first=0, count=1, offset=0)
 
 
 @pytest.mark.usefixtures("plan")
