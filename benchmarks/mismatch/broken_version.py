@@ -52,4 +52,4 @@ def commit_again(log: WeightLog, version: int, change: Change) -> None:
     for file in manifest.files():
         for name, tensor in load_file(log.folder(head.version) / file).items():
             writer.write(name, tensor_bytes(change(name, tensor)))
-    log.commit(manifest.model_copy(update={"version": version, "tensors": writer.finish()}), "keep")
+    log.commit(manifest.replace(version=version, tensors=writer.finish()), "keep")

@@ -146,7 +146,7 @@ def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Ma
     manifest = Manifest(
         version=1, fingerprint=model.fingerprint, recipe=Recipe(weights="fp8_block"), tensors=writer.finish()
     )
-    (folder / MANIFEST_FILE).write_text(manifest.model_dump_json())
+    (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
     torch.cuda.empty_cache()
     return manifest
 

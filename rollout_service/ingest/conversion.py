@@ -256,9 +256,9 @@ class Conversion:
         return tensors
 
     def _read_back(self, name: str) -> torch.Tensor:
-        slot = self._writer.slot(name)
-        stored = torch.frombuffer(self._writer.read(name), dtype=getattr(torch, slot.dtype))
-        return stored.view(slot.shape)
+        place = self._writer.place(name)
+        stored = torch.frombuffer(self._writer.read(name), dtype=getattr(torch, place.dtype))
+        return stored.view(place.shape)
 
     @contextmanager
     def _failures_kept(self) -> Iterator[None]:

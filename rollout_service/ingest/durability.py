@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from pydantic import ValidationError
-
 from rollout_service.config import WeightsConfig
 from rollout_service.errors import CommitTimeout, InvalidRequest, LogCorrupt, NotFound, NotReady, RolloutServiceError
 from rollout_service.metrics.state import folder_bytes, free_bytes
@@ -29,7 +27,7 @@ from rollout_service.protocol.weight_log import Head
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.durable_log import CopyStopped, DurableLog, require_behind
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest
+from rollout_service.store.manifest import Manifest, ManifestDamaged
 from rollout_service.store.mapped_files import is_in_memory
 from rollout_service.store.served_numbers import ServedNumbers
 from rollout_service.store.upload_record import UploadRecord
@@ -278,7 +276,7 @@ class Durability:
         except (LogCorrupt, NotFound) as error:
             logger.error("version %d is damaged in memory, or gone, and is never durable: %s", version, error)
             self._given_up[version] = error
-        except (OSError, RolloutServiceError, ValidationError) as error:
+        except (OSError, RolloutServiceError, ManifestDamaged) as error:
             logger.error("version %d is served, and is not durable yet: %s", version, error)
             self._failed = version, error
         else:

@@ -544,7 +544,7 @@ class Ingest:
         except OSError as error:
             if error.errno in DISK_FULL:
                 what = f"the manifest of version {manifest.version}, which is not committed,"
-                raise no_room(what, self._log.root, 2 * len(manifest.model_dump_json(indent=1))) from error
+                raise no_room(what, self._log.root, 2 * len(manifest.to_json())) from error
             raise RolloutServiceError(
                 f"version {manifest.version} was not committed: {error}: commit it again"
             ) from error

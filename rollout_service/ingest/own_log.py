@@ -1,5 +1,7 @@
 """The log that a service may go on with: one of its own model, at the same commit, quantized in the same way."""
 
+import msgspec
+
 from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.errors import LogCorrupt
 from rollout_service.model.quant_plan import QuantPlan
@@ -12,7 +14,7 @@ from rollout_service.store.manifest import Manifest, Recipe
 def recipe_of(quant: QuantConfig, plan: QuantPlan) -> Recipe:
     """How versions are quantized."""
     recipe = Recipe(weights=quant.weights, scales=quant.scales, not_converted=plan.not_converted)
-    return recipe if plan.form.in_blocks else recipe.model_copy(update={"block": None})
+    return recipe if plan.form.in_blocks else msgspec.structs.replace(recipe, block=None)
 
 
 def own_newest(

@@ -136,11 +136,11 @@ class VersionScales:
         """The manifest with the scales that came with the version, or with what ``scales_policy`` says."""
         policy = self._config.scales_policy
         if scales is not None:
-            return manifest.model_copy(update={"kv_scales": scales, "kv_scales_from": "trainer"})
+            return manifest.replace(kv_scales=scales, kv_scales_from="trainer")
         if policy == "calibrate" and not self._no_use and not self._fell_back():
-            return manifest.model_copy(update={"kv_scales_from": "calibrate"})
+            return manifest.replace(kv_scales_from="calibrate")
         if policy != "unit" and self.newest is not None and not self._no_use:
-            return manifest.model_copy(update={"kv_scales": self.newest, "kv_scales_from": "reuse"})
+            return manifest.replace(kv_scales=self.newest, kv_scales_from="reuse")
         return manifest
 
     def committed(self, manifest: Manifest) -> None:
@@ -380,7 +380,7 @@ def with_result(manifest: Manifest, result: KVScaleResult | None) -> Manifest:
     if result is None or not manifest.awaits_kv_scales:
         return manifest
     came_from = "unit" if result.scales is None else "calibrate"
-    return manifest.model_copy(update={"kv_scales": result.scales, "kv_scales_from": came_from})
+    return manifest.replace(kv_scales=result.scales, kv_scales_from=came_from)
 
 
 def drift(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> float | None:

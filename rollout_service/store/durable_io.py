@@ -63,10 +63,10 @@ class WriterLock:
         self.release()
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, text: str | bytes) -> None:
     """Write ``text`` and return once it is on disk."""
-    with path.open("w") as stream:
-        stream.write(text)
+    with path.open("wb") as stream:
+        stream.write(text.encode() if isinstance(text, str) else text)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -18,14 +18,13 @@ Which of two logs counts when an ingest starts:
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, block_buffer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, replace_synced, sync_folder
-from rollout_service.store.layout import safetensors_header
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Manifest, StoredTensor
 from rollout_service.store.mapped_files import is_in_memory
@@ -248,17 +247,20 @@ def copy_version(source: Path, manifest: Manifest, target: Path, stopped: Callab
     """
     WeightLog(source.parent).verify_frame(manifest, folder=source)
     target.mkdir(parents=True)
-    files = manifest.files()
+    files, headers = manifest.files(), manifest.places.headers
     with VersionReader(source, manifest) as reader:
-        each = in_threads(lambda file: _copy_file(reader, files[file], target / file, stopped), list(files))
+        each = in_threads(
+            lambda file: _copy_file(reader, headers[file].text, files[file], target / file, stopped), list(files)
+        )
         for _ in each:
             pass
     _copy_missing(source, target)
     sync_folder(target)
 
 
-def _copy_file(reader: VersionReader, tensors: list[StoredTensor], path: Path, stopped: Callable[[], bool]) -> None:
-    header, _ = safetensors_header(tensors)
+def _copy_file(
+    reader: VersionReader, header: bytes, tensors: Sequence[StoredTensor], path: Path, stopped: Callable[[], bool]
+) -> None:
     found = list(pieces(((tensor, chunk) for tensor in tensors for chunk in tensor.chunks()), PIECE_BYTES))
     buffer = block_buffer(max([len(header), *(piece.nbytes for piece in found)]) + BLOCK_BYTES)
     buffer[: len(header)] = header

@@ -39,11 +39,18 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.store.durable_io import remove_tree, replace_synced, sync_folder, write_synced
-from rollout_service.store.layout import safetensors_header
-from rollout_service.store.manifest import CHUNK_BYTES, MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from rollout_service.store.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_FILE,
+    Manifest,
+    ManifestDamaged,
+    StoredTensor,
+    read_manifest,
+)
 from rollout_service.store.reading import VersionReader
 from rollout_service.store.spare_files import SpareFiles
-from rollout_service.store.upload_record import UploadRecord, read_record, write_record
+from rollout_service.store.tensor_places import FileHeader
+from rollout_service.store.upload_record import UploadRecord, recorded_manifest_digest, write_record
 from rollout_service.threads import in_threads
 
 _DROPPED = ".dropped-"
@@ -189,7 +196,7 @@ class WeightLog:
         path = self.folder(version) / MANIFEST_FILE
         try:
             manifest = read_manifest(self.folder(version))
-        except (OSError, ValidationError) as error:
+        except (OSError, ManifestDamaged) as error:
             raise LogCorrupt(f"{path}: {error}") from error
         if manifest.version != version:
             raise LogCorrupt(f"{path} is of version {manifest.version}")
@@ -206,9 +213,9 @@ class WeightLog:
         committed, whatever the disk says afterwards: replicas may have read it; see ``unconfirmed``.
         """
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
-        text = manifest.model_dump_json(indent=1)
+        text = manifest.to_json()
         if record is not None:
-            digest = xxhash.xxh3_128_hexdigest(text.encode())
+            digest = xxhash.xxh3_128_hexdigest(text)
             write_record(staged, record.model_copy(update={"manifest_digest": digest}))
         write_synced(staged / MANIFEST_FILE, text)
         sync_folder(staged)
@@ -275,7 +282,7 @@ class WeightLog:
     def withdraw(self, version: int) -> None:
         """Remove a version that was adopted, the newest too: LATEST then names the one before, if there is one.
 
-        Raises OSError, or pydantic.ValidationError if the manifest of that one is damaged.
+        Raises OSError, or ManifestDamaged for the manifest of that one.
         """
         self._set_aside(version)
         head, left = self.head(), self.versions()
@@ -304,16 +311,15 @@ class WeightLog:
         Raises LogCorrupt naming the file, or OSError.
         """
         folder = folder or self.folder(manifest.version)
-        record, text = read_record(folder), (folder / MANIFEST_FILE).read_bytes()
-        if record is not None and record.manifest_digest not in ("", xxhash.xxh3_128_hexdigest(text)):
+        digest, text = recorded_manifest_digest(folder), (folder / MANIFEST_FILE).read_bytes()
+        if digest not in (None, xxhash.xxh3_128_hexdigest(text)):
             raise LogCorrupt(
-                f"{folder / MANIFEST_FILE} does not hash to {record.manifest_digest}: push the weights again under a "
-                "newer version",
+                f"{folder / MANIFEST_FILE} does not hash to {digest}: push the weights again under a newer version",
                 {"version": manifest.version, "file": MANIFEST_FILE},
             )
-        for file, tensors in manifest.files().items():
+        for file, header in manifest.places.headers.items():
             with (folder / file).open("rb") as stream:
-                _verify_layout(stream.fileno(), file, tensors, manifest.version)
+                _verify_layout(stream.fileno(), file, header, manifest.version)
 
     def _set_aside(self, version: int) -> Path:
         # at once, so that no reader takes the half of it for damage; another one of its number may be there still
@@ -353,12 +359,12 @@ def uploads_folder(root: Path) -> Path:
     return root / "staging"
 
 
-def _verify_layout(fd: int, file: str, tensors: list[StoredTensor], version: int) -> None:
-    header, data_bytes = safetensors_header(tensors)
+def _verify_layout(fd: int, file: str, header: FileHeader, version: int) -> None:
+    text, data_bytes = header
     nbytes = os.fstat(fd).st_size
-    if nbytes != len(header) + data_bytes or os.pread(fd, len(header), 0) != header:
+    if nbytes != len(text) + data_bytes or os.pread(fd, len(text), 0) != text:
         raise LogCorrupt(
-            f"version {version}: {file} has {nbytes} of {len(header) + data_bytes} bytes, or its header is "
+            f"version {version}: {file} has {nbytes} of {len(text) + data_bytes} bytes, or its header is "
             "not that of the tensors in the manifest: push the weights again under a newer version",
             {"version": version, "file": file},
         )

@@ -1,23 +1,20 @@
 """What a committed weight version consists of: ``manifest.json`` beside its safetensors files. Needs no torch."""
 
-import base64
-import binascii
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import msgspec
 import xxhash
-from pydantic import Field, model_validator
 
-from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.tensors import QuantWeights, StoredDtype
 from rollout_service.protocol.weights import KVScalesFrom
+from rollout_service.store.tensor_places import TensorPlaces
 from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 MANIFEST_FILE = "manifest.json"
-
 
 CHUNK_BYTES = 1 << 20
 """Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
@@ -35,8 +32,12 @@ class Chunk(NamedTuple):
     """xxh3-128."""
 
 
-class StoredTensor(Frozen):
-    """One tensor of a version as the engines load it."""
+class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One tensor of a version as the engines load it.
+
+    A version may have 40 000, made or parsed while a new version is waited for: so it is no pydantic model, and is
+    checked where a manifest is read.
+    """
 
     name: str
     """Hugging Face's name; scales stand under ``<weight>_scale_inv``, those of channels under ``<weight>_scale``."""
@@ -49,21 +50,10 @@ class StoredTensor(Frozen):
     nbytes: int
     digest: str
     """xxh3-128 in hex: of the bytes, or, of a tensor with ``chunk_digests``, of these one after the other."""
-    chunk_digests: str = ""
-    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last ones may be fewer), one after the other, in base64. Empty
-    where ``digest`` covers all: in tensors of at most that size, and in versions written before there were chunks."""
-
-    @model_validator(mode="after")
-    def _chunks_are_those_of_the_digest(self) -> "StoredTensor":
-        if self.chunk_digests:
-            try:
-                digests = base64.b64decode(self.chunk_digests, validate=True)
-            except binascii.Error as error:
-                raise ValueError(f"chunk_digests of {self.name} are not base64: {error}") from error
-            chunks = -(-self.nbytes // CHUNK_BYTES)
-            if len(digests) != chunks * DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != self.digest:
-                raise ValueError(f"chunk_digests of {self.name} are not those of its {chunks} chunks")
-        return self
+    chunk_digests: bytes = b""
+    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last ones may be fewer), one after the other. Empty where
+    ``digest`` covers all: in tensors of at most that size, and in versions written before there were chunks. In base64
+    in the file."""
 
     def chunks(self) -> Iterator[Chunk]:
         """All bytes of the tensor, in order: a single chunk if only ``digest`` covers them."""
@@ -77,24 +67,24 @@ class StoredTensor(Frozen):
 
     def digests_of_chunks(self) -> bytes:
         """``DIGEST_BYTES`` of each of ``chunks``, one after the other."""
-        return base64.b64decode(self.chunk_digests) if self.chunk_digests else bytes.fromhex(self.digest)
+        return self.chunk_digests or bytes.fromhex(self.digest)
 
 
-def tensor_digests(data: memoryview) -> tuple[str, str]:
+def tensor_digests(data: memoryview) -> tuple[str, bytes]:
     """``digest`` and ``chunk_digests`` of a ``StoredTensor`` with these bytes."""
     data = data.cast("B")
     if data.nbytes <= CHUNK_BYTES:
-        return xxhash.xxh3_128_hexdigest(data), ""
+        return xxhash.xxh3_128_hexdigest(data), b""
     return joined_digests(
         b"".join(in_threads(lambda piece: _chunk_digests(data[piece]), stretches(data.nbytes, STRETCH_BYTES)))
     )
 
 
-def joined_digests(digests: bytes) -> tuple[str, str]:
+def joined_digests(digests: bytes) -> tuple[str, bytes]:
     """``digest`` and ``chunk_digests`` of a tensor whose chunks have these digests, one after the other."""
     if len(digests) == DIGEST_BYTES:
-        return digests.hex(), ""
-    return xxhash.xxh3_128_hexdigest(digests), base64.b64encode(digests).decode()
+        return digests.hex(), b""
+    return xxhash.xxh3_128_hexdigest(digests), digests
 
 
 def _chunk_digests(data: memoryview) -> bytes:
@@ -102,7 +92,7 @@ def _chunk_digests(data: memoryview) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES]) for start in starts)
 
 
-class Recipe(Frozen):
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the version was quantized."""
 
     weights: QuantWeights
@@ -113,10 +103,10 @@ class Recipe(Frozen):
     """Linear modules left in BF16."""
 
 
-class Manifest(Frozen):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A version, complete. Immutable once committed."""
 
-    version: int = Field(ge=0)
+    version: Annotated[int, msgspec.Meta(ge=0)]
     fingerprint: str
     """Of the model it belongs to: engines of another model refuse it."""
     recipe: Recipe
@@ -140,38 +130,77 @@ class Manifest(Frozen):
         """Whether its scales are not in it, but beside it once they are measured."""
         return self.kv_scales is None and self.kv_scales_from == "calibrate"
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """See pydantic."""
-        copy = super().model_copy(update=update, deep=deep)
-        copy.__dict__.pop("digest", None)  # pydantic copies what was computed, too
+    def replace(self, **changes: Any) -> Self:
+        """A copy in which these fields are others."""
+        copy = msgspec.structs.replace(self, **changes)
+        if "tensors" not in changes:
+            copy.__dict__["places"] = self.places
         return copy
+
+    def to_json(self) -> bytes:
+        """As ``read_manifest`` reads it."""
+        return msgspec.json.encode(self)
+
+    @functools.cached_property
+    def places(self) -> TensorPlaces:
+        """What the tensors are and where they lie: one object for all versions that agree in it."""
+        return TensorPlaces.of(self.tensors)
 
     @functools.cached_property
     def digest(self) -> str:
         """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
+        recipe = msgspec.to_builtins(self.recipe)
+        if self.recipe.scales == "fp32":
+            del recipe["scales"]  # logs written before there was a choice of scales keep their digests
         content = {
             "fingerprint": self.fingerprint,
-            # logs written before there was a choice of scales keep their digests
-            "recipe": self.recipe.model_dump(mode="json", exclude={"scales"} if self.recipe.scales == "fp32" else None),
+            "recipe": recipe,
             "kv_scales": "calibrate" if self.awaits_kv_scales else self.kv_scales,
             "delta_of": self.delta_of,
-            "tensors": sorted((t.name, t.dtype, list(t.shape), t.digest) for t in self.tensors),
         }
-        return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+        # of a JSON object with sorted keys, in which "tensors" comes last
+        text = json.dumps(content, sort_keys=True)[:-1]
+        tensors = self.places.with_digests_as_json([tensor.digest for tensor in self.tensors])
+        return xxhash.xxh3_128_hexdigest(f'{text}, "tensors": {tensors}}}'.encode())
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.places.nbytes
 
-    def files(self) -> dict[str, list[StoredTensor]]:
+    def in_order(self) -> tuple[StoredTensor, ...]:
+        """The tensors in the order of the files, and in each of their offsets."""
+        places = self.places
+        return self.tensors if places.is_in_order else tuple(self.tensors[number] for number in places.order)
+
+    def files(self) -> dict[str, tuple[StoredTensor, ...]]:
         """The tensors of each file, in the order of their offsets."""
-        by_file: dict[str, list[StoredTensor]] = {}
-        for tensor in sorted(self.tensors, key=lambda t: (t.file, t.offset)):
-            by_file.setdefault(tensor.file, []).append(tensor)
-        return by_file
+        tensors = self.in_order()
+        return {file: tensors[part] for file, part in self.places.files.items()}
+
+
+_DECODER = msgspec.json.Decoder(Manifest)
+
+
+class ManifestDamaged(ValueError):
+    """What should be a manifest is none; the message says why."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a version's folder. Raises OSError or pydantic.ValidationError."""
-    return Manifest.model_validate_json((folder / MANIFEST_FILE).read_bytes())
+    """The manifest of a version's folder. Raises OSError or ManifestDamaged."""
+    return manifest_of_json((folder / MANIFEST_FILE).read_bytes())
+
+
+def manifest_of_json(text: bytes) -> Manifest:
+    """What ``Manifest.to_json`` has written, in this release or an older one. Raises ManifestDamaged."""
+    try:
+        manifest = _DECODER.decode(text)
+        _ = manifest.places  # refuses a name that is there twice
+    except ValueError as error:  # of msgspec all are, and of text that is not UTF-8
+        raise ManifestDamaged(str(error)) from error
+    for tensor in manifest.tensors:
+        if digests := tensor.chunk_digests:
+            chunks = -(-tensor.nbytes // CHUNK_BYTES)
+            if len(digests) != chunks * DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != tensor.digest:
+                raise ManifestDamaged(f"chunk_digests of {tensor.name} are not those of its {chunks} chunks")
+    return manifest

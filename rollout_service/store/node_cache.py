@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import ray
-from pydantic import ValidationError
 from ray.exceptions import RayError
 
 from rollout_service.errors import LogCorrupt, LogLocked, NotReady
@@ -26,7 +25,7 @@ from rollout_service.rpc import IngestCalls
 from rollout_service.store.chunk_server import CHUNK_BYTES
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, sync_folder
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import read_manifest
+from rollout_service.store.manifest import ManifestDamaged, read_manifest
 from rollout_service.threads import to_thread_and_back
 
 logger = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class NodeCache:
             return False
         try:
             digest = read_manifest(self.log.folder(head.version)).digest
-        except (OSError, ValidationError) as error:
+        except (OSError, ManifestDamaged) as error:
             logger.warning("fetching version %d anew: %s", head.version, error)
             return False
         if digest != head.digest:
@@ -155,7 +154,7 @@ class NodeCache:
             return
         try:
             self.log.withdraw(version)
-        except ValidationError as error:
+        except ManifestDamaged as error:
             logger.warning("all copies are dropped: %s", error)
             self.log.clear()
 
@@ -201,7 +200,7 @@ class NodeCache:
                     f"not {head.digest}"
                 )
             self.log.verify(manifest, folder=staged)
-        except (LogCorrupt, ValidationError, FileNotFoundError) as error:
+        except (LogCorrupt, ManifestDamaged, FileNotFoundError) as error:
             remove_tree(staged)
             raise LogCorrupt(f"fetched from the ingest: {error}") from error
         sync_folder(staged)

@@ -59,7 +59,7 @@ class VersionReader:
         self._fds: dict[str, int] = {}
         self._mapped: dict[str, memoryview] = {}
         try:
-            for file in manifest.files():
+            for file in manifest.places.files:
                 self._fds[file] = open_version_file(folder / file, writable=mapped is not None, locked=not uploaded)
             if mapped is not None:
                 self._mapped = {file: mapped.of(fd) for file, fd in self._fds.items()}

@@ -42,14 +42,14 @@ def stage_again(log: WeightLog, source: Manifest, version: int, folder: Path | N
     remove_tree(staged)
     try:
         staged.mkdir(parents=True)
-        for file in source.files():
+        for file in source.places.files:
             _link(folder / file, staged / file)
     except OSError as error:
         remove_tree(staged)
         if error.errno in DISK_FULL:
             raise no_room(f"version {version}, a copy of {source.version},", log.root, source.total_bytes) from error
         raise
-    return source.model_copy(update={"version": version, "rollback_of": source.version})
+    return source.replace(version=version, rollback_of=source.version)
 
 
 def _link(file: Path, path: Path) -> None:

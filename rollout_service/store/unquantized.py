@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, RolloutServiceError
 from rollout_service.model.convert import Converter, Named, tensor_bytes
@@ -20,7 +19,7 @@ from rollout_service.quant.formats import CODE_DTYPES, is_codes
 from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
-from rollout_service.store.manifest import Manifest, Recipe
+from rollout_service.store.manifest import Manifest, ManifestDamaged, Recipe
 from rollout_service.store.rollback import stage_again
 from rollout_service.store.writer import VersionWriter
 
@@ -131,7 +130,7 @@ class UnquantizedLog:
                 if not self._is_twin(version, quantized):
                     logger.warning("version %d is another now, and its unquantized copy is dropped", version)
                     self._log.withdraw(version)
-        except (LogCorrupt, OSError, ValidationError) as error:
+        except (LogCorrupt, OSError, ManifestDamaged) as error:
             logger.warning("the unquantized versions are dropped: %s", error)
             shutil.rmtree(self._log.root, ignore_errors=True)
 

@@ -1,41 +1,23 @@
 """Which tensors of an upload are stored already: readers of a log in memory may copy these before it is committed.
 
-A file beside those of the upload, which its writer and its readers map: ``places_digest`` of its layout, then a byte
-for each tensor, in the order of the files, which becomes 1 once the tensor's bytes are where they belong. It is a hint:
-an upload may be dropped, or a tensor stored again. Who reads early must compare what it has read with the manifest of
-the version that is committed. Needs neither torch nor vllm.
+A file beside those of the upload, which its writer and its readers map: ``TensorPlaces.digest`` of its tensors, then a
+byte for each tensor, in the order of the files, which becomes 1 once the tensor's bytes are where they belong. It is a
+hint: an upload may be dropped, or a tensor stored again. Who reads early must compare what it has read with the
+manifest of the version that is committed. Needs neither torch nor vllm.
 """
 
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 PROGRESS_FILE = "progress"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class TensorPlace(NamedTuple):
-    """Where a tensor lies in a version, and as what."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-
-
-def places_digest(places: Iterable[TensorPlace]) -> bytes:
-    """Equal for versions whose tensors lie at the same places; ``places`` in the order of the files."""
-    digest = hashlib.sha256()
-    for name, dtype, shape, file, offset in places:
-        digest.update(f"{name} {dtype} {list(shape)} {file} {offset}\n".encode())
-    return digest.digest()
 
 
 class UploadProgress:
@@ -45,7 +27,7 @@ class UploadProgress:
         """
         Args:
             folder: of the upload, whose files have their sizes.
-            places: ``places_digest``.
+            places: ``TensorPlaces.digest``.
             numbers: of each tensor, its place in the order of the files.
 
         Raises OSError.
@@ -93,7 +75,7 @@ class UploadToRead:
 
     @property
     def places(self) -> bytes:
-        """``places_digest`` of its layout."""
+        """``TensorPlaces.digest`` of its tensors."""
         return self._map[:_DIGEST_BYTES]
 
     @property

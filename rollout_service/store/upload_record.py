@@ -6,6 +6,7 @@ from a sound one.
 
 from pathlib import Path
 
+import msgspec
 import xxhash
 from pydantic import ValidationError
 
@@ -73,4 +74,22 @@ def read_record(folder: Path) -> UploadRecord | None:
     try:
         return None if text is None else UploadRecord.model_validate_json(text)
     except ValidationError as error:
+        raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error
+
+
+class _OfManifest(msgspec.Struct):
+    """The one field of a record that every replica asks for: the others may be the names of 40 000 tensors."""
+
+    manifest_digest: str = ""
+
+
+def recorded_manifest_digest(folder: Path) -> str | None:
+    """``manifest_digest`` of the record in ``folder``; None if there is no record, or it has none.
+
+    Raises LogCorrupt for a damaged record.
+    """
+    text = read_sealed(folder / RECORD_FILE)
+    try:
+        return None if text is None else msgspec.json.decode(text, type=_OfManifest).manifest_digest or None
+    except msgspec.MsgspecError as error:
         raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error

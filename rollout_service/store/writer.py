@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.layout import LaidOutFile, Layout
 from rollout_service.store.manifest import StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.tensor_places import TensorPlace
 from rollout_service.store.upload_progress import UploadProgress
 from rollout_service.threads import in_threads
 
@@ -54,7 +54,7 @@ class VersionWriter:
         """
         self._folder, self._memory = folder, memory
         self._mapped: dict[str, memoryview] = {}
-        self._slots, self._place = layout.slots, layout.places
+        self._place = layout.places
         self._written: dict[str, StoredTensor] = {}
         self._fds: dict[str, int] = {}
         self._syncer = ThreadPoolExecutor(1, "sync")
@@ -78,13 +78,12 @@ class VersionWriter:
 
     def write(self, name: str, data: memoryview) -> None:
         """Store the bytes of one tensor. Raises KeyError for a name without a slot, ValueError for a wrong size."""
-        slot = self._slots[name]
-        if data.nbytes != slot.nbytes:
-            raise ValueError(f"{name} has {data.nbytes} bytes, its slot {slot.nbytes}")
-        file, offset, _ = self._place[name]
-        _write_at(self._fds[file], data, offset)
-        self._sync_early(file, data.nbytes)
-        self._note(slot, tensor_digests(data))
+        place = self._place[name]
+        if data.nbytes != place.nbytes:
+            raise ValueError(f"{name} has {data.nbytes} bytes, its slot {place.nbytes}")
+        _write_at(self._fds[place.file], data, place.offset)
+        self._sync_early(place.file, data.nbytes)
+        self._note(name, *tensor_digests(data))
 
     @property
     def has_rooms(self) -> bool:
@@ -98,8 +97,8 @@ class VersionWriter:
 
     def room(self, name: str) -> memoryview:
         """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
-        file, offset, nbytes = self._place[name]
-        return self._mapped[file][offset : offset + nbytes]
+        place = self._place[name]
+        return self._mapped[place.file][place.offset : place.offset + place.nbytes]
 
     def room_bytes(self, name: str) -> int:
         """Size of a tensor's room. Raises KeyError."""
@@ -110,7 +109,7 @@ class VersionWriter:
         joined: list[str] = []
         file, start, end = "", 0, 0
         for name in names:
-            here, offset, nbytes = self._place[name]
+            _, _, _, here, offset, nbytes = self._place[name]
             if joined and (here, offset) != (file, end):
                 yield joined, self._mapped[file][start:end]
                 joined = []
@@ -126,34 +125,22 @@ class VersionWriter:
 
         None if there is none, also where the files are no memory.
         """
-        slot = self._slots.get(name)
-        if slot is None or not self._mapped or (slot.dtype, slot.shape) != (dtype, shape) or not slot.nbytes:
+        place = self._place.get(name)
+        if place is None or not self._mapped or (place.dtype, place.shape) != (dtype, shape) or not place.nbytes:
             return None
         # a file begins at a page, but its header has any multiple of 8 bytes, and codes have a byte each
-        offset, itemsize = self._place[name].offset, slot.nbytes // math.prod(shape)
-        return None if offset % itemsize else self.room(name)
+        itemsize = place.nbytes // math.prod(shape)
+        return None if place.offset % itemsize else self.room(name)
 
     def filled(self, name: str, digests: bytes | None = None) -> None:
         """A tensor's bytes are in its room. Raises KeyError.
 
         ``digests``: xxh3-128 of each of their chunks, one after the other; None: they are hashed here.
         """
-        self._note(self._slots[name], tensor_digests(self.room(name)) if digests is None else joined_digests(digests))
+        self._note(name, *(tensor_digests(self.room(name)) if digests is None else joined_digests(digests)))
 
-    def _note(self, slot: TensorSlot, digests: tuple[str, str]) -> None:
-        name = slot.name
-        file, offset, nbytes = self._place[name]
-        digest, chunk_digests = digests
-        self._written[name] = StoredTensor(
-            name=name,
-            dtype=slot.dtype,
-            shape=slot.shape,
-            file=file,
-            offset=offset,
-            nbytes=nbytes,
-            digest=digest,
-            chunk_digests=chunk_digests,
-        )
+    def _note(self, name: str, digest: str, chunk_digests: bytes) -> None:
+        self._written[name] = StoredTensor(*self._place[name], digest, chunk_digests)
         if self._progress is not None:
             self._progress.stored(name)
 
@@ -175,11 +162,11 @@ class VersionWriter:
     @property
     def unwritten(self) -> list[str]:
         """Slots that nothing was written to yet."""
-        return [name for name in self._slots if name not in self._written]
+        return [name for name in self._place if name not in self._written]
 
-    def slot(self, name: str) -> TensorSlot:
-        """Its dtype and shape. Raises KeyError."""
-        return self._slots[name]
+    def place(self, name: str) -> TensorPlace:
+        """Of a tensor, with its dtype and shape. Raises KeyError."""
+        return self._place[name]
 
     def read(self, name: str) -> bytearray:
         """The bytes of a tensor that was written. Raises KeyError for one that was not, or OSError."""
@@ -197,13 +184,13 @@ class VersionWriter:
 
         Raises ValueError while slots are unwritten, OSError for what the disk did not take.
         """
-        if self.unwritten:
-            raise ValueError(f"{len(self.unwritten)} tensors were never written: {self.unwritten[:5]}")
+        if unwritten := self.unwritten:
+            raise ValueError(f"{len(unwritten)} tensors were never written: {unwritten[:5]}")
         self._require_synced()
         for fd in self._fds.values():
             os.fsync(fd)
         self.close()
-        return tuple(self._written[name] for name in self._slots)
+        return tuple(self._written[name] for name in self._place)
 
     def close(self) -> None:
         """Close the files; what was written stays."""

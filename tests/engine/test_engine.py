@@ -422,7 +422,7 @@ async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(
     await engine.resume()
     manifest = read_manifest(folder)
     kept = tuple(tensor for tensor in manifest.tensors if "layers.2.mlp" not in tensor.name)
-    (folder / MANIFEST_FILE).write_text(manifest.model_copy(update={"tensors": kept}).model_dump_json())
+    (folder / MANIFEST_FILE).write_bytes(manifest.replace(tensors=kept).to_json())
     await engine.pause("keep")
     going = asyncio.create_task(engine.generate("kept", (5, 6), Sampling(max_tokens=4)))
     await asyncio.sleep(0)  # it is in the engine

@@ -22,7 +22,7 @@ from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from rollout_service.store.mapped_files import MappedFiles
-from rollout_service.store.reading import Piece, VersionReader
+from rollout_service.store.reading import Piece, VersionReader, pieces
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.writer import LogMemory, VersionWriter
 
@@ -81,7 +81,7 @@ class Reader:
     def __init__(self, log: WeightLog, placement: Placement, *, every: bool = True) -> None:
         uploaded = Upload(log, 1)
         uploaded.store(drawn(1))
-        self.placement, self._log = placement, log
+        self.placement, self._log, self._every = placement, log, every
         self.area = torch.zeros(placement.nbytes, dtype=torch.uint8)
         self._passages = torch.zeros(3 * PASSAGE, dtype=torch.uint8).split(PASSAGE)
         self._mapped = MappedFiles()
@@ -119,6 +119,7 @@ class Reader:
     def left_of(self, manifest: Manifest) -> set[str]:
         """Tensors of which something is read after the commit, and is: the area then has the version."""
         left = self.ahead.left_of(manifest)
+        assert set(left) <= set(pieces(self.placement.chunks(manifest, every=self._every), PASSAGE))
         with VersionReader(self._log.folder(manifest.version), manifest, self._mapped) as reader:
             stage_on_device(reader, left, self.placement, self.area, self._passages)
         return {tensor.name for piece in left for tensor, _ in piece.chunks}

@@ -67,7 +67,7 @@ class Placement:
     @classmethod
     def whole(cls, manifest: Manifest) -> "Placement":
         """Every tensor."""
-        return cls(whole_span(tensor) for tensors in manifest.files().values() for tensor in tensors)
+        return cls(whole_span(tensor) for tensor in manifest.in_order())
 
     @cached_property
     def digest(self) -> str:
@@ -76,12 +76,11 @@ class Placement:
 
     def chunks(self, manifest: Manifest, *, every: bool) -> Iterator[tuple[StoredTensor, Chunk]]:
         """The chunks that hold its bytes, or all of the version's, in the order of the files."""
-        for tensors in manifest.files().values():
-            for tensor in tensors:
-                spans = self._of_tensor.get(tensor.name, [])
-                for chunk in tensor.chunks():
-                    if every or any(_part(span, chunk.start, chunk.start + chunk.nbytes) for span in spans):
-                        yield tensor, chunk
+        for tensor in manifest.in_order():
+            spans = self._of_tensor.get(tensor.name, [])
+            for chunk in tensor.chunks():
+                if every or any(_part(span, chunk.start, chunk.start + chunk.nbytes) for span in spans):
+                    yield tensor, chunk
 
     def moves(self, piece: Piece) -> list[Move]:
         """What of a piece goes where in the area; runs that follow each other on both sides are one."""
@@ -102,14 +101,6 @@ class Placement:
 def whole_span(tensor: StoredTensor) -> Span:
     """All of a tensor."""
     return Span(tensor.name, 0, tensor.nbytes)
-
-
-def layout_of(manifest: Manifest) -> str:
-    """Equal for versions of equal names, dtypes and shapes, wherever they lie in their files."""
-    digest = hashlib.sha256()
-    for tensor in sorted(manifest.tensors, key=lambda tensor: tensor.name):
-        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-    return digest.hexdigest()
 
 
 def batches(tensors: Iterable[StoredTensor], most_bytes: int) -> Iterator[Piece]:

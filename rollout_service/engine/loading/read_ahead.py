@@ -11,7 +11,7 @@ The upload must have its tensors at the same places as the version before, which
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import accumulate, chain, compress
+from itertools import accumulate, compress
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from rollout_service.engine.loading.placement import Placement
 from rollout_service.store.log import uploads_folder
-from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, StoredTensor
+from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest
 from rollout_service.store.reading import Piece, pieces
-from rollout_service.store.upload_progress import TensorPlace, UploadToRead, places_digest
+from rollout_service.store.upload_progress import UploadToRead
 
 # Linux tells a process of new files, but not of bytes that another process writes into memory that both have mapped:
 # it has to look. These take microseconds.
@@ -94,17 +94,21 @@ class ReadAhead:
     def left_of(self, manifest: Manifest) -> list[Piece]:
         """The pieces of a committed version whose bytes, as it has them, are not in the area. After ``run``."""
         self.read_bytes = 0
-        if self._read is None or _places_of(manifest) != self._places:
+        read = self._read
+        if read is None or manifest.places.digest != self._places:
             return self._pieces_of(manifest)
-        is_there = self._read.are_those_of(manifest)
-        self.read_bytes = sum(piece.nbytes for piece in compress(self._read.pieces, is_there))
-        return [] if is_there.all() else list(compress(self._pieces_of(manifest), ~is_there))
+        digests = read.digests_in(manifest)
+        if digests is None:  # an older release wrote the version
+            return self._pieces_of(manifest)
+        is_there = read.have(digests)
+        self.read_bytes = sum(piece.nbytes for piece in compress(read.pieces, is_there))
+        return [] if is_there.all() else list(read.pieces_of(manifest, digests, ~is_there))
 
     def _prepared(self) -> bytes:
         """The places at which an upload must have its tensors."""
         if self._read is not None:
             return self._places
-        self._places = _places_of(self._loaded)
+        self._places = self._loaded.places.digest
         before, self._before = self._before, None
         if before is not None and before.placement is self.placement and before._places == self._places:
             self._read = before._read  # these take 15 ms of Python for an 8B, and a quarter of a second for a 30B-A3B
@@ -136,15 +140,16 @@ class _PiecesRead:
         self.pieces = found
         self.is_read = np.zeros(len(found), np.bool_)
         self._numbers = {(piece.file, piece.offset): number for number, piece in enumerate(found)}
-        order = [tensor.name for tensor in _in_order(manifest)]
+        order = [tensor.name for tensor in manifest.in_order()]
         tensors = dict(zip(order, range(len(order)), strict=True))
         self._first = np.array([tensors[piece.chunks[0][0].name] for piece in found], np.int64)
         self._last = np.array([tensors[piece.chunks[-1][0].name] for piece in found], np.int64)
         """Tensors of each piece, by their places in the order of the files."""
         self._begins = list(accumulate((len(piece.chunks) for piece in found[:-1]), initial=0))
         """Of each piece, its first chunk among those of all pieces."""
-        counts = [len(tensor.digests_of_chunks()) // DIGEST_BYTES for tensor in _in_order(manifest)]
-        self._all_chunks = sum(counts)
+        self._lengths = [len(tensor.digests_of_chunks()) for tensor in manifest.in_order()]
+        """Of the digests of each tensor."""
+        counts = [length // DIGEST_BYTES for length in self._lengths]
         first_chunk = dict(zip(order, accumulate(counts[:-1], initial=0), strict=True))
         self._chunks = np.array(
             [first_chunk[t.name] + chunk.start // CHUNK_BYTES for piece in found for t, chunk in piece.chunks], np.int64
@@ -167,20 +172,30 @@ class _PiecesRead:
             self.is_read[number] = True
             at += count
 
-    def are_those_of(self, manifest: Manifest) -> npt.NDArray[np.bool_]:
-        """Of each piece, whether it was read and is the version's. [pieces]"""
-        committed = b"".join(tensor.digests_of_chunks() for tensor in _in_order(manifest))
-        if len(committed) != DIGEST_BYTES * self._all_chunks:  # of a version that an older release wrote
-            return np.zeros_like(self.is_read)
-        expected = np.frombuffer(committed, np.uint8).reshape(-1, DIGEST_BYTES)[self._chunks]
-        is_same = (expected == self._digests).all(axis=1)
+    def digests_in(self, manifest: Manifest) -> npt.NDArray[np.uint8] | None:
+        """Those that a version has of the chunks of the pieces; None if it has other chunks. [chunks, 16]
+
+        ``manifest``: its tensors lie at the same places.
+        """
+        digests = [tensor.digests_of_chunks() for tensor in manifest.in_order()]
+        if [len(each) for each in digests] != self._lengths:
+            return None
+        return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)[self._chunks]
+
+    def have(self, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Of each piece, whether it was read and had the digests that ``digests_in`` says. [pieces]"""
+        is_same = (digests == self._digests).all(axis=1)
         return self.is_read & np.logical_and.reduceat(is_same, self._begins)
 
-
-def _in_order(manifest: Manifest) -> Iterator[StoredTensor]:
-    """In the order of the files."""
-    return chain.from_iterable(manifest.files().values())
-
-
-def _places_of(manifest: Manifest) -> bytes:
-    return places_digest(TensorPlace(t.name, t.dtype, t.shape, t.file, t.offset) for t in _in_order(manifest))
+    def pieces_of(
+        self, manifest: Manifest, digests: npt.NDArray[np.uint8], which: npt.NDArray[np.bool_]
+    ) -> Iterator[Piece]:
+        """Some pieces of a version. ``digests``: as ``digests_in`` says. ``which``: [pieces]"""
+        tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        for number in np.flatnonzero(which):
+            piece, begin = self.pieces[number], self._begins[number]
+            chunks = (
+                (tensors[tensor.name], chunk._replace(digest=digests[begin + count].tobytes()))
+                for count, (tensor, chunk) in enumerate(piece.chunks)
+            )
+            yield piece._replace(chunks=tuple(chunks))

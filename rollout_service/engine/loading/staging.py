@@ -18,11 +18,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
 from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, copied_and_hashed, stage_on_device
-from rollout_service.engine.loading.placement import Move, Placement, layout_of, whole_span
+from rollout_service.engine.loading.placement import Move, Placement, whole_span
 from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.engine.loading.staging_calls import StageAnswer
@@ -32,7 +31,7 @@ from rollout_service.memory import memory
 from rollout_service.pinning import pin
 from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.store.log import verify_tensors
-from rollout_service.store.manifest import Manifest, StoredTensor, read_manifest
+from rollout_service.store.manifest import Manifest, ManifestDamaged, StoredTensor, read_manifest
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.reading import Piece, VersionReader, pieces
 from rollout_service.store.spare_files import SpareFiles
@@ -67,7 +66,7 @@ class Staged:
     folder: Path
     manifest: Manifest
     layout: str
-    """See ``layout_of``."""
+    """``TensorPlaces.slots_digest``."""
     placement: Placement | None
     """What of it lies in the area; None: nothing."""
     is_whole: bool = False
@@ -170,11 +169,11 @@ class Stager:
             if digest not in (None, manifest.digest):
                 raise LogCorrupt(f"{folder} holds a version with digest {manifest.digest}, not {digest}")
             return self._into_area(folder, manifest, plan, ahead)
-        except (OSError, ValidationError) as error:
+        except (OSError, ManifestDamaged) as error:
             raise LogCorrupt(f"{folder} cannot be read: {error}") from error
 
     def _into_area(self, folder: Path, manifest: Manifest, plan: CopyPlan | None, ahead: ReadAhead | None) -> Staged:
-        layout = layout_of(manifest)
+        layout = manifest.places.slots_digest
         try:
             if self._area is None:
                 raise CannotStage(self._refused or "engine.staging is none")
@@ -330,10 +329,9 @@ class StagingBuffer:
 
     def tensors(self, manifest: Manifest, placement: Placement) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of a version that lies here whole, as views."""
-        for tensors in manifest.files().values():
-            for tensor in tensors:
-                start = placement.places[whole_span(tensor)]
-                yield tensor.name, tensor_view(self.memory[start : start + tensor.nbytes], tensor)
+        for tensor in manifest.in_order():
+            start = placement.places[whole_span(tensor)]
+            yield tensor.name, tensor_view(self.memory[start : start + tensor.nbytes], tensor)
 
 
 def area_bytes(model: torch.nn.Module) -> int:

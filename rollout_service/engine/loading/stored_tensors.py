@@ -37,11 +37,10 @@ def stored_tensors(
         reader.read(piece, buffer)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
-    every = (tensor for tensors in manifest.files().values() for tensor in tensors)
     with VersionReader(folder, manifest) as reader, ThreadPoolExecutor(io_threads()) as threads:
         ahead: deque[tuple[Piece, Future[torch.Tensor]]] = deque()
         try:
-            for piece in batches(every, _BATCH_BYTES):
+            for piece in batches(manifest.in_order(), _BATCH_BYTES):
                 ahead.append((piece, threads.submit(read, piece)))
                 if len(ahead) > io_threads():
                     yield from _views(*ahead.popleft(), taken)

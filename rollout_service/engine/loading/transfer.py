@@ -24,7 +24,6 @@ from vllm.platforms import current_platform
 from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
 from rollout_service.engine.loading.cpu_copies import renew_convolutions, renew_tied_head
 from rollout_service.engine.loading.direct_copies import DirectCopies, unloaded_modules
-from rollout_service.engine.loading.placement import layout_of
 from rollout_service.engine.loading.rebind import (
     Held,
     Unbound,
@@ -186,7 +185,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         staged = self._stager.staged(folder)
         if staged is None:
             manifest = read_manifest(folder)
-            staged = Staged(folder, manifest, layout_of(manifest), None, refused="it was not staged")
+            staged = Staged(folder, manifest, manifest.places.slots_digest, None, refused="it was not staged")
         self._kv_scales = staged.manifest.kv_scales if update_info.kv_scales is None else update_info.kv_scales
         if self._plan is not None and staged.placement is self._plan.placement:
             self._plan.run()

@@ -58,7 +58,7 @@ def test_gc_refuses_while_a_service_writes_the_log(log: WeightLog) -> None:
 
 
 def test_rollback_makes_an_older_version_the_newest(log: WeightLog) -> None:
-    log.commit(stage(log, 4).model_copy(update={"label": "run/step-4"}), "keep")
+    log.commit(stage(log, 4).replace(label="run/step-4"), "keep")
     result = run("rollback", log.root, "--to", 1)
     assert result.exit_code == 0 and result.stdout == "version 5 is the newest  rollback of 1\n"
     assert log.versions() == [0, 1, 2, 3, 4, 5] and log.manifest(5).digest == log.manifest(1).digest

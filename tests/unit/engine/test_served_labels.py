@@ -51,7 +51,7 @@ def test_old_labels_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_replica_says_the_label_of_what_it_serves(
     log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
-    log.commit(stage(log, 5).model_copy(update={"label": "run/step-5"}), "keep")
+    log.commit(stage(log, 5).replace(label="run/step-5"), "keep")
     weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
     await weight_sync.start()
     assert (weight_sync.status().version, weight_sync.status().label) == (5, "run/step-5")

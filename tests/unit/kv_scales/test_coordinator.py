@@ -162,7 +162,7 @@ class TestStatus:
         assert await ingest.status(1) == awaiting
         await ingest.kv.publish_result(1, "a", RANKS)
         status = await ingest.status(1)
-        scaled = log.manifest(1).model_copy(update={"kv_scales": SCALES})
+        scaled = log.manifest(1).replace(kv_scales=SCALES)
         assert (status.kv_scales_from, status.digest) == ("calibrate", scaled.digest)
         assert status.digest != awaiting.digest
         await ingest.kv.publish_result(1, "b", (measured((1, 1, 1)),))
@@ -173,7 +173,7 @@ class TestStatus:
     async def test_after_a_failed_measurement_the_digest_is_that_of_unit(self, ingest: Ingest, log: WeightLog) -> None:
         awaiting = await ingest.status(0)
         await ingest.kv.publish_result(0, "a", (measured((0, 0, 0)),))
-        status, unit = await ingest.status(0), log.manifest(0).model_copy(update={"kv_scales_from": "unit"})
+        status, unit = await ingest.status(0), log.manifest(0).replace(kv_scales_from="unit")
         assert (status.kv_scales_from, status.digest) == ("unit", unit.digest) and status.digest != awaiting.digest
 
     async def test_it_is_the_same_for_every_version_after_a_restart(

@@ -49,7 +49,7 @@ class Host:
 
     def serve(self, version: int, content: int | None = None, label: str | None = None) -> Head:
         """Commit a version in memory, as an ingest does."""
-        manifest = stage(self.memory, version, content=content).model_copy(update={"label": label})
+        manifest = stage(self.memory, version, content=content).replace(label=label)
         self.disk.served.note(version, manifest.digest)
         return self.memory.commit(manifest, "wait")
 

@@ -28,7 +28,7 @@ def log(tmp_path: Path) -> WeightLog:
 
 def crash_before_latest_is_replaced(log: WeightLog, version: int) -> None:
     manifest = stage(log, version)
-    (log.staging(version) / MANIFEST_FILE).write_text(manifest.model_dump_json())
+    (log.staging(version) / MANIFEST_FILE).write_bytes(manifest.to_json())
     log.staging(version).rename(log.folder(version))
 
 
@@ -162,7 +162,7 @@ class TestDamage:
     def test_a_manifest_other_than_the_one_committed_is_corrupt(self, log: WeightLog) -> None:
         commit(log, 0)
         path = log.folder(0) / MANIFEST_FILE
-        path.write_text(path.read_text().replace('"fingerprint": "model"', '"fingerprint": "modem"'))
+        path.write_text(path.read_text().replace('"fingerprint":"model"', '"fingerprint":"modem"'))
         with pytest.raises(LogCorrupt, match="but LATEST says"):
             log.manifest(0)
 

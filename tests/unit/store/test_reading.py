@@ -1,8 +1,10 @@
 """What is read of a version is checked where it lies, piece by piece or tensor by tensor."""
 
+import base64
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 
@@ -68,7 +70,7 @@ def test_a_small_buffer_reads_a_large_tensor_with_one_digest(
 ) -> None:
     folder, manifest, data = version
     whole = data[5 : 5 + SIZES[1]]
-    old = manifest.tensors[1].model_copy(update={"digest": xxhash.xxh3_128_hexdigest(whole), "chunk_digests": ""})
+    old = msgspec.structs.replace(manifest.tensors[1], digest=xxhash.xxh3_128_hexdigest(whole), chunk_digests=b"")
     with VersionReader(folder, manifest) as reader:
         assert reader.check(old, memoryview(bytearray(1000))) == SIZES[1]
 
@@ -82,7 +84,7 @@ def test_the_log_calls_digests_of_chunks_that_do_not_fit_damage(tmp_path: Path) 
     manifest = Manifest(version=0, fingerprint="model", recipe=Recipe(weights="none"), tensors=writer.finish())
     log.commit(manifest, "keep")
     path = log.folder(0) / "manifest.json"
-    digests = manifest.tensors[0].chunk_digests
+    digests = base64.b64encode(manifest.tensors[0].chunk_digests).decode()
     path.write_text(path.read_text().replace(digests, "A" + digests[1:] if digests[0] != "A" else "B" + digests[1:]))
     with pytest.raises(LogCorrupt, match="chunk_digests of t are not"):
         log.manifest(0)

@@ -24,7 +24,7 @@ def log(tmp_path: Path) -> WeightLog:
 
 
 def commit_labelled(log: WeightLog, version: int, label: str | None) -> None:
-    log.commit(stage(log, version).model_copy(update={"label": label}), "keep")
+    log.commit(stage(log, version).replace(label=label), "keep")
 
 
 def roll_back(log: WeightLog, source: int, version: int) -> None:

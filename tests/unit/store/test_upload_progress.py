@@ -8,7 +8,8 @@ from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.layout import Layout
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.spare_files import SpareFiles
-from rollout_service.store.upload_progress import TensorPlace, UploadToRead, places_digest
+from rollout_service.store.tensor_places import TensorPlaces
+from rollout_service.store.upload_progress import UploadToRead
 from rollout_service.store.writer import LogMemory, VersionWriter
 
 SLOTS = [TensorSlot(name=name, dtype="int8", shape=(4, 3)) for name in ("a", "b", "c")]
@@ -38,7 +39,7 @@ def test_a_reader_sees_each_tensor_as_it_is_stored(tmp_path: Path) -> None:
         assert not upload.is_over
         tensors = writer.finish()
         assert upload.is_over and upload.stored().all()
-        assert upload.places == places_digest(TensorPlace(t.name, t.dtype, t.shape, t.file, t.offset) for t in tensors)
+        assert upload.places == TensorPlaces(tensors).digest
     assert sorted(path.suffix for path in upload.folder.iterdir()) == [".safetensors"] * 2
 
 
@@ -62,10 +63,3 @@ def test_of_several_the_newest_that_is_being_written_is_found(tmp_path: Path) ->
             assert upload.folder.name == str(version)
         writers[version].close()
     assert UploadToRead.newest(uploads) is None
-
-
-def test_places_tell_versions_of_another_layout() -> None:
-    place = TensorPlace("a", "int8", (4, 3), "file", 8)
-    others = [place._replace(name="b"), place._replace(dtype="bfloat16"), place._replace(shape=(3, 4))]
-    others += [place._replace(file="other"), place._replace(offset=16)]
-    assert len({places_digest([each]) for each in [place, *others]}) == 6

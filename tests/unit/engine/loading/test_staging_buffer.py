@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,10 +202,9 @@ def test_bounded_memory_requires_chunk_digests_of_large_tensors(
     folder, manifest, held = large
     import xxhash
 
-    old = manifest.tensors[0].model_copy(
-        update={"digest": xxhash.xxh3_128_hexdigest(held.numpy().data), "chunk_digests": ""}
-    )
-    manifest = manifest.model_copy(update={"tensors": (old, *manifest.tensors[1:])})
+    whole = xxhash.xxh3_128_hexdigest(held.numpy().data)
+    old = msgspec.structs.replace(manifest.tensors[0], digest=whole, chunk_digests=b"")
+    manifest = manifest.replace(tensors=(old, *manifest.tensors[1:]))
     placement = Placement.whole(manifest)
     with pytest.raises(CannotStage, match="no digests of chunks"):
         area(like=torch.nn.Linear(2000, 2000)).fill(folder, manifest, placement, every=True)
