@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +17,7 @@ TILE_BYTES = 16 << 10
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """Of numbers, by their bytes."""
 _ALIGNED_BYTES = 16
+_Integers = npt.NDArray[np.int64]
 
 
 class Pair(NamedTuple):
@@ -36,31 +38,37 @@ def subtract_in_place(pairs: Sequence[Pair], counters: int, device: torch.device
     CPU. The memory must stay what it is until the stream has come so far. Raises ``torch.cuda.OutOfMemoryError``.
     """
     found = torch.zeros(counters, dtype=torch.int32, device=device)
-    tiles = _tiles(pairs)
+    table = np.array(pairs, np.int64).reshape(-1, 5)
+    new, old, nbytes, itemsizes, _ = table.T
+    in_aligned = np.where((new | old) % _ALIGNED_BYTES == 0, nbytes // _ALIGNED_BYTES * _ALIGNED_BYTES, 0)
     with on_device(device):
-        for itemsize, dtype in _TYPES.items():
-            of_size = tiles[tiles[:, 4] == itemsize]
-            is_aligned = np.bitwise_or.reduce(of_size[:, :3], axis=1) % _ALIGNED_BYTES == 0
-            for aligned in (True, False):
-                table = np.ascontiguousarray(of_size[is_aligned == aligned, :4])
-                if not len(table):
+        for aligned, begin, length in ((True, 0 * nbytes, in_aligned), (False, in_aligned, nbytes - in_aligned)):
+            for itemsize, dtype in _TYPES.items():
+                some = (itemsizes == itemsize) & (length > 0)
+                if not some.any():
                     continue
-                table[:, 2] //= itemsize
-                subtract_tiles[(len(table),)](
-                    queued_to(device, torch.from_numpy(table)), found,
+                tiles = _tiles(table[some], begin[some], length[some], itemsize)
+                subtract_tiles[(len(tiles),)](
+                    queued_to(device, torch.from_numpy(tiles)), found,
                     DTYPE=dtype, ALIGNED=_ALIGNED_BYTES // itemsize if aligned else 0, TILE=TILE_BYTES // itemsize,
                     num_warps=8,
                 )  # fmt: skip
     return found
 
 
-def _tiles(pairs: Sequence[Pair]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[tiles, 5]: both addresses, bytes, counter and bytes of a number."""
-    table = np.array(pairs, np.int64).reshape(-1, 5)
-    pair, number = numbered(-(-table[:, 2] // TILE_BYTES))
-    start = number * TILE_BYTES
-    new, old, nbytes, itemsize, counter = table[pair].T
-    return np.stack([new + start, old + start, np.minimum(TILE_BYTES, nbytes - start), counter, itemsize], axis=1)
+def _tiles(pairs: _Integers, begin: _Integers, nbytes: _Integers, itemsize: int) -> _Integers:
+    """[tiles, 4]: both addresses, numbers, and counter. Of pairs [pairs, 5], as ``Pair``, ``nbytes`` from ``begin`` on,
+    as numbers of ``itemsize`` bytes."""
+    counts = -(-nbytes // TILE_BYTES)
+    _, number = numbered(counts)
+    start, tile = number * TILE_BYTES, TILE_BYTES // itemsize
+    tiles = np.empty((len(number), 4), np.int64)
+    # column by column: thousands of rows would take ten times as long, and the GPU has nothing to do meanwhile
+    np.add(np.repeat(pairs[:, 0] + begin, counts), start, out=tiles[:, 0])
+    np.add(np.repeat(pairs[:, 1] + begin, counts), start, out=tiles[:, 1])
+    np.minimum(np.repeat(nbytes // itemsize, counts) - number * tile, tile, out=tiles[:, 2])
+    tiles[:, 3] = np.repeat(pairs[:, 4], counts)
+    return tiles
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "counts"])
