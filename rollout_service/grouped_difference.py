@@ -1,4 +1,4 @@
-"""Differences of many pairs of runs of numbers on a GPU, and how many are not zero, in a few kernel launches."""
+"""Differences of many pairs of runs of numbers on a GPU, how many are not zero, and which: in a few kernel launches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,6 +17,8 @@ TILE_BYTES = 16 << 10
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """Of numbers, by their bytes."""
 _ALIGNED_BYTES = 16
+_TAKEN = 1024
+"""Numbers that one program takes apart."""
 _Integers = npt.NDArray[np.int64]
 
 
@@ -91,3 +93,50 @@ def subtract_tiles(table, counts, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TI
     difference = tl.load(new + element, mask=inside, other=0) - tl.load(old + element, mask=inside, other=0)
     tl.store(old + element, difference, mask=inside)
     tl.atomic_add(counts + tl.load(entry + 3), tl.sum((difference != 0).to(tl.int32), 0))
+
+
+def changes_of(differences: torch.Tensor, count: int, gap_planes: int) -> torch.Tensor:
+    """Queue on the current stream what is told of the ``count`` numbers, at least one, that are not zero.
+
+    Returns uint8 [4 + size + ``gap_planes`` + size, count] there, where size is the bytes of a number. One after the
+    other: their places, int32 [count], ascending; the numbers [count]; a row for each of the lowest bytes of the gaps,
+    which are the zeros before each number since the last (of the first nothing is said that counts); and a row for each
+    byte of the numbers in zigzag order, 0, -1, 1, -2, ….
+
+    ``differences``: signed [N], at most 4 bytes each. Raises ``torch.cuda.OutOfMemoryError``.
+    """
+    places, itemsize = torch.nonzero_static(differences, size=count), differences.element_size()
+    rows = torch.empty((4 + itemsize + gap_planes + itemsize, count), dtype=torch.uint8, device=differences.device)
+    with on_device(differences.device):
+        take_apart[(triton.cdiv(count, _TAKEN),)](
+            differences, places, rows.data_ptr(), count,
+            DTYPE=_TYPES[itemsize], ITEMSIZE=itemsize, GAP_PLANES=gap_planes, TAKEN=_TAKEN,
+        )  # fmt: skip
+    return rows
+
+
+@triton.jit(do_not_specialize=["rows", "count"], do_not_specialize_on_alignment=["differences"])
+def take_apart(
+    differences, places, rows, count,
+    DTYPE: tl.constexpr, ITEMSIZE: tl.constexpr, GAP_PLANES: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """``rows``: the address of what ``changes_of`` returns. ``places`` int64 [count]; ``TAKEN`` of them a program."""
+    taken = tl.program_id(0).to(tl.int64) * TAKEN + tl.arange(0, TAKEN)
+    inside = taken < count
+    place = tl.load(places + taken, mask=inside, other=0)
+    before = tl.load(places + taken - 1, mask=inside & (taken > 0), other=-1)
+    number = tl.load(differences + place, mask=inside, other=0)
+    address = rows + taken * 4
+    tl.store(address.to(tl.pointer_type(tl.int32)), place.to(tl.int32), mask=inside)
+    address = rows + count * 4 + taken * ITEMSIZE
+    tl.store(address.to(tl.pointer_type(DTYPE)), number, mask=inside)
+    gap = place - before - 1
+    wide = number.to(tl.int32)
+    zigzag = (wide << 1) ^ (wide >> 31)
+    address = rows + count.to(tl.int64) * (4 + ITEMSIZE) + taken
+    for plane in tl.static_range(GAP_PLANES):
+        tl.store(address.to(tl.pointer_type(tl.uint8)), (gap >> (8 * plane)).to(tl.uint8), mask=inside)
+        address += count
+    for plane in tl.static_range(ITEMSIZE):
+        tl.store(address.to(tl.pointer_type(tl.uint8)), (zigzag >> (8 * plane)).to(tl.uint8), mask=inside)
+        address += count

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 from rollout_service.client._control import ControlCalls
 from rollout_service.client._http import Http
+from rollout_service.client._pieces import CONVERTED_BYTES
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Uploader, announcement, converter_of
+from rollout_service.client._upload import Uploader, announcement
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
 from rollout_service.memory import memory
-from rollout_service.model.convert import Named
+from rollout_service.model.convert import Converter, Named
 from rollout_service.protocol import delta_planes
 from rollout_service.protocol.base import NewVersion
-from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
+from rollout_service.protocol.upload import Announcement, CommitUpload, TrainerRecipe, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.quant.verdicts import Verdicts
 
@@ -96,7 +97,7 @@ class DeltaPushes:
     ) -> WeightStatus:
         """Send what ``source`` changes, or all of it. Raises as ``RolloutClient.push_weights``."""
         async with self._turn, every_rank_gathers(source, push.thread) as gathering:
-            converter = await push.thread.call(converter_of, await ControlCalls(self._http).recipe())
+            converter = await push.thread.call(_converter_of, await ControlCalls(self._http).recipe())
             table = tuple(converter.table(source.table))
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             tensors = gathering.begin()
@@ -188,3 +189,8 @@ class DeltaPushes:
             sent.version, self._sent = number, sent
 
         return await push.send(announced, stream, committed)
+
+
+def _converter_of(recipe: TrainerRecipe) -> Converter:
+    """As ``_upload.converter_of``, in larger batches."""
+    return Converter(recipe, device="cpu", batch_bytes=CONVERTED_BYTES)
