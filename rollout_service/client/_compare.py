@@ -125,7 +125,11 @@ class Comparison:
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
         self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
         self._at_once = 0
+        self._ends = {span.tensor: span.part.stop for piece in old.pieces for span in piece.spans}
+        """Bytes of each tensor."""
         self._segments: dict[int, list[bytes]] = defaultdict(list)
+        """Of tensors that are not compared to their ends; of others, what they make:"""
+        self._encoded: dict[int, bytes] = {}
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
         self._elements_bytes = 0
         self._most_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
@@ -164,8 +168,7 @@ class Comparison:
         while self._compared:
             self._take_first()
         found: dict[int, Changed | None] = {}
-        for tensor, segments in self._segments.items():
-            encoded = delta.joined(segments)
+        for tensor, encoded in self._encoded.items():
             elements = [each for each in self._elements[tensor] if each is not None]
             all_of_them = tuple(elements) if len(elements) == len(self._elements[tensor]) else None
             found[tensor] = Changed(encoded, self._digests[tensor](), all_of_them) if encoded else None
@@ -284,6 +287,8 @@ class Comparison:
         self._at_once -= nbytes
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
+            if span.part.stop == self._ends[span.tensor]:  # now, while a GPU has work
+                self._encoded[span.tensor] = delta.joined(self._segments.pop(span.tensor))
             self.changed_bytes += sum(map(len, change.segments))
             self._elements[span.tensor].append(self._if_few(change.elements))
             if change.digest is not None:

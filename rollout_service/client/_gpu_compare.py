@@ -7,11 +7,11 @@ counts are waited for: the GPU has work meanwhile.
 
 Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
 there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; and
-some 30 bytes for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held until
-those of their batch are all there, and codes share the memory of all that were quantized at once, half of
-``CONVERTED_BYTES`` (256 MiB): another three times ``BATCH_BYTES``. What they were quantized from is held until the batch
-was waited for: if the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16, ``CONVERTED_BYTES``,
-and the largest tensor.
+some 30 bytes for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held
+until those of their batch are all there, and codes share the memory of all that were quantized at once, half of
+``CONVERTED_BYTES`` (256 MiB): another three times ``BATCH_BYTES``. What they were quantized from is held until the
+batch was waited for: if the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16,
+``CONVERTED_BYTES``, and the largest tensor.
 These figures are computed, not measured.
 """
 

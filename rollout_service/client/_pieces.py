@@ -19,7 +19,7 @@ BATCH_BYTES = 4 * PIECE_BYTES
 its memory, see ``rollout_service.client._gpu_compare``."""
 
 CONVERTED_BYTES = 2 * BATCH_BYTES
-"""Of a trainer's tensors that are quantized at once: each time takes a fraction of a millisecond until all is queued."""
+"""Of a trainer's tensors that are quantized at once. To queue that takes a fraction of a millisecond each time."""
 
 
 class Span(NamedTuple):
