@@ -1,9 +1,10 @@
-"""Differences of many pairs of runs of numbers on a GPU, and how many are not zero, in a few kernel launches."""
+"""Differences of many pairs of runs of numbers on a GPU, how many are not zero, and which: in a few kernel launches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +17,9 @@ TILE_BYTES = 16 << 10
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 """Of numbers, by their bytes."""
 _ALIGNED_BYTES = 16
+_TAKEN = 1024
+"""Numbers that one program takes apart."""
+_Integers = npt.NDArray[np.int64]
 
 
 class Pair(NamedTuple):
@@ -36,31 +40,37 @@ def subtract_in_place(pairs: Sequence[Pair], counters: int, device: torch.device
     CPU. The memory must stay what it is until the stream has come so far. Raises ``torch.cuda.OutOfMemoryError``.
     """
     found = torch.zeros(counters, dtype=torch.int32, device=device)
-    tiles = _tiles(pairs)
+    table = np.array(pairs, np.int64).reshape(-1, 5)
+    new, old, nbytes, itemsizes, _ = table.T
+    in_aligned = np.where((new | old) % _ALIGNED_BYTES == 0, nbytes // _ALIGNED_BYTES * _ALIGNED_BYTES, 0)
     with on_device(device):
-        for itemsize, dtype in _TYPES.items():
-            of_size = tiles[tiles[:, 4] == itemsize]
-            is_aligned = np.bitwise_or.reduce(of_size[:, :3], axis=1) % _ALIGNED_BYTES == 0
-            for aligned in (True, False):
-                table = np.ascontiguousarray(of_size[is_aligned == aligned, :4])
-                if not len(table):
+        for aligned, begin, length in ((True, 0 * nbytes, in_aligned), (False, in_aligned, nbytes - in_aligned)):
+            for itemsize, dtype in _TYPES.items():
+                some = (itemsizes == itemsize) & (length > 0)
+                if not some.any():
                     continue
-                table[:, 2] //= itemsize
-                subtract_tiles[(len(table),)](
-                    queued_to(device, torch.from_numpy(table)), found,
+                tiles = _tiles(table[some], begin[some], length[some], itemsize)
+                subtract_tiles[(len(tiles),)](
+                    queued_to(device, torch.from_numpy(tiles)), found,
                     DTYPE=dtype, ALIGNED=_ALIGNED_BYTES // itemsize if aligned else 0, TILE=TILE_BYTES // itemsize,
                     num_warps=8,
                 )  # fmt: skip
     return found
 
 
-def _tiles(pairs: Sequence[Pair]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[tiles, 5]: both addresses, bytes, counter and bytes of a number."""
-    table = np.array(pairs, np.int64).reshape(-1, 5)
-    pair, number = numbered(-(-table[:, 2] // TILE_BYTES))
-    start = number * TILE_BYTES
-    new, old, nbytes, itemsize, counter = table[pair].T
-    return np.stack([new + start, old + start, np.minimum(TILE_BYTES, nbytes - start), counter, itemsize], axis=1)
+def _tiles(pairs: _Integers, begin: _Integers, nbytes: _Integers, itemsize: int) -> _Integers:
+    """[tiles, 4]: both addresses, numbers, and counter. Of pairs [pairs, 5], as ``Pair``, ``nbytes`` from ``begin`` on,
+    as numbers of ``itemsize`` bytes."""
+    counts = -(-nbytes // TILE_BYTES)
+    _, number = numbered(counts)
+    start, tile = number * TILE_BYTES, TILE_BYTES // itemsize
+    tiles = np.empty((len(number), 4), np.int64)
+    # column by column: thousands of rows would take ten times as long, and the GPU has nothing to do meanwhile
+    np.add(np.repeat(pairs[:, 0] + begin, counts), start, out=tiles[:, 0])
+    np.add(np.repeat(pairs[:, 1] + begin, counts), start, out=tiles[:, 1])
+    np.minimum(np.repeat(nbytes // itemsize, counts) - number * tile, tile, out=tiles[:, 2])
+    tiles[:, 3] = np.repeat(pairs[:, 4], counts)
+    return tiles
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "counts"])
@@ -83,3 +93,50 @@ def subtract_tiles(table, counts, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TI
     difference = tl.load(new + element, mask=inside, other=0) - tl.load(old + element, mask=inside, other=0)
     tl.store(old + element, difference, mask=inside)
     tl.atomic_add(counts + tl.load(entry + 3), tl.sum((difference != 0).to(tl.int32), 0))
+
+
+def changes_of(differences: torch.Tensor, count: int, gap_planes: int) -> torch.Tensor:
+    """Queue on the current stream what is told of the ``count`` numbers, at least one, that are not zero.
+
+    Returns uint8 [4 + size + ``gap_planes`` + size, count] there, where size is the bytes of a number. One after the
+    other: their places, int32 [count], ascending; the numbers [count]; a row for each of the lowest bytes of the gaps,
+    which are the zeros before each number since the last (of the first nothing is said that counts); and a row for each
+    byte of the numbers in zigzag order, 0, -1, 1, -2, ….
+
+    ``differences``: signed [N], at most 4 bytes each. Raises ``torch.cuda.OutOfMemoryError``.
+    """
+    places, itemsize = torch.nonzero_static(differences, size=count), differences.element_size()
+    rows = torch.empty((4 + itemsize + gap_planes + itemsize, count), dtype=torch.uint8, device=differences.device)
+    with on_device(differences.device):
+        take_apart[(triton.cdiv(count, _TAKEN),)](
+            differences, places, rows.data_ptr(), count,
+            DTYPE=_TYPES[itemsize], ITEMSIZE=itemsize, GAP_PLANES=gap_planes, TAKEN=_TAKEN,
+        )  # fmt: skip
+    return rows
+
+
+@triton.jit(do_not_specialize=["rows", "count"], do_not_specialize_on_alignment=["differences"])
+def take_apart(
+    differences, places, rows, count,
+    DTYPE: tl.constexpr, ITEMSIZE: tl.constexpr, GAP_PLANES: tl.constexpr, TAKEN: tl.constexpr,
+):  # fmt: skip
+    """``rows``: the address of what ``changes_of`` returns. ``places`` int64 [count]; ``TAKEN`` of them a program."""
+    taken = tl.program_id(0).to(tl.int64) * TAKEN + tl.arange(0, TAKEN)
+    inside = taken < count
+    place = tl.load(places + taken, mask=inside, other=0)
+    before = tl.load(places + taken - 1, mask=inside & (taken > 0), other=-1)
+    number = tl.load(differences + place, mask=inside, other=0)
+    address = rows + taken * 4
+    tl.store(address.to(tl.pointer_type(tl.int32)), place.to(tl.int32), mask=inside)
+    address = rows + count * 4 + taken * ITEMSIZE
+    tl.store(address.to(tl.pointer_type(DTYPE)), number, mask=inside)
+    gap = place - before - 1
+    wide = number.to(tl.int32)
+    zigzag = (wide << 1) ^ (wide >> 31)
+    address = rows + count.to(tl.int64) * (4 + ITEMSIZE) + taken
+    for plane in tl.static_range(GAP_PLANES):
+        tl.store(address.to(tl.pointer_type(tl.uint8)), (gap >> (8 * plane)).to(tl.uint8), mask=inside)
+        address += count
+    for plane in tl.static_range(ITEMSIZE):
+        tl.store(address.to(tl.pointer_type(tl.uint8)), (zigzag >> (8 * plane)).to(tl.uint8), mask=inside)
+        address += count

@@ -6,6 +6,11 @@ SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bits of elements, by their bytes; a GPU computes with few unsigned integers."""
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes (row-major) as uint8 [N] on its device; no copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def view_at(storage: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     """The elements of ``storage`` from number ``start`` on, as a contiguous tensor of this shape.
 

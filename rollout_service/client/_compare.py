@@ -26,13 +26,13 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.client._gpu_compare import Counting, Found, Uploads, counting, found, runs_of
-from rollout_service.client._pieces import Piece, batches_of
+from rollout_service.client._pieces import Batch, Piece
 from rollout_service.gpu_streams import lies_on_gpu, passed, queued_to_host
 from rollout_service.protocol import delta
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import tensor_digests
 from rollout_service.threads import compute_threads
-from rollout_service.views import SIGNED
+from rollout_service.views import SIGNED, bytes_of
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -81,11 +81,6 @@ class _SpanChange:
     """None: there are so many that segments are sent as a whole."""
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes (row-major) as uint8 [N] on its device; no copy if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def view_of(flat: torch.Tensor) -> memoryview:
     """The bytes of uint8 [N] on the CPU, without a copy."""
     data: memoryview = flat.numpy().data
@@ -97,25 +92,32 @@ def digest_of(data: memoryview) -> str:
     return tensor_digests(data)[0]
 
 
-class Comparison:
-    """Of the tensors of a new version with the ``kept`` pieces of the old one. A context manager, for one thread."""
+class OldBytes(NamedTuple):
+    """Those of a version's tensors, on the CPU."""
 
-    def __init__(self, pieces: Sequence[Piece], kept: Sequence[torch.Tensor], verdicts: Verdicts) -> None:
+    pieces: Sequence[Piece]
+    """As of ``pieces_of``, and the bytes of each, uint8:"""
+    of_pieces: Sequence[torch.Tensor]
+    batches: Sequence[Batch]
+    """As of ``batches_of``, and the bytes of each, uint8, of which those of its pieces are views:"""
+    of_batches: Sequence[torch.Tensor]
+
+
+class Comparison:
+    """Of the tensors of a new version with the ``old`` one. A context manager, for one thread."""
+
+    def __init__(self, old: OldBytes, verdicts: Verdicts) -> None:
         """
         Args:
-            pieces: as of ``pieces_of``.
-            kept: uint8, on the CPU.
             verdicts: of the tensors that are added. They are required where a batch is waited for anyhow, and before
                 ``finish`` returns.
         """
-        self._pieces, self._kept, self._verdicts = pieces, kept, verdicts
+        self._pieces, self._kept, self._verdicts = old.pieces, old.of_pieces, verdicts
         self._next = 0
-        self._batches = batches_of(pieces)
+        self._batches, self._of_batches = old.batches, old.of_batches
         self._batch = 0
-        """The next one, of which these pieces are on a GPU, each with its new bytes:"""
+        """The next one, of which these pieces are on a GPU, each with the new tensors of its spans:"""
         self._on_gpu: dict[int, list[torch.Tensor]] = {}
-        self._begun_on_gpu: dict[int, torch.Tensor] = {}
-        """Tensors that begin in these."""
         self._counting: Counting | None = None
         """The batch before, if a GPU compares it, and what waits for the verdicts that were asked until then."""
         self._require_sound: Callable[[], None] = _nothing
@@ -123,10 +125,14 @@ class Comparison:
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
         self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
         self._at_once = 0
+        self._ends = {span.tensor: span.part.stop for piece in old.pieces for span in piece.spans}
+        """Bytes of each tensor."""
         self._segments: dict[int, list[bytes]] = defaultdict(list)
+        """Of tensors that are not compared to their ends; of others, what they make:"""
+        self._encoded: dict[int, bytes] = {}
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
         self._elements_bytes = 0
-        self._most_elements_bytes = ELEMENTS_SHARE * sum(each.nbytes for each in kept)
+        self._most_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
         self._digests: dict[int, Callable[[], str]] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Tensors that were added and are compared once the last one of their piece is."""
@@ -139,17 +145,17 @@ class Comparison:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def add(self, number: int, flat: torch.Tensor) -> None:
-        """The new bytes, uint8 [N], of the next tensor of the table, at that place in it."""
-        if flat.nbytes:
-            self.waiting[number] = flat
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """The next tensor of the table, at that place in it, as it is now."""
+        if tensor.nbytes:
+            self.waiting[number] = tensor.contiguous()
         begun: set[int] = set()
         while self._next < len(self._pieces) and self._pieces[self._next].last == number:
             self._begin(self._next)
             begun |= {span.tensor for span in self._pieces[self._next].spans}
             self._next += 1
-        for tensor in begun:
-            del self.waiting[tensor]
+        for each in begun:
+            del self.waiting[each]
 
     def finish(self) -> dict[int, Changed | None]:
         """What became of the tensors that were compared, by their places in the table.
@@ -162,8 +168,7 @@ class Comparison:
         while self._compared:
             self._take_first()
         found: dict[int, Changed | None] = {}
-        for tensor, segments in self._segments.items():
-            encoded = delta.joined(segments)
+        for tensor, encoded in self._encoded.items():
             elements = [each for each in self._elements[tensor] if each is not None]
             all_of_them = tuple(elements) if len(elements) == len(self._elements[tensor]) else None
             found[tensor] = Changed(encoded, self._digests[tensor](), all_of_them) if encoded else None
@@ -171,23 +176,23 @@ class Comparison:
 
     def _begin(self, index: int) -> None:
         piece = self._pieces[index]
-        flats = [self.waiting[span.tensor][span.part] for span in piece.spans]
-        if lies_on_gpu(flats[0]) and len({flat.device for flat in flats}) == 1:
-            self._on_gpu[index] = flats
-            self._begun_on_gpu |= {s.tensor: self.waiting[s.tensor] for s in piece.spans if not s.part.start}
+        # as they are: each call of torch that makes a view of one lets go of Python's lock, for which threads wait
+        tensors = [self.waiting[span.tensor] for span in piece.spans]
+        if lies_on_gpu(tensors[0]) and len({tensor.device for tensor in tensors}) == 1:
+            self._on_gpu[index] = tensors
         else:
-            self._begin_on_host(index, flats, self.waiting)
+            self._begin_on_host(index, tensors)
         if index == self._batches[self._batch].last:
             self._begin_batch()
 
-    def _begin_on_host(self, index: int, flats: list[torch.Tensor], tensors: dict[int, torch.Tensor]) -> None:
-        """``tensors``: among them those that begin in the piece."""
+    def _begin_on_host(self, index: int, tensors: list[torch.Tensor]) -> None:
+        """``tensors``: of the piece's spans."""
         piece = self._pieces[index]
         number, part, _ = piece.spans[0]
         if piece.is_part and not part.start:
-            self._digests[number] = self._pool.submit(digest_of, view_of(tensors[number].cpu())).result
-        work = partial(_compared, self._kept[index], [flat.cpu() for flat in flats], piece)
-        self._submit(piece, piece.nbytes, work)
+            self._digests[number] = self._pool.submit(digest_of, view_of(bytes_of(tensors[0]).cpu())).result
+        new = [bytes_of(tensor)[span.part].cpu() for span, tensor in zip(piece.spans, tensors, strict=True)]
+        self._submit(piece, piece.nbytes, partial(_compared, self._kept[index], new, piece))
 
     def _begin_batch(self) -> None:
         """Have the batch of which all pieces are there compared, as far as that is not begun."""
@@ -207,22 +212,22 @@ class Comparison:
             self._compare_on_host()
         else:
             self._counting, self._require_sound = counted, require_sound
-        self._on_gpu, self._begun_on_gpu = {}, {}
+        self._on_gpu = {}
 
     def _counted(self, number: int, device: torch.device) -> Counting:
         batch = self._batches[number]
         uploads = self._uploads.setdefault(device, Uploads(device))
         pieces, new = [self._pieces[index] for index in batch.pieces], [self._on_gpu[index] for index in batch.pieces]
-        counted = counting(batch, pieces, uploads.take(number, batch, self._kept), new, self._begun_on_gpu)
+        counted = counting(batch, pieces, uploads.take(number, self._of_batches[number]), new)
         if number + 1 < len(self._batches):
             with suppress(torch.cuda.OutOfMemoryError):  # when its turn comes there may be room
-                uploads.begin(number + 1, self._batches[number + 1], self._kept)
+                uploads.begin(number + 1, self._of_batches[number + 1])
         return counted
 
     def _compare_on_host(self) -> None:
-        for index, flats in self._on_gpu.items():
-            self._begin_on_host(index, flats, self._begun_on_gpu)
-        self._on_gpu, self._begun_on_gpu = {}, {}
+        for index, tensors in self._on_gpu.items():
+            self._begin_on_host(index, tensors)
+        self._on_gpu = {}
 
     def _read_counted(self) -> None:
         """Have what was counted read and encoded."""
@@ -233,8 +238,8 @@ class Comparison:
         require_sound()
         counts, batch = counted.counts(), counted.batch
         if counted.digests is not None:
-            for tensor in counted.digests.tensors:
-                self._digests[tensor] = partial(counted.digests.of, tensor)
+            made = self._pool.submit(counted.digests.read)
+            self._digests |= {tensor: partial(_digest_in, made, tensor) for tensor in counted.digests.tensors}
         pieces = [self._pieces[index] for index in batch.pieces]
         encoding: dict[int, Callable[[], list[_SpanChange]]] = {}
         for run in runs_of(pieces, counts):
@@ -282,6 +287,8 @@ class Comparison:
         self._at_once -= nbytes
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
+            if span.part.stop == self._ends[span.tensor]:  # now, while a GPU has work
+                self._encoded[span.tensor] = delta.joined(self._segments.pop(span.tensor))
             self.changed_bytes += sum(map(len, change.segments))
             self._elements[span.tensor].append(self._if_few(change.elements))
             if change.digest is not None:
@@ -292,6 +299,10 @@ class Comparison:
             return None
         self._elements_bytes += elements.nbytes
         return elements
+
+
+def _digest_in(made: Future[dict[int, str]], tensor: int) -> str:
+    return made.result()[tensor]
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollout_service.client._pieces import CONVERTED_BYTES
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.client._upload import Uploader, announcement
@@ -93,7 +94,7 @@ class DeltaPushes:
     ) -> WeightStatus:
         """Send what ``source`` changes, or all of it. Raises as ``RolloutClient.push_weights``."""
         async with self._turn, every_rank_gathers(source, push.thread) as gathering:
-            converter, table = await push.uploader.quantizing(source.table, push.thread)
+            converter, table = await push.uploader.quantizing(source.table, push.thread, CONVERTED_BYTES)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             tensors = gathering.begin()
             await self.settled()

@@ -7,15 +7,16 @@ counts are waited for: the GPU has work meanwhile.
 
 Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
 there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; and
-some 40 bytes for each change, of which ``MOST_CHANGES`` (a third of a GB) are read at once. New tensors are held until
-those of their batch are all there, another ``BATCH_BYTES``, and what they were quantized from until the batch was
-waited for: if the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16, and the largest tensor.
+some 30 bytes for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held
+until those of their batch are all there, and codes share the memory of all that were quantized at once, half of
+``CONVERTED_BYTES`` (256 MiB): another three times ``BATCH_BYTES``. What they were quantized from is held until the
+batch was waited for: if the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16,
+``CONVERTED_BYTES``, and the largest tensor.
 These figures are computed, not measured.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
 from rollout_service.gpu_streams import passed, queued_to_host, upload_stream
 from rollout_service.protocol import delta
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
+from rollout_service.views import bytes_of
 
 MOST_CHANGES = BATCH_BYTES // 16
 """That are read at once; or those of a single piece."""
@@ -37,16 +39,13 @@ class Digests:
     """Of tensors that the current stream has made, each hashed where it lies."""
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], device: torch.device) -> None:
-        """``tensors``: uint8 [N], at least a byte each. The stream reads them; its allocator may have them then."""
+        """``tensors``: contiguous, at least a byte each. The stream reads them; its allocator may have them then."""
         from rollout_service.quant.digests import LEAST_BYTES, Hashing, chunks_of  # needs triton
 
         self.tensors = tuple(tensors)
-        flats = list(tensors.values())
-        addresses = np.array([flat.data_ptr() for flat in flats], np.int64)
-        lengths = np.array([flat.nbytes for flat in flats], np.int64)
-        owners, starts, nbytes = chunks_of(lengths, CHUNK_BYTES)
-        edges = np.searchsorted(owners, np.arange(len(flats) + 1)).tolist()
-        self._chunks = dict(zip(tensors, map(slice, edges, edges[1:]), strict=True))
+        addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
+        owners, starts, nbytes = chunks_of(np.array([each.nbytes for each in tensors.values()], np.int64), CHUNK_BYTES)
+        self._edges = np.searchsorted(owners, np.arange(len(tensors) + 1)).tolist()
         self._hashing = Hashing([np.stack([addresses[owners] + starts, nbytes], axis=1)], device)
         self._hashing.queue(0)
         self._hashing.collect()
@@ -54,19 +53,20 @@ class Digests:
         self._short_ends = dict(zip(short.tolist(), np.cumsum(nbytes[short]).tolist(), strict=True))
         self._short: torch.Tensor | None = None
         if short.size:
+            flats = [bytes_of(tensor) for tensor in tensors.values()]
             places = zip(owners[short].tolist(), starts[short].tolist(), nbytes[short].tolist(), strict=True)
             parts = [flats[owner][start : start + length] for owner, start, length in places]
             self._short = queued_to_host(torch.cat(parts))
         self._nbytes = nbytes
 
-    def of(self, number: int) -> str:
-        """Of a tensor, as ``StoredTensor.digest``. The stream must have come so far."""
-        chunks = self._chunks[number]
-        return joined_digests(self._all[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES])[0]
-
-    @functools.cached_property
-    def _all(self) -> bytes:
-        return self._hashing.read(self._short_bytes)
+    def read(self) -> dict[int, str]:
+        """Of each tensor, as ``StoredTensor.digest``. The stream must have come so far. For any thread."""
+        found = self._hashing.read(self._short_bytes)
+        of_tensors = zip(self.tensors, self._edges, self._edges[1:], strict=False)
+        return {
+            tensor: joined_digests(found[start * DIGEST_BYTES : end * DIGEST_BYTES])[0]
+            for tensor, start, end in of_tensors
+        }
 
     def _short_bytes(self, run: int) -> memoryview:
         assert self._short is not None
@@ -99,28 +99,29 @@ def counting(
     pieces: Sequence[Piece],
     old: torch.Tensor,
     new: Sequence[Sequence[torch.Tensor]],
-    tensors: Mapping[int, torch.Tensor],
 ) -> Counting:
     """Queue on the current stream what ``Counting`` tells, with no wait.
 
     Args:
         pieces: those of the batch, in its order.
         old: uint8 [batch.nbytes], which become the differences.
-        new: the bytes of each piece.
-        tensors: that are hashed.
+        new: of each piece, the tensor of each span, contiguous. Those that begin in the batch are hashed.
 
     Raises ``torch.cuda.OutOfMemoryError``.
     """
     from rollout_service.grouped_difference import Pair, subtract_in_place  # needs triton
 
     begin = old.data_ptr()
-    pairs = [
-        Pair(flat.data_ptr(), begin + place.start + span.place.start, flat.nbytes, piece.itemsize, number)
-        for number, (piece, place, flats) in enumerate(zip(pieces, batch.places, new, strict=True))
-        for span, flat in zip(piece.spans, flats, strict=True)
-    ]
+    pairs: list[Pair] = []
+    begun: dict[int, torch.Tensor] = {}
+    for number, (piece, piece_place, tensors) in enumerate(zip(pieces, batch.places, new, strict=True)):
+        for (index, part, place), tensor in zip(piece.spans, tensors, strict=True):
+            there = begin + piece_place.start + place.start
+            pairs.append(Pair(tensor.data_ptr() + part.start, there, part.stop - part.start, piece.itemsize, number))
+            if not part.start:
+                begun[index] = tensor
     counts = subtract_in_place(pairs, len(pieces), old.device)
-    digests = Digests(tensors, old.device) if tensors else None
+    digests = Digests(begun, old.device) if begun else None
     return Counting(batch, old, digests, queued_to_host(counts), passed(old.device))
 
 
@@ -142,28 +143,15 @@ def found(differences: torch.Tensor, count: int) -> Found:
 
     ``differences``: signed [N]. Raises ``torch.cuda.OutOfMemoryError``.
     """
+    from rollout_service.grouped_difference import changes_of  # needs triton
+
     itemsize = differences.element_size()
     if not count:
         nothing, no_planes = np.empty(0, np.int32), np.empty((delta.GAP_PLANES + itemsize, 0), np.uint8)
         return Found(nothing, nothing.astype(f"i{itemsize}"), no_planes, _now)
-    at = torch.nonzero_static(differences, size=count).squeeze(1)
-    of_changed, positions = differences[at], at.to(torch.int32)
-    del at
-    gaps = positions - 1
-    gaps[1:].sub_(positions[:-1])
-    zigzag = (of_changed << 1) ^ (of_changed >> (8 * itemsize - 1))
-    # in one copy to the host, each row ``count`` bytes: positions and differences as they are, then the planes
-    rows = torch.cat(
-        [
-            positions.view(torch.uint8).view(-1, count),
-            of_changed.view(torch.uint8).view(-1, count),
-            gaps.view(torch.uint8).view(-1, gaps.element_size())[:, : delta.GAP_PLANES].t(),
-            zigzag.view(torch.uint8).view(-1, itemsize).t(),
-        ]
-    )
-    on_host = queued_to_host(rows).numpy()
+    on_host = queued_to_host(changes_of(differences, count, delta.GAP_PLANES)).numpy()
     numbers, planes = on_host[: -delta.GAP_PLANES - itemsize].reshape(-1), on_host[-delta.GAP_PLANES - itemsize :]
-    end = count * positions.element_size()
+    end = 4 * count
     return Found(numbers[:end].view("i4"), numbers[end:].view(f"i{itemsize}"), planes, passed(differences.device))
 
 
@@ -196,19 +184,17 @@ class Uploads:
         self._stream = upload_stream(device) if device.type == "cuda" else None
         self._begun: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
-    def begin(self, number: int, batch: Batch, kept: Sequence[torch.Tensor]) -> None:
-        """``number``: of the batch. ``kept``: the bytes of all pieces. Raises ``torch.cuda.OutOfMemoryError``."""
+    def begin(self, number: int, kept: torch.Tensor) -> None:
+        """``number``: of the batch, whose bytes are ``kept``. Raises ``torch.cuda.OutOfMemoryError``."""
         if number in self._begun:
             return
         with torch.cuda.stream(self._stream):
-            copy = torch.empty(batch.nbytes, dtype=torch.uint8, device=self._device)
-            for index, place in zip(batch.pieces, batch.places, strict=True):
-                copy[place].copy_(kept[index], non_blocking=True)
+            copy = torch.empty_like(kept, device=self._device).copy_(kept, non_blocking=True)
             self._begun[number] = copy, self._stream.record_event() if self._stream is not None else None
 
-    def take(self, number: int, batch: Batch, kept: Sequence[torch.Tensor]) -> torch.Tensor:
+    def take(self, number: int, kept: torch.Tensor) -> torch.Tensor:
         """The batch's bytes there, for the current stream, which may write to them."""
-        self.begin(number, batch, kept)
+        self.begin(number, kept)
         copy, done = self._begun.pop(number)
         if done is not None:
             current = torch.cuda.current_stream(self._device)

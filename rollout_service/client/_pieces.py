@@ -18,6 +18,9 @@ BATCH_BYTES = 4 * PIECE_BYTES
 """Of pieces that a GPU compares at once. It is waited for once for each batch; each takes up to four times as much of
 its memory, see ``rollout_service.client._gpu_compare``."""
 
+CONVERTED_BYTES = 2 * BATCH_BYTES
+"""Of a trainer's tensors that are quantized at once. To queue that takes a fraction of a millisecond each time."""
+
 
 class Span(NamedTuple):
     """Bytes of a tensor, and where they are in a piece."""

@@ -10,15 +10,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout_service.client._compare import Changed, Comparison, Elements, bytes_of, digest_of, view_of
+from rollout_service.client._compare import Changed, Comparison, Elements, OldBytes, digest_of, view_of
 from rollout_service.client._parts import host_memory
-from rollout_service.client._pieces import Span, pieces_of
+from rollout_service.client._pieces import Span, batches_of, pieces_of
 from rollout_service.model.convert import Named
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, TensorChange, UploadTensor, base_digest
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.threads import in_threads
+from rollout_service.views import bytes_of
 
 LARGEST_SHARE = 1 / 8
 """Of a version's bytes that its delta may have: to make and apply a larger one takes about as long as to send all."""
@@ -65,6 +66,10 @@ class SentWeights:
         self._older: _Older | None = None
         """What this one is changed back to if it is pushed again."""
         self._pieces = pieces_of(table)
+        self._batches = batches_of(self._pieces)
+        self._batch_of = {index: number for number, batch in enumerate(self._batches) for index in batch.pieces}
+        self._of_batches: list[torch.Tensor | None] = [None] * len(self._batches)
+        """The bytes of each batch, so that one copy brings them to a GPU; of which those of its pieces are views:"""
         self._kept: list[torch.Tensor | None] = [None] * len(self._pieces)
         self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
         for index, piece in enumerate(self._pieces):
@@ -105,10 +110,15 @@ class SentWeights:
         verdicts = verdicts or Verdicts()
         most_bytes = LARGEST_SHARE * self.nbytes
         coming = enumerate(stored)
-        kept = [each for each in self._kept if each is not None]
-        with Comparison(self._pieces, kept, verdicts) as comparison:
+        old = OldBytes(
+            self._pieces,
+            [each for each in self._kept if each is not None],
+            self._batches,
+            [each for each in self._of_batches if each is not None],
+        )
+        with Comparison(old, verdicts) as comparison:
             for number, (_, tensor) in coming:
-                comparison.add(number, bytes_of(tensor))
+                comparison.add(number, tensor)
                 del tensor
                 if comparison.changed_bytes > most_bytes:
                     break
@@ -117,8 +127,8 @@ class SentWeights:
         if nbytes_of(changes) <= most_bytes:
             return changes
         self.change(changes)
-        for number, flat in comparison.waiting.items():
-            self._replace(number, flat)
+        for number, tensor in comparison.waiting.items():
+            self._replace(number, bytes_of(tensor))
         for number, (_, tensor) in coming:
             self._replace(number, bytes_of(tensor))
             del tensor
@@ -199,14 +209,24 @@ class SentWeights:
 
     def _replace(self, number: int, flat: torch.Tensor) -> None:
         for index, span in self._spans[number]:
-            kept = self._kept[index]
-            if kept is None:
-                kept = self._kept[index] = host_memory(self._pieces[index].nbytes, pinned=flat.is_cuda)
+            if (kept := self._kept[index]) is None:
+                kept = self._allocated(index, pinned=flat.is_cuda)
             kept[span.place].copy_(flat[span.part])
         pieces = list(self._bytes_of(number))
         # of a GPU's tensor that was copied here in one piece, that copy, since CUDA copies slowly to other memory
         whole = pieces[0] if len(pieces) == 1 else flat.cpu()
         self._digests[number] = digest_of(view_of(whole))
+
+    def _allocated(self, index: int, *, pinned: bool) -> torch.Tensor:
+        """Memory of a piece, and of the others of its batch."""
+        number = self._batch_of[index]
+        batch = self._batches[number]
+        memory = self._of_batches[number] = host_memory(batch.nbytes, pinned=pinned)
+        for piece, place in zip(batch.pieces, batch.places, strict=True):
+            self._kept[piece] = memory[place]
+        kept = self._kept[index]
+        assert kept is not None
+        return kept
 
     def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
         """What changes in a tensor, with the span that has it, and the piece of that."""

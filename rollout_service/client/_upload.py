@@ -149,13 +149,16 @@ class Uploader:
         return parse(UploadPlan, await self._http.send("POST", "/v1/weights", json=body, repeat=Repeat.IDEMPOTENT))
 
     async def quantizing(
-        self, table: tuple[UploadTensor, ...], thread: TensorThread
+        self, table: tuple[UploadTensor, ...], thread: TensorThread, batch_bytes: int | None = None
     ) -> tuple[Converter, tuple[UploadTensor, ...]]:
-        """What makes of a trainer's tensors what the service would, and the table of what it makes of these."""
+        """What makes of a trainer's tensors what the service would, and the table of what it makes of these.
+
+        ``batch_bytes``: as for ``Converter``; None: what that takes by itself.
+        """
         recipe = await ControlCalls(self._http).recipe()
         known = self._quantizes
-        if known is None or known.recipe != recipe or known.table != table:
-            known = self._quantizes = await thread.call(_Quantizes.of, recipe, table)
+        if known is None or (known.recipe, known.table, known.batch_bytes) != (recipe, table, batch_bytes):
+            known = self._quantizes = await thread.call(_Quantizes.of, recipe, table, batch_bytes)
         return known.converter, known.stored
 
     async def commit(self, version: int, commit: CommitUpload) -> WeightStatus:
@@ -486,14 +489,16 @@ class _Quantizes(NamedTuple):
 
     recipe: TrainerRecipe
     table: tuple[UploadTensor, ...]
+    batch_bytes: int | None
     converter: Converter
     stored: tuple[UploadTensor, ...]
     """What the converter makes of tensors with that table."""
 
     @classmethod
-    def of(cls, recipe: TrainerRecipe, table: tuple[UploadTensor, ...]) -> _Quantizes:
+    def of(cls, recipe: TrainerRecipe, table: tuple[UploadTensor, ...], batch_bytes: int | None) -> _Quantizes:
         """Imports torch."""
-        from rollout_service.model.convert import Converter  # needs torch
+        from rollout_service.model.convert import BATCH_BYTES, Converter  # needs torch
 
-        converter = Converter(recipe, device="cpu")  # what is on the CPU stays there: the GPU may have no room
-        return cls(recipe, table, converter, tuple(converter.table(table)))
+        # what is on the CPU stays there: the trainer's GPU may have no room
+        converter = Converter(recipe, device="cpu", batch_bytes=batch_bytes or BATCH_BYTES)
+        return cls(recipe, table, batch_bytes, converter, tuple(converter.table(table)))

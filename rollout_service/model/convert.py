@@ -101,7 +101,7 @@ class Converter:
         batch: list[Named] = []
         batch_bytes = 0
         for name, tensor in tensors:
-            part = whole = tensor.detach()
+            part = whole = tensor.detach() if tensor.requires_grad else tensor
             for piece in pieces(name, tuple(whole.shape), self._experts):
                 part = whole[piece.index] if piece.index else whole
                 if batch and (batch_bytes + part.nbytes > self._batch_bytes or part.device != batch[-1][1].device):

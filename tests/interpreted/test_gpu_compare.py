@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from rollout_service.client import _gpu_compare, _pieces
-from rollout_service.client._compare import Elements, _compared, _encoded, _SpanChange, bytes_of, view_of
+from rollout_service.client._compare import Elements, _compared, _encoded, _SpanChange, view_of
 from rollout_service.client._gpu_compare import Counting, counting, found, runs_of
 from rollout_service.client._pieces import Piece, batches_of, pieces_of
 from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import UploadTensor
-from rollout_service.views import SIGNED
+from rollout_service.views import SIGNED, bytes_of
 
 DTYPES = [torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32]
 
@@ -42,7 +42,7 @@ def counted(pieces: Sequence[Piece], old: Sequence[torch.Tensor], new: Sequence[
     ordered = [pieces[index] for index in batch.pieces]
     there = torch.cat([old[index] for index in batch.pieces])
     spans = [[new[index][span.place] for span in pieces[index].spans] for index in batch.pieces]
-    return counting(batch, ordered, there, spans, {})
+    return counting(batch, ordered, there, spans)
 
 
 def encoded(piece: Piece, old: torch.Tensor, new: torch.Tensor) -> list[_SpanChange]:
