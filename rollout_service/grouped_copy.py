@@ -6,8 +6,10 @@ The source may be pinned host memory, which a GPU reads by its address.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,9 @@ TILE_BYTES = 32 << 10
 """What one program of the kernel copies at most."""
 _WIDTHS = {16: tl.int64, 4: tl.int32, 1: tl.int8}
 """Bytes that addresses and sizes are multiples of → the type to copy in; 16: two ``int64`` a load."""
+
+
+Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class GroupedCopy:
     The table of addresses is queued on the stream that is current then: run it there, or on one that has waited for it.
     """
 
-    def __init__(self, copies: Iterable[Rows], device: torch.device) -> None:
+    def __init__(self, copies: Iterable[Rows] | Integers, device: torch.device) -> None:
+        """``copies``: or int64 [copies, 3] of runs of bytes: source and target addresses, and bytes."""
         tiles = _tiles(copies)
         aligned = np.bitwise_or.reduce(tiles, axis=1)
         width = np.select([aligned % 16 == 0, aligned % 4 == 0], [16, 4], 1)
@@ -77,18 +83,25 @@ class GroupedCopy:
             )
 
 
-def _tiles(copies: Iterable[Rows]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _tiles(copies: Iterable[Rows] | Integers) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """[tiles, 3]: source, target, bytes. For all copies at once: there are tens of thousands."""
+    if isinstance(copies, np.ndarray):
+        return _tiled(*copies.T)
     table = np.array(
         [(c.source, c.target, c.row_bytes, c.rows, c.source_stride_bytes, c.target_stride_bytes) for c in copies],
         np.int64,
     ).reshape(-1, 6)
     copy, row = numbered(table[:, 3])
     source, target, row_bytes, _, source_stride, target_stride = table[copy].T
-    of_row, number = numbered(-(-row_bytes // TILE_BYTES))
+    return _tiled(source + row * source_stride, target + row * target_stride, row_bytes)
+
+
+def _tiled(source: Integers, target: Integers, nbytes: Integers) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    of_run, number = numbered(-(-nbytes // TILE_BYTES))
     start = number * TILE_BYTES
-    sources, targets = (source + row * source_stride)[of_row] + start, (target + row * target_stride)[of_row] + start
-    return np.stack([sources, targets, np.minimum(TILE_BYTES, row_bytes[of_row] - start)], axis=1)
+    return np.stack(
+        [source[of_run] + start, target[of_run] + start, np.minimum(TILE_BYTES, nbytes[of_run] - start)], axis=1
+    )
 
 
 def numbered(

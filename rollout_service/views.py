@@ -1,5 +1,7 @@
 """Tensors seen otherwise, without a copy."""
 
+import functools
+
 import torch
 
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -18,8 +20,13 @@ def view_at(storage: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
 
     ``storage``: in one dimension, contiguous, and all of what was allocated: ``start`` counts from there.
     """
+    return storage.as_strided(shape, _strides(shape), start)
+
+
+@functools.lru_cache(1024)  # of thousands of tensors few shapes differ
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
         step *= length
-    return storage.as_strided(shape, strides[::-1], start)
+    return tuple(strides[::-1])

@@ -16,7 +16,8 @@ def ratios(cases: list[Json]) -> dict[str, float]:
     """The ratios that the cases allow.
 
     ``http_to_bare`` and ``handle_to_bare``: within one run, without an envelope; of several such pairs the lowest.
-    ``fp8kv_to_bf16_80gb_…``: bare engines in 80 GB with the same work; the last pair.
+    ``fp8kv_to_bf16_80gb_…``: bare engines in 80 GB with the same work, and the attention that the service chooses; the
+    last pair.
     """
     found: dict[str, float] = {}
     for name, side in SIDES.items():
@@ -38,7 +39,8 @@ def _is_service_and_bare(a: Json, b: Json, side: str) -> bool:
 def _is_fp8kv_and_bf16(a: Json, b: Json) -> bool:
     same = all(a[field] == b[field] for field in ("model", "work", "layers"))
     bare = a["side"] == b["side"] == "bare" and a["envelope_gb"] == b["envelope_gb"] == ENVELOPE_GB
-    return same and bare and (a["mode"], b["mode"]) == ("fp8kv", "bf16")
+    as_shipped = all(case["engine"].get("attention_backend", "auto") == "auto" for case in (a, b))
+    return same and bare and as_shipped and (a["mode"], b["mode"]) == ("fp8kv", "bf16")
 
 
 def _rate(case: Json) -> float:

@@ -105,9 +105,20 @@ class FollowedLog:
             self._copies.release(but=version)
 
     async def _read(self, head: Head, engine: StagingEngine) -> Manifest:
-        """The engine's workers check the tensors as they read them; all else of a version is checked here."""
-        manifest = await self._checked(head, asyncio.to_thread(self._manifest, head))
-        await self._checked(head, engine.stage(self.log.folder(head.version), head.digest))
+        """The engine's workers check the tensors as they read them; all else of a version is checked here meanwhile.
+
+        Returns, or raises, once both have ended. What is wrong with the version as a whole is said before what is wrong
+        with a tensor.
+        """
+        manifest, staged = await asyncio.gather(
+            self._checked(head, asyncio.to_thread(self._manifest, head)),
+            self._checked(head, engine.stage(self.log.folder(head.version), head.digest)),
+            return_exceptions=True,
+        )
+        if isinstance(manifest, BaseException):
+            raise manifest
+        if isinstance(staged, BaseException):
+            raise staged
         return manifest
 
     def _manifest(self, head: Head) -> Manifest:

@@ -19,7 +19,8 @@ import torch
 from rollout_service.gpu_streams import lies_on_gpu, own_stream_of
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.ring import aligned
-from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES
+from rollout_service.store.manifest import CHUNK_BYTES
+from rollout_service.store.tensor_places import TensorPlace
 from rollout_service.store.writer import VersionWriter
 from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
@@ -34,8 +35,7 @@ _SCRATCH_BYTES = 32 << 20
 
 
 class _Held(NamedTuple):
-    name: str
-    nbytes: int
+    place: TensorPlace
     data: torch.Tensor | None
     """Contiguous, on the GPU: kept until it has been copied. None: it is in its room."""
 
@@ -88,16 +88,16 @@ class Rooms:
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Store a tensor, or hold it until many are stored at once."""
-        nbytes = self._writer.room_bytes(name)
-        if tensor.nbytes != nbytes:
-            raise ValueError(f"{name} has {tensor.nbytes} bytes, its slot {nbytes}")
+        place = self._writer.place(name)
+        if (nbytes := tensor.nbytes) != place.nbytes:
+            raise ValueError(f"{name} has {nbytes} bytes, its slot {place.nbytes}")
         on_gpu = lies_on_gpu(tensor)
         if nbytes and not on_gpu:
             _copy(self._writer.room(name), _bytes_of(tensor.detach().contiguous()))
         if not nbytes or not (on_gpu or self._gpu):
             self._writer.filled(name)
             return
-        self._held.append(_Held(name, nbytes, tensor.detach().contiguous() if on_gpu else None))
+        self._held.append(_Held(place, tensor.detach().contiguous() if on_gpu else None))
         self._held_bytes += nbytes
         if self._held_bytes >= _HELD_BYTES:
             self._store()
@@ -111,12 +111,12 @@ class Rooms:
             return
         device = next((each.data.device for each in held if each.data is not None), self._gpu)
         assert device is not None
-        ends = list(accumulate(-(-each.nbytes // CHUNK_BYTES) for each in held))
+        ends = list(accumulate(-(-each.place.nbytes // CHUNK_BYTES) for each in held))
 
         def short(number: int) -> memoryview:
             which = bisect_right(ends, number)
             start = (number - (ends[which - 1] if which else 0)) * CHUNK_BYTES
-            return self._writer.room(held[which].name)[start : start + CHUNK_BYTES]
+            return self._writer.room(held[which].place.name)[start : start + CHUNK_BYTES]
 
         with own_stream_of(device) as stream:
             scratch = torch.empty(
@@ -137,36 +137,33 @@ class Rooms:
                     with self._others_turn():
                         stream.synchronize()
             require_sound()
-            found, at = hashing.read(short), 0
-        for each, end in zip(held, ends, strict=True):
-            self._writer.filled(each.name, found[at * DIGEST_BYTES : end * DIGEST_BYTES])
-            at = end
+            digests = hashing.read(short)
+        self._writer.filled_and_hashed((each.place for each in held), digests)
 
     def _copy_to_rooms(self, held: Sequence[_Held], device: torch.device) -> None:
         """Queue the copies of what lies on the GPU: many small neighbours are put side by side there, and copied as
         one."""
-        from rollout_service.grouped_copy import GroupedCopy, Rows  # needs triton, and a second to be imported
+        from rollout_service.grouped_copy import GroupedCopy  # needs triton, and a second to be imported
 
-        small: dict[str, torch.Tensor] = {}
+        on_gpu = [(each.place, each.data) for each in held if each.data is not None]
+        small = [each for each in on_gpu if each[0].nbytes <= _PACKED_BYTES]
+        alone = [each for each in on_gpu if each[0].nbytes > _PACKED_BYTES]
         copied: list[tuple[memoryview, torch.Tensor]] = []
-        for each in held:
-            if each.data is not None and each.nbytes <= _PACKED_BYTES:
-                small[each.name] = each.data
-            elif each.data is not None:
-                copied.append((self._writer.room(each.name), each.data))
-        packing: list[Rows] = []
-        for names, room in self._writer.joined_rooms(small):
-            if len(names) < _LEAST_PACKED:
-                copied += ((self._writer.room(name), small[name]) for name in names)
+        packing: list[npt.NDArray[np.int64]] = []
+        end = 0
+        for count, room in self._writer.joined_rooms(place for place, _ in small):
+            several = small[end : (end := end + count)]
+            if count < _LEAST_PACKED:
+                alone += several
                 continue
             packed = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
-            target = packed.data_ptr()
-            for name in names:
-                packing.append(Rows(small[name].data_ptr(), target, small[name].nbytes))
-                target += small[name].nbytes
+            nbytes = np.array([place.nbytes for place, _ in several], np.int64)
+            sources = np.array([data.data_ptr() for _, data in several], np.int64)
+            packing.append(np.stack([sources, packed.data_ptr() + np.cumsum(nbytes) - nbytes, nbytes], axis=1))
             copied.append((room, packed))
         if packing:
-            GroupedCopy(packing, device).run()
+            GroupedCopy(np.concatenate(packing), device).run()
+        copied += ((self._writer.room(place.name), data) for place, data in alone)
         for room, data in copied:
             torch.frombuffer(room, dtype=torch.uint8).copy_(_bytes_of(data), non_blocking=True)
 
@@ -174,14 +171,14 @@ class Rooms:
         """Their bytes, in order."""
         groups = [_Group([], [])]
         position = 0
-        for each in held:
-            if each.data is not None:
-                groups[-1].pieces.append((each.data.data_ptr(), each.nbytes))
+        for (name, _, _, _, _, nbytes), data in held:
+            if data is not None:
+                groups[-1].pieces.append((data.data_ptr(), nbytes))
                 continue
-            room, first = self._writer.room(each.name), 0
-            while first < each.nbytes:
+            room, first = self._writer.room(name), 0
+            while first < nbytes:
                 free = (scratch.nbytes - position) // CHUNK_BYTES * CHUNK_BYTES
-                taken = each.nbytes - first if each.nbytes - first <= scratch.nbytes - position else free
+                taken = nbytes - first if nbytes - first <= scratch.nbytes - position else free
                 if taken <= 0:
                     groups.append(_Group([], []))
                     position = 0

@@ -9,6 +9,7 @@ and the engine computes with w ≈ q·s. The scale is stored under ``<name>_scal
 format's (DeepSeek-V3), although it is the factor a code is multiplied by.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -30,6 +31,7 @@ _JOINED_BYTES = 1 << 20
 """A tensor that is smaller is copied to be looked at with others: that is faster than another call."""
 
 
+@functools.lru_cache(1024)
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of a weight ``[N, K]``: ``[⌈N/128⌉, ⌈K/128⌉]``; of stacked experts ``[E, …]`` likewise."""
     *experts, rows, columns = shape

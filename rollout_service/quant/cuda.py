@@ -13,9 +13,10 @@ memory, and ``channelwise.quantize_channelwise``:
   truncates in its casts and has no fused multiply-add: ``INTERPRETED`` rounds in integer arithmetic, and divides.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -55,8 +56,7 @@ _TABLE_ROWS = 2
 does not begin at a multiple of 16 bytes."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What the matrices of one launch have in common."""
 
     rows: int
@@ -98,12 +98,12 @@ class GroupedQuantization:
     ) -> None:
         self._power_of_two, self._form = power_of_two, form
         self._kept = (tuple(weights), tuple(codes), tuple(scales))  # the table holds bare addresses
-        groups: dict[Layout, list[_Matrix]] = {}
-        for weight, code, scale in zip(weights, codes, scales, strict=True):
-            _require_fit(weight, code, scale, form)
-            for matrix in zip(*map(_matrices, (weight, code, scale)), strict=True):
+        groups = defaultdict[Layout, list[_Matrix]](list)
+        for each in zip(weights, codes, scales, strict=True):
+            _require_fit(*each, form)
+            for matrix in [each] if each[0].dim() == 2 else zip(*(stacked.unbind() for stacked in each), strict=True):
                 if matrix[2].numel():
-                    groups.setdefault(_layout(matrix[0], matrix[1]), []).append(matrix)
+                    groups[_layout(matrix[0], matrix[1])].append(matrix)
         self._launches = _prepared(
             [
                 (layout, group[start : start + MAX_MATRICES])
@@ -131,8 +131,8 @@ def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
         raise ValueError(
             f"a {weight.dtype} tensor of {weight.dim()} dimensions: give BF16, FP16 or FP32 of 2 (or 3, stacked)"
         )
-    expected = form.scale_shape(tuple(weight.shape))
-    if codes.shape != weight.shape or tuple(scales.shape) != expected:
+    expected = form.scale_shape(weight.shape)
+    if codes.shape != weight.shape or scales.shape != expected:
         raise ValueError(
             f"weight {list(weight.shape)} needs codes of its shape and scales {list(expected)}, but was given "
             f"{list(codes.shape)} and {list(scales.shape)}"
@@ -143,10 +143,6 @@ def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
         raise ValueError("codes and scales must be contiguous")
     if not weight.device == codes.device == scales.device:
         raise ValueError(f"weight, codes and scales lie on {weight.device}, {codes.device} and {scales.device}")
-
-
-def _matrices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (tensor,) if tensor.dim() == 2 else tensor.unbind()
 
 
 def _layout(weight: torch.Tensor, codes: torch.Tensor) -> Layout:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -152,6 +152,7 @@ def _pinned(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight, pin_memory=True).copy_(weight)
 
 
+@lru_cache(1024)
 def _padded(shape: tuple[int, ...], align: int) -> int:
     return -(-math.prod(shape) // align) * align
 

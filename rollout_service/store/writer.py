@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_service.store.layout import LaidOutFile, Layout
-from rollout_service.store.manifest import StoredTensor, joined_digests, tensor_digests
+from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.tensor_places import TensorPlace
@@ -100,25 +100,21 @@ class VersionWriter:
         place = self._place[name]
         return self._mapped[place.file][place.offset : place.offset + place.nbytes]
 
-    def room_bytes(self, name: str) -> int:
-        """Size of a tensor's room. Raises KeyError."""
-        return self._place[name].nbytes
-
-    def joined_rooms(self, names: Iterable[str]) -> Iterator[tuple[list[str], memoryview]]:
-        """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one."""
-        joined: list[str] = []
-        file, start, end = "", 0, 0
-        for name in names:
-            _, _, _, here, offset, nbytes = self._place[name]
-            if joined and (here, offset) != (file, end):
-                yield joined, self._mapped[file][start:end]
-                joined = []
-            if not joined:
+    def joined_rooms(self, places: Iterable[TensorPlace]) -> Iterator[tuple[int, memoryview]]:
+        """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one, with the
+        number of these.
+        """
+        count, file, start, end = 0, "", 0, 0
+        for _, _, _, here, offset, nbytes in places:
+            if count and (offset != end or here != file):
+                yield count, self._mapped[file][start:end]
+                count = 0
+            if not count:
                 file, start = here, offset
-            joined.append(name)
+            count += 1
             end = offset + nbytes
-        if joined:
-            yield joined, self._mapped[file][start:end]
+        if count:
+            yield count, self._mapped[file][start:end]
 
     def room_as_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview | None:
         """``room`` of a tensor that is stored with this dtype and shape, at a multiple of its elements' size.
@@ -132,12 +128,22 @@ class VersionWriter:
         itemsize = place.nbytes // math.prod(shape)
         return None if place.offset % itemsize else self.room(name)
 
-    def filled(self, name: str, digests: bytes | None = None) -> None:
-        """A tensor's bytes are in its room. Raises KeyError.
+    def filled(self, name: str) -> None:
+        """A tensor's bytes are in its room, and hashed here. Raises KeyError."""
+        self._note(name, *tensor_digests(self.room(name)))
 
-        ``digests``: xxh3-128 of each of their chunks, one after the other; None: they are hashed here.
+    def filled_and_hashed(self, places: Iterable[TensorPlace], digests: bytes) -> None:
+        """The bytes of these tensors are in their rooms.
+
+        ``digests``: xxh3-128 of each chunk of each of them, one after the other. Raises ValueError for another number.
         """
-        self._note(name, *(tensor_digests(self.room(name)) if digests is None else joined_digests(digests)))
+        start = 0
+        for name, _, _, _, _, nbytes in places:
+            end = start + DIGEST_BYTES * -(-nbytes // CHUNK_BYTES)
+            self._note(name, *joined_digests(digests[start:end]))
+            start = end
+        if start != len(digests):
+            raise ValueError(f"{len(digests)} bytes of digests for chunks that have {start}")
 
     def _note(self, name: str, digest: str, chunk_digests: bytes) -> None:
         self._written[name] = StoredTensor(*self._place[name], digest, chunk_digests)

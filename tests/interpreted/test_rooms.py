@@ -12,7 +12,7 @@ from rollout_service.ingest import rooms
 from rollout_service.ingest.rooms import Rooms
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.quant.verdicts import Verdicts
-from rollout_service.store import manifest
+from rollout_service.store import manifest, writer
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.mapped_files import MappedFiles
@@ -78,7 +78,7 @@ def test_digests_and_bytes_are_those_of_the_host(
     lie_on_gpu: set[tuple[int, ...]],
     gpu: torch.device | None,
 ) -> None:
-    for module in (manifest, rooms):
+    for module in (manifest, rooms, writer):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     tensors = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name, shape in SHAPES.items()}
     by_host = stored(tmp_path / "host", tensors)
