@@ -16,6 +16,7 @@ from rollout_service.engine.attention.choice import (
     head_size,
 )
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
+from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
 from rollout_service.engine.extra import with_env, with_extra
 from rollout_service.engine.hardware import Attention, require_fit
 from rollout_service.engine.plugin import (
@@ -194,6 +195,8 @@ def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
                 "kv_cache.dtype: auto"
             )
         return "auto"
+    if dtype == "fp8_e4m3" and (why := why_no_fp8_cache()) is not None:  # for auto a replica has chosen
+        raise ValueError(f"kv_cache.dtype is fp8_e4m3, and {why}: set it to auto or to bfloat16")
     return "auto" if dtype == "bfloat16" else "fp8_e4m3"
 
 

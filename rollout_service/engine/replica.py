@@ -13,6 +13,7 @@ from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
+from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
@@ -71,12 +72,14 @@ class EngineReplica:
             while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
                 logger.info("the engines are asleep, and this one is started when they wake")
             choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
+            if choice is None and config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
+                choice = await choose_bf16(self._ingest, why, self._replica_id)
             try:
                 await self._start(model, choice, copies, announcement)
             except KVCacheUnfit as unfit:
                 if config.kv_cache.dtype != "auto":
                     raise
-                choice = await choose_bf16(self._ingest, unfit)
+                choice = await choose_bf16(self._ingest, unfit.message, str(unfit.detail["judged_by"]))
                 await self._start(model, choice, copies, announcement)
         self._watching = asyncio.create_task(self._hand_over.watch(self._engine))
         if "group" in self._engine.attention_backends:

@@ -224,11 +224,10 @@ def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None)
     return None if known is not None and known.dtype != "fp8_e4m3" and dtype != "auto" else known
 
 
-async def choose_bf16(ingest: IngestCalls, unfit: KVCacheUnfit) -> KVCacheChoice:
+async def choose_bf16(ingest: IngestCalls, why: str, judged_by: str) -> KVCacheChoice:
     """BF16, noted for all replicas of this log, or what another one has noted before. Raises NotReady."""
-    logger.warning("the KV cache is kept in BF16: %s", unfit.message)
-    choice = KVCacheChoice(dtype="bfloat16", why=unfit.message, judged_by=str(unfit.detail["judged_by"]))
-    return await ingest.choose_kv_cache(choice)
+    logger.warning("the KV cache is kept in BF16: %s", why)
+    return await ingest.choose_kv_cache(KVCacheChoice(dtype="bfloat16", why=why, judged_by=judged_by))
 
 
 def with_kv_cache(config: ServiceConfig, choice: KVCacheChoice) -> ServiceConfig:

@@ -452,7 +452,7 @@ class TestCacheDtype:
 
     async def test_bf16_is_noted_for_all_with_the_reasons(self) -> None:
         coordinator = FakeCoordinator()
-        held = await choose_bf16(coordinator, UNFIT)
+        held = await choose_bf16(coordinator, UNFIT.message, str(UNFIT.detail["judged_by"]))
         assert held == KVCacheChoice(dtype="bfloat16", why=UNFIT.message, judged_by="r1, version 3")
         assert coordinator.asked == [("choose_kv_cache", held)]
 
@@ -460,13 +460,13 @@ class TestCacheDtype:
     async def test_a_replica_takes_what_another_one_noted_first(self, first: KVCacheChoice) -> None:
         coordinator = FakeCoordinator()
         coordinator.answers["choose_kv_cache"] = [first]
-        assert await choose_bf16(coordinator, UNFIT) == first
+        assert await choose_bf16(coordinator, UNFIT.message, str(UNFIT.detail["judged_by"])) == first
 
     async def test_it_does_not_fall_back_while_the_ingest_is_away(self) -> None:
         coordinator = FakeCoordinator()
         coordinator.answers["choose_kv_cache"] = [NotReady("it died")]
         with pytest.raises(NotReady, match="it died"):
-            await choose_bf16(coordinator, UNFIT)
+            await choose_bf16(coordinator, UNFIT.message, str(UNFIT.detail["judged_by"]))
 
     @pytest.mark.parametrize("policy", ["calibrate", "reuse", "unit"])
     @pytest.mark.parametrize("choice", [FOUND_FP8, FOUND_BF16], ids=lambda choice: choice.dtype)
