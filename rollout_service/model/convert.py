@@ -18,7 +18,7 @@ from rollout_service.gpu_streams import lies_on_gpu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
-from rollout_service.quant.blockwise import any_has_all_bits, are_finite, require_finite
+from rollout_service.quant.blockwise import any_has_all_bits, are_finite, joined, require_finite
 from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WEIGHT_FORMATS, WeightFormat, is_codes
 from rollout_service.quant.quantizer import Device, Quantizer
 from rollout_service.quant.verdicts import Verdicts
@@ -165,16 +165,15 @@ class Converter:
 
     def _are_sound(self, batch: Sequence[Named]) -> torch.Tensor:
         """Whether their numbers are what they may be: bool [], where the tensors lie."""
-        found, weights = [], []
+        codes, scales, weights = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for name, tensor in batch:
-            if is_codes(tensor):
-                found.append(_are_numbers(tensor, self._form).all())
-            elif name in self._scales:
-                found += [sound.all() for sound, _ in _scale_conditions(tensor, self._form, self._power_of_two)]
-            else:
-                weights.append(tensor)
-        if weights:
-            found.append(are_finite(weights))
+            kind = codes if is_codes(tensor) else scales if name in self._scales else weights
+            kind.append(tensor)
+        found = [_are_numbers(several, self._form).all() for several in joined(codes)]
+        for several in joined(scales):
+            found += [sound.all() for sound, _ in _scale_conditions(several, self._form, self._power_of_two)]
+        if weights or not found:
+            found.append(are_finite(weights or [tensor for _, tensor in batch]))
         return found[0] if len(found) == 1 else torch.stack(found).all()
 
     def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
