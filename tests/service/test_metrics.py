@@ -12,6 +12,7 @@ from prometheus_client.samples import Sample
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from rollout_service.metrics.table import OURS, SERVE, VLLM
+from tests.support.fp8_cache import CACHE_DTYPE
 from tests.support.telltale import canary_weights
 
 PROMPT = [5, 6, 7, 9, 11] * 60  # longer than two blocks of the prefix cache
@@ -146,7 +147,7 @@ async def test_one_scrape_of_the_service_says_where_the_fleet_is(service: LocalS
     assert by_replica("rollout_replica_version") == dict.fromkeys(ids, version)
     assert by_replica("rollout_replica_staleness_seconds") == dict.fromkeys(ids, 0.0)
     assert total(samples, "rollout_replicas", state="ready") == len(ids) == 2
-    assert by_replica("rollout_kv_cache_fp8") == dict.fromkeys(ids, 1.0)
+    assert by_replica("rollout_kv_cache_fp8") == dict.fromkeys(ids, float(CACHE_DTYPE == "fp8_e4m3"))
     assert total(samples, "rollout_version_state", version=str(version), state="live") == 1
     for replica in fleet.replicas:
         assert replica.update is not None
