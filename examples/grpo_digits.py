@@ -2,9 +2,10 @@
 
     make demo          or          python -m examples.grpo_digits --help
 
-The service runs on this machine: Ray Serve, a vLLM engine with blockwise FP8 weights and FP8 KV cache, and the ingest
-that quantizes what we push. Where the GPU stack is installed the engine and the ingest share a GPU. The trainer is this
-process, on the CPU; it knows the service's address and nothing else. Its loop is the tutorial in ``grpo``.
+The service runs on this machine: Ray Serve, a vLLM engine with blockwise FP8 weights and FP8 KV cache (BF16 on a
+processor that vLLM has no FP8 cache for), and the ingest that quantizes what we push. Where the GPU stack is installed
+the engine and the ingest share a GPU. The trainer is this process, on the CPU; it knows the service's address and
+nothing else. Its loop is the tutorial in ``grpo``.
 """
 
 import time
@@ -35,7 +36,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the prompts and the warm start.")] = 0,
     config: Annotated[Path, typer.Option(help="Deployment to run.")] = DEPLOYMENT,
     out: Annotated[Path, typer.Option(help="Folder for summary.json and report.png.")] = Path("out/demo"),
-    fp8_kv_cache: Annotated[bool, typer.Option(help="Else the KV cache is BF16.")] = True,
+    fp8_kv_cache: Annotated[bool, typer.Option(help="Where it can be; else the KV cache is BF16.")] = True,
     fake_quant: Annotated[
         bool,
         typer.Option(
@@ -44,7 +45,7 @@ def main(
     ] = False,
 ) -> None:
     """Train a small model to write digits backwards, with rollouts from an FP8 service, and report how it went."""
-    report = Report(out, steps, fp8_kv_cache=fp8_kv_cache, fake_quant=fake_quant)
+    report = Report(out, steps, fake_quant=fake_quant)
     disable_progress_bar()  # transformers' own
     sections: dict[str, dict[str, object]] = {"weights": {"root": out / "weights"}}
     if not fp8_kv_cache:
@@ -86,6 +87,10 @@ def demonstrate(
     """The whole training: warm start, then ``steps`` of GRPO."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
+    chosen = [replica.kv_cache.choice for replica in client.fleet().replicas if replica.kv_cache is not None]
+    report.fp8_kv_cache = {choice.dtype for choice in chosen} == {"fp8_e4m3"}
+    for why in sorted({choice.why for choice in chosen if choice.dtype == "bfloat16"}):
+        report.say(f"the KV cache is in BF16: {why}")
     report.say("warm start: a short supervised phase, so that there is something to reinforce (under a minute)")
     report.say(f"warm start took {warm_start(model, tokenizer, seed)} supervised steps")
 

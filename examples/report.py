@@ -46,9 +46,10 @@ class StepRecord:
 class Report:
     """Collects steps and tells about them."""
 
-    def __init__(self, folder: Path, steps: int, *, fp8_kv_cache: bool = True, fake_quant: bool = False) -> None:
-        self._folder, self._steps = folder, steps
-        self._fp8_kv_cache, self._fake_quant = fp8_kv_cache, fake_quant
+    def __init__(self, folder: Path, steps: int, *, fake_quant: bool = False) -> None:
+        self._folder, self._steps, self._fake_quant = folder, steps, fake_quant
+        self.fp8_kv_cache = False
+        """Whether the engines' KV caches are in FP8, which the running service says."""
         self._records: list[StepRecord] = []
         self._started = time.perf_counter()
         self._console = Console(soft_wrap=True)
@@ -89,10 +90,13 @@ class Report:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         plot(self._records, self._title, self._folder / "report.png")
+        calibration = (
+            f"KV scales {summary['kv_calibration_share']:.1%} of a step" if self.fp8_kv_cache else "no KV scales"
+        )
         self.say(
             f"reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f} in {summary['steps']} steps, "
             f"{summary['versions']} weight versions, median update {summary['update_s_median']:.2f} s, "
-            f"mismatch k3 {summary['k3_mean']:.1e}, KV scales {summary['kv_calibration_share']:.1%} of a step"
+            f"mismatch k3 {summary['k3_mean']:.1e}, {calibration}"
         )
         self.say(f"written: {self._folder / 'summary.json'} and {self._folder / 'report.png'}")
         if summary["reward_first"] > MOST_AT_FIRST or summary["reward_last"] < LEAST_AT_LAST:
@@ -105,7 +109,7 @@ class Report:
 
     @property
     def _title(self) -> str:
-        fp8 = "FP8 weights, activations and KV cache" if self._fp8_kv_cache else "FP8 weights and activations"
+        fp8 = "FP8 weights, activations and KV cache" if self.fp8_kv_cache else "FP8 weights and activations"
         return f"GRPO through the rollout service: {fp8}" + (", policy computed likewise" if self._fake_quant else "")
 
     def _summary(self) -> dict[str, Any]:
@@ -115,7 +119,7 @@ class Report:
             "reward_first": records[0].reward,
             "reward_last": mean(r.reward for r in records[-EDGE_STEPS:]),
             "steps": len(records),
-            "fp8_kv_cache": self._fp8_kv_cache,
+            "fp8_kv_cache": self.fp8_kv_cache,
             "fake_quant": self._fake_quant,
             "versions": len({r.version for r in records}) + 1,
             "k3_mean": mean(r.mismatch_k3 for r in records),

@@ -29,6 +29,7 @@ from rollout_service.kv_scales.calibrator import (
     choose_bf16,
     starting_choice,
     with_kv_cache,
+    without_fp8,
 )
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
@@ -72,8 +73,8 @@ class EngineReplica:
             while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
                 logger.info("the engines are asleep, and this one is started when they wake")
             choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
-            if choice is None and config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
-                choice = await choose_bf16(self._ingest, why, self._replica_id)
+            if config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
+                choice = await without_fp8(self._ingest, choice, why, self._replica_id)
             try:
                 await self._start(model, choice, copies, announcement)
             except KVCacheUnfit as unfit:

@@ -230,6 +230,19 @@ async def choose_bf16(ingest: IngestCalls, why: str, judged_by: str) -> KVCacheC
     return await ingest.choose_kv_cache(KVCacheChoice(dtype="bfloat16", why=why, judged_by=judged_by))
 
 
+async def without_fp8(ingest: IngestCalls, choice: KVCacheChoice | None, why: str, replica_id: str) -> KVCacheChoice:
+    """The cache of a replica whose engine cannot read FP8: BF16, and ``why``. Raises NotReady.
+
+    That is noted for all replicas of this log. Where FP8 is noted already, by a replica on another processor, it holds
+    for those that can read it, and this replica has BF16 alone.
+    """
+    if choice is None:
+        choice = await choose_bf16(ingest, why, replica_id)
+    if choice.dtype == "bfloat16":
+        return choice
+    return KVCacheChoice(dtype="bfloat16", why=why, judged_by=replica_id)
+
+
 def with_kv_cache(config: ServiceConfig, choice: KVCacheChoice) -> ServiceConfig:
     """The configuration of an engine with the chosen cache."""
     policy = config.kv_cache.scales_policy if choice.dtype == "fp8_e4m3" else "unit"

@@ -28,6 +28,7 @@ from rollout_service.protocol.sampling import GenerateCall, Sampling, Structured
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
+from tests.support.fp8_cache import CACHE_DTYPE
 from tests.support.penalties import whole_with
 from tests.support.reference import reference_logprobs, reference_model
 from tests.support.telltale import assert_pure, canary_weights
@@ -105,7 +106,7 @@ async def running_engine(config: ServiceConfig, monkeypatch: pytest.MonkeyPatch)
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[ServiceConfig, EngineAdapter]]:
     """An engine in FP8 for the tests that leave it open; of more than ``SEQUENCES`` some wait."""
     settings = {"max_model_len": 4096, "max_num_seqs": SEQUENCES}
-    config = await committed(tmp_path_factory.mktemp("served"), "fp8_block", "fp8_e4m3", **settings)
+    config = await committed(tmp_path_factory.mktemp("served"), "fp8_block", CACHE_DTYPE, **settings)
     with pytest.MonkeyPatch.context() as monkeypatch:
         async with running_engine(config, monkeypatch) as engine:
             yield config, engine
@@ -233,8 +234,9 @@ def assert_logprobs(
     pairs: list[tuple[tuple[int, ...], Completion]], config: ServiceConfig, mean: float, largest: float
 ) -> None:
     """Those of the fp32 reference with version 0."""
-    fp8, folder = config.quant.weights == "fp8_block", WeightLog(config.weights.root).folder(0)
-    model = reference_model(config.model.path, folder, fp8_activations=fp8, fp8_kv=fp8)
+    folder, fp8_kv = WeightLog(config.weights.root).folder(0), config.kv_cache.dtype == "fp8_e4m3"
+    fp8_activations = config.quant.weights == "fp8_block"
+    model = reference_model(config.model.path, folder, fp8_activations=fp8_activations, fp8_kv=fp8_kv)
     difference = differences(pairs, model)
     assert difference.numel() == 1536
     assert difference.abs().mean() < mean and difference.abs().max() < largest

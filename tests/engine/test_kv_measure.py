@@ -14,6 +14,7 @@ from rollout_service.kv_scales.calibrator import KVCalibrator
 from rollout_service.kv_scales.fp8_error import unfit_layers, worst_errors
 from rollout_service.kv_scales.observer import observe_qkv
 from rollout_service.store.log import WeightLog
+from tests.support.fp8_cache import needs_fp8_cache
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.one_engine import OneEngine, running
 from tests.support.one_engine import mean_difference as logprob_difference
@@ -36,6 +37,7 @@ def measured_by_a_trainer(one: OneEngine, folder: Path, measured_with: KVScales 
     return observation
 
 
+@needs_fp8_cache
 @pytest.mark.asyncio(loop_scope="session")
 async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_with_fp8_cache: OneEngine) -> None:
     one = llama_with_fp8_cache
@@ -70,6 +72,7 @@ async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_wit
     await one.engine.resume()
 
 
+@needs_fp8_cache
 @pytest.mark.slow  # as all engines of two ranks
 async def test_two_ranks_measure_their_heads_and_hold_the_same_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

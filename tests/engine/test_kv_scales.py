@@ -13,6 +13,7 @@ from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
+from tests.support.fp8_cache import needs_fp8_cache
 from tests.support.key_channels import loud_weights
 from tests.support.kv_scales import assert_held, some_scales
 from tests.support.models import random_weights
@@ -56,6 +57,7 @@ async def rescored(one: OneEngine, completions: list[tuple[tuple[int, ...], Comp
     return torch.cat(differences)
 
 
+@needs_fp8_cache
 @pytest.mark.asyncio(loop_scope="session")
 async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_cache: OneEngine) -> None:
     one = llama_with_fp8_cache
@@ -83,6 +85,7 @@ async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_c
     assert (await rescored(one, completions, version=before)).abs().mean() > 5 * FRESH_MEAN
 
 
+@needs_fp8_cache
 @pytest.mark.asyncio(loop_scope="session")
 async def test_scales_are_reused_and_never_incomplete(llama_with_fp8_cache: OneEngine) -> None:
     """The last test of this engine: it is of no use afterwards. With experts, over many updates: test_round_trip.py."""

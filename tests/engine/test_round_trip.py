@@ -10,6 +10,7 @@ from rollout_service.errors import EngineFailed
 from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
 from tests.support.engine_layout import engine_digests, quantize
+from tests.support.fp8_cache import CACHE_DTYPE
 from tests.support.kv_scales import assert_held, some_scales
 from tests.support.models import LM_HEAD, random_weights
 from tests.support.one_engine import KV_CACHE_BYTES, OneEngine, mean_difference, running
@@ -68,7 +69,7 @@ async def test_a_dense_engine_holds_exact_fp8_weights_after_20_updates(
 async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running("qwen3_moe", tmp_path, monkeypatch, kv_cache_dtype="fp8_e4m3") as one:
+    async with running("qwen3_moe", tmp_path, monkeypatch, kv_cache_dtype=CACHE_DTYPE) as one:
         weights, folder = await updated_many_times(one)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
@@ -76,7 +77,8 @@ async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(
         held = await one.digests()
         assert await one.sleep_and_wake(folder, UPDATES + 1) >= KV_CACHE_BYTES
         assert await one.digests() == held
-        assert_held(await one.kv_scales(), some_scales(UPDATES + 1))
+        if one.config.kv_cache.dtype == "fp8_e4m3":
+            assert_held(await one.kv_scales(), some_scales(UPDATES + 1))
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
         # the checks above can fail: two experts in each other's place are seen by both

@@ -14,6 +14,7 @@ from rollout_service.kv_scales.coordinator import read_result
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.store.log import WeightLog
 from tests.engine.test_kv_measure import BATCH, CALIBRATED_MEAN, LAYERS
+from tests.support.fp8_cache import needs_fp8_cache
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.models import make_model
 from tests.support.own_service import own_service
@@ -41,6 +42,7 @@ def mean_difference(model_path: Path, folder: Path, rollouts: list[Rollout]) -> 
 
 
 @pytest.mark.slow
+@needs_fp8_cache
 async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     overrides = settings(tmp_path, loud_weights(model, seed=0), scales_policy="calibrate")
@@ -76,6 +78,7 @@ async def test_every_replica_serves_the_scales_that_one_has_measured(tmp_path: P
 
 
 @pytest.mark.slow
+@needs_fp8_cache
 async def test_keys_that_no_scale_saves_get_bf16_and_the_fleet_says_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     overrides = settings(tmp_path, uneven_weights(model, seed=0), dtype="auto", scales_policy="calibrate")

@@ -1,12 +1,16 @@
 """The service measures the scales of its FP8 KV cache by itself, once for all replicas."""
 
+import pytest
+
 from rollout_service.client import RolloutClient
 from rollout_service.kv_scales.coordinator import read_result
 from rollout_service.local import LocalService
 from rollout_service.store.log import WeightLog
+from tests.support.fp8_cache import CACHE_DTYPE, needs_fp8_cache
 from tests.support.models import random_weights
 
 
+@needs_fp8_cache
 async def test_one_replica_measures_a_version_for_all(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
@@ -22,3 +26,14 @@ async def test_one_replica_measures_a_version_for_all(
         assert [name for name, cache in caches.items() if cache and cache.measured_version == version] == [
             result.replica_id
         ]
+
+
+@pytest.mark.skipif(CACHE_DTYPE == "fp8_e4m3", reason="engines can have an FP8 KV cache here")
+async def test_replicas_whose_engines_cannot_have_it_say_why(
+    service: LocalService, client: RolloutClient, telltale: int
+) -> None:
+    noted = WeightLog(service.config.weights.root).kv_cache()
+    assert noted is not None and noted.dtype == "bfloat16" and "with AVX-512 or AMX, and this processor" in noted.why
+    caches = [replica.kv_cache for replica in (await client.fleet()).replicas]
+    assert len(caches) == 2 and all(cache is not None and cache.choice == noted for cache in caches)
+    assert (await client.weights(telltale)).kv_scales_from == "unit"  # nothing is measured

@@ -50,7 +50,7 @@ async def test_an_engine_whose_workers_fail_while_staging_is_replaced(
     assert weight_sync.version == 0 and not engine.paused
 
 
-async def test_file_headers_are_checked_before_the_engine_reads(
+async def test_file_headers_are_checked_before_the_engine_loads(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:
     commit(log, 1)
@@ -58,7 +58,8 @@ async def test_file_headers_are_checked_before_the_engine_reads(
     path.write_bytes(path.read_bytes()[:9] + b"?" + path.read_bytes()[10:])  # in the header
     await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
-    assert status.error is not None and "its header is not" in status.error and engine.staged == [0]
+    assert status.error is not None and "its header is not" in status.error and status.version == 0
+    assert [call for call in engine.calls if "load" in call] == []
 
 
 async def test_a_version_with_missing_files_leaves_the_old_one_served(

@@ -27,6 +27,7 @@ from rollout_service.kv_scales.calibrator import (
     choose_bf16,
     starting_choice,
     with_kv_cache,
+    without_fp8,
 )
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
@@ -467,6 +468,21 @@ class TestCacheDtype:
         coordinator.answers["choose_kv_cache"] = [NotReady("it died")]
         with pytest.raises(NotReady, match="it died"):
             await choose_bf16(coordinator, UNFIT.message, str(UNFIT.detail["judged_by"]))
+
+    async def test_a_processor_without_fp8_is_noted_for_all_as_the_reason(self) -> None:
+        coordinator = FakeCoordinator()
+        held = await without_fp8(coordinator, None, "it has no AVX-512", "r1")
+        assert held == KVCacheChoice(dtype="bfloat16", why="it has no AVX-512", judged_by="r1")
+        assert coordinator.asked == [("choose_kv_cache", held)]
+
+    async def test_without_fp8_what_is_noted_already_stays(self) -> None:
+        coordinator = FakeCoordinator()
+        alone = KVCacheChoice(dtype="bfloat16", why="it has no AVX-512", judged_by="r1")
+        assert await without_fp8(coordinator, FOUND_BF16, "it has no AVX-512", "r1") == FOUND_BF16
+        assert await without_fp8(coordinator, FOUND_FP8, "it has no AVX-512", "r1") == alone
+        assert coordinator.asked == []
+        coordinator.answers["choose_kv_cache"] = [FOUND_FP8]  # by a replica that was quicker
+        assert await without_fp8(coordinator, None, "it has no AVX-512", "r1") == alone
 
     @pytest.mark.parametrize("policy", ["calibrate", "reuse", "unit"])
     @pytest.mark.parametrize("choice", [FOUND_FP8, FOUND_BF16], ids=lambda choice: choice.dtype)
