@@ -28,7 +28,7 @@ _EXPONENT_BF16 = 0x7F80
 """All ones: NaN or infinity."""
 _PIECE_BYTES = 1 << 18
 _JOINED_BYTES = 4 << 20
-"""A tensor that is smaller is copied to be looked at with others: a GPU does that in less time than another call takes."""
+"""A tensor that is smaller is copied to be looked at with others: a GPU does that faster than another call."""
 
 
 @functools.lru_cache(1024)
