@@ -82,7 +82,7 @@ BENCHMARKS = (
     Benchmark("group_attention", headlines.group_attention),
     Benchmark("kernels.decode_profile", headlines.decode_profile),
     Benchmark("kernels.lm_head", headlines.lm_head),
-    Benchmark("kernels.digests", headlines.digests, awaited=True),
+    Benchmark("kernels.digests", headlines.digests),
     Benchmark("mismatch.logprobs", headlines.logprobs),
     Benchmark("mismatch.layers", headlines.layers),
     Benchmark("mismatch.groups", headlines.group_mismatch),
@@ -145,6 +145,18 @@ BENCHMARKS = (
         headlines.gpu_tests,
         "--name tests_gpu_groups tests/gpu/test_group_attention.py tests/gpu/test_fp8_decode.py",
         result="tests_gpu_groups",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        '--name tests_gpu_groups_tp2 -- tests/gpu/test_group_attention.py -k "engines_logprobs and 128-2"',
+        result="tests_gpu_groups_tp2",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
+        "--name tests_gpu_delta tests/gpu/test_delta.py",
+        result="tests_gpu_delta",
     ),
     Benchmark(
         "gpu_tests",

@@ -14,6 +14,9 @@
         tests/gpu/test_group_attention.py
     python -m benchmarks.gpu_tests --name tests_gpu_groups tests/gpu/test_group_attention.py \
         tests/gpu/test_fp8_decode.py
+    python -m benchmarks.gpu_tests --name tests_gpu_groups_tp2 -- tests/gpu/test_group_attention.py \
+        -k "engines_logprobs and 128-2"
+    python -m benchmarks.gpu_tests --name tests_gpu_delta tests/gpu/test_delta.py
     python -m benchmarks.gpu_tests --name tests_gpu_pushes tests/gpu/test_convert.py tests/gpu/test_cuda_ipc.py \
         tests/gpu/test_delta.py tests/gpu/test_log_in_memory.py
     python -m benchmarks.gpu_tests --name tests_gpu_penalties tests/gpu/test_partial_penalties.py \
