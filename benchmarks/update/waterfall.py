@@ -32,7 +32,7 @@ AIM_S = {"qwen3-8b": 0.5, "qwen3-30b-a3b": 1.5}
 class PictureOptions(Options):
     """What is drawn."""
 
-    machine_name: tuple[str, ...] = ("h200", "2x-h200")
+    machine_name: tuple[str, ...] = ("h200", "2x-h200", "2x-h100-80gb-hbm3")
     """Whose results; may be repeated."""
     model: str = "qwen3-8b"
     """Of which."""
@@ -48,17 +48,17 @@ def phases(case: dict[str, Any]) -> dict[str, float]:
     return dict(zip(PHASES, (push - after, max(0.0, after - staged - closed), staged, closed), strict=True))
 
 
-def label_of(case: dict[str, Any]) -> str:
-    """One line."""
+def label_of(case: dict[str, Any], machine: str) -> str:
+    """Two lines. ``machine``: the name of its folder of results."""
     where = {"device": "staged on the GPU", "host": "staged in host memory"}
     staging = where.get(case.get("staging", "auto"), "staged where auto chose")
-    gpus = case.get("gpus", 1)
-    if case.get("ingest_beside") == "trainer":
-        return f"{case['door']}\n{case['sent_gbytes']:.3g} GB, {staging}, {gpus} GPUs, ingest beside the trainer"
-    return f"{case['door']}\n{case['sent_gbytes']:.3g} GB, {staging}, {gpus} GPU{'s' if gpus > 1 else ''}"
+    gpu = machine.rpartition("x-")[2].partition("-")[0].upper()
+    gpus = f"one {gpu}" if case.get("gpus", 1) == 1 else f"{case['gpus']} {gpu}s"
+    beside = ", ingest beside the trainer" if case.get("ingest_beside") == "trainer" else ""
+    return f"{case['door']}\n{case['sent_gbytes']:.3g} GB, {staging}, {gpus}{beside}"
 
 
-def draw(cases: list[dict[str, Any]], picture: Path) -> None:
+def draw(cases: list[dict[str, Any]], labels: list[str], picture: Path) -> None:
     """A bar each, the first on top."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.55 * len(cases)), layout="constrained")
@@ -71,7 +71,7 @@ def draw(cases: list[dict[str, Any]], picture: Path) -> None:
     if (aim := AIM_S.get(cases[0]["model"])) is not None:
         axes.axvline(aim, color="0.45", lw=0.9, ls=":")
         axes.text(aim, -0.75, f"aim {aim:g} s", color="0.35", ha="center", va="bottom")
-    axes.set_yticks(range(len(cases)), [label_of(case) for case in cases])
+    axes.set_yticks(range(len(cases)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("seconds from the trainer's call")
     figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False)
@@ -81,15 +81,16 @@ def draw(cases: list[dict[str, Any]], picture: Path) -> None:
 
 def main(options: PictureOptions) -> None:
     """Draw them."""
-    cases = [
-        case
+    found = [
+        (case, label_of(case, name))
         for name in options.machine_name
         for case in results.cases(RESULT, machine_name=name)
         if case["model"] == options.model and case["push_s"]
     ]
-    if not cases:
+    if not found:
         raise SystemExit(f"no case of {options.model} in {RESULT}.json of {', '.join(options.machine_name)}")
-    draw(sorted(cases, key=lambda case: case.get("staging", "auto") != "auto"), options.picture)
+    found.sort(key=lambda each: each[0].get("staging", "auto") != "auto")
+    draw([case for case, _ in found], [label for _, label in found], options.picture)
 
 
 if __name__ == "__main__":
