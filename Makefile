@@ -32,11 +32,13 @@ dashboards-check: setup ## every panel and alert against a real Prometheus and a
 # tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
 test test-unit test-live test-slow: export OMP_NUM_THREADS := 1
 test test-unit test-live test-slow: export VLLM_CPU_OMP_THREADS_BIND := nobind
+# Ray runs its workers, and with them engines, at a niceness of 15: beside tests a service would start for ten minutes
+test test-live test-slow: export RAY_worker_niceness := 0
 # each worker collects all tests: compiled anew, as images for containers ask for, that is a third of its time
 test test-unit test-live test-slow: export PYTHONDONTWRITEBYTECODE :=
 test: check ## lint, types, unit tests and tests with real engines (14 minutes on 2 cores)
-	@# a worker each for the service and engines alone; unit tests take the cores while those wait
-	@mkdir -p out; TRITON_INTERPRET=1 $(PYTHON_VENV) -m pytest tests/interpreted >out/interpreted.log 2>&1 & interpreted=$$!; \
+	@# a worker each for the service and engines alone; unit tests take the cores while those wait, and last the kernels
+	@mkdir -p out; TRITON_INTERPRET=1 nice $(PYTHON_VENV) -m pytest tests/interpreted >out/interpreted.log 2>&1 & interpreted=$$!; \
 	$(PYTHON_VENV) -m pytest tests/service tests/engine tests/unit -m "not slow" -n 3 --no-loadscope-reorder; others=$$?; \
 	wait $$interpreted || others=1; cat out/interpreted.log; exit $$others
 
