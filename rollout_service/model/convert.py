@@ -167,8 +167,12 @@ class Converter:
         """Whether their numbers are what they may be: bool [], where the tensors lie."""
         codes, scales, weights = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for name, tensor in batch:
-            kind = codes if is_codes(tensor) else scales if name in self._scales else weights
-            kind.append(tensor)
+            if is_codes(tensor):  # as integers, of which torch puts any number side by side on any device
+                codes.append(tensor if tensor.dtype == torch.int8 else tensor.view(torch.uint8))
+            elif name in self._scales:
+                scales.append(tensor)
+            else:
+                weights.append(tensor)
         found = [_are_numbers(several, self._form).all() for several in joined(codes)]
         for several in joined(scales):
             found += [sound.all() for sound, _ in _scale_conditions(several, self._form, self._power_of_two)]
