@@ -7,19 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.gpu_streams import own_stream_done
 from rollout_service.ingest.rooms import Rooms
-from rollout_service.metrics.process import counted_conversion
+from rollout_service.ingest.sources.shared_memory import GpuMemory, SharedGroup
+from rollout_service.metrics.process import count_converted, counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
+
+if TYPE_CHECKING:
+    from rollout_service.ingest.batch_plan import BatchPlans
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
@@ -96,6 +100,16 @@ class Conversion:
         The future is done, or cancelled, when nobody reads them any more; it raises nothing.
         """
         self._tasks.append((executor or self._executor).submit(self._convert, names, read, executor is not None))
+        return self._tasks[-1]
+
+    def begin_shared(self, group: SharedGroup, plans: "BatchPlans | None") -> Future[None]:
+        """Likewise tensors that lie in a trainer's memory.
+
+        ``plans``: of batches in a GPU's; None: they are converted one by one.
+        """
+        if plans is None or self.gpu is None or self._copy is not None or not isinstance(group.memory, GpuMemory):
+            return self.begin(group.names, lambda _: group.read(), group.executor)
+        self._tasks.append((group.executor or self._executor).submit(self._convert_planned, group, group.memory, plans))
         return self._tasks[-1]
 
     def begin_replaceable(
@@ -183,6 +197,25 @@ class Conversion:
         if self._failure is None:
             with self._failures_kept():
                 self._write(partial(read, names), in_turns)
+
+    def _convert_planned(self, group: SharedGroup, memory: GpuMemory, plans: "BatchPlans") -> None:
+        from rollout_service.ingest.planned_batch import PlannedBatch  # needs triton
+
+        plan = plans.of(group.tensors)
+        if plan is None:
+            self._convert(group.names, lambda _: group.read(), True)
+        elif self._failure is None:
+            assert self.gpu is not None
+            with self._failures_kept():
+                began = time.perf_counter()
+                batch = PlannedBatch(group.tensors, plan, memory, group.offset)
+                queued_s = batch.store(self._writer, plans.converter, self.gpu, self._turn)
+                took_s = time.perf_counter() - began
+                count_converted(sum(plan.read_bytes.values()), took_s)
+                with self._noting:
+                    self._read |= plan.read_bytes
+                    self.quantize_s += queued_s
+                    self.store_s += took_s - queued_s
 
     def _convert_replaceable(
         self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None], in_turns: bool

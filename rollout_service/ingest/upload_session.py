@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
 from rollout_service.ingest.conversion import Conversion, Read, TiedHead
@@ -45,6 +46,9 @@ from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import LogMemory, VersionWriter
 from rollout_service.threads import io_threads
+
+if TYPE_CHECKING:
+    from rollout_service.ingest.batch_plan import BatchPlans
 
 logger = logging.getLogger(__name__)
 
@@ -281,36 +285,42 @@ class UploadSession:
         began = bool(uploader) and uploader == self.begin.uploader
         return began and self._parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
 
-    def convert(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
-        """Take in tensors of a broadcast, or from a trainer's memory, each once. See ``Conversion.begin``.
+    def convert(self, names: Sequence[str], read: Read) -> Future[None]:
+        """Take in tensors of a broadcast, each once. See ``Conversion.begin``.
 
         Raises NotFound if the version was discarded meanwhile.
         """
+        self._require_receiving()
+        self.touched_at = self._received_at = time.monotonic()
+        return self._conversion.begin(names, read)
+
+    def _require_receiving(self) -> None:
         if self._phase is not Phase.RECEIVING:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
-        self.touched_at = self._received_at = time.monotonic()
-        return self._conversion.begin(names, read, executor)
 
-    async def convert_shared(self, number: int, batch: SharedBatch) -> None:
+    async def convert_shared(self, number: int, batch: SharedBatch, plans: "BatchPlans | None" = None) -> None:
         """Take in a batch of tensors from a trainer's memory, and return when nobody reads them there any more.
 
-        The same number again awaits the same. Raises NotFound if the version was discarded meanwhile, or what the
-        first failed conversion raised.
+        The same number again awaits the same. ``plans``: see ``Conversion.begin_shared``.
+
+        Raises NotFound if the version was discarded meanwhile, or what the first failed conversion raised.
         """
         if number not in self._batches:
-            self._batches[number] = asyncio.create_task(self._convert_shared(batch))
+            self._batches[number] = asyncio.create_task(self._convert_shared(batch, plans))
         await asyncio.shield(self._batches[number])
         if (failure := self.failure) is not None:
             raise failure
 
-    async def _convert_shared(self, batch: SharedBatch) -> None:
+    async def _convert_shared(self, batch: SharedBatch, plans: "BatchPlans | None") -> None:
         groups = list(batch.groups())
+        self._require_receiving()
+        self.touched_at = self._received_at = time.monotonic()
+        converting = [self._conversion.begin_shared(group, plans) for group in groups]
         try:
-            converting = [self.convert(names, batch.read, batch.executor) for names in groups]
             await asyncio.gather(*map(asyncio.wrap_future, converting))
         except asyncio.CancelledError:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
-        self._to_come.difference_update(*groups)
+        self._to_come.difference_update(*(group.names for group in groups))
         self._received_at = time.monotonic()
 
     def all_came(self) -> None:

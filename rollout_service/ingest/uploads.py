@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -23,7 +24,7 @@ from rollout_service.errors import (
 from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
-from rollout_service.ingest.sources.shared_memory import SharedBatch, TrainerMemory
+from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
@@ -54,6 +55,9 @@ from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
 from rollout_service.threads import io_threads
+
+if TYPE_CHECKING:
+    from rollout_service.ingest.batch_plan import BatchPlans
 
 logger = logging.getLogger(__name__)
 _GRACE = 0.25
@@ -390,8 +394,15 @@ class Uploads:
             )
         memory = self._trainer_memory.opened(source)
         if memory is None:
-            memory = await asyncio.to_thread(self._trainer_memory.open, source)
-        await staged.convert_shared(batch.batch, SharedBatch(staged.begin.announced_tensors, batch, memory))
+            memory = await asyncio.to_thread(self._opened, source)
+        plans = self._plans if isinstance(memory, GpuMemory) else None
+        await staged.convert_shared(batch.batch, SharedBatch(staged.begin.announced_tensors, batch, memory), plans)
+
+    def _opened(self, source: SharedMemorySource) -> MappedMemory:
+        memory = self._trainer_memory.open(source)
+        if isinstance(memory, GpuMemory):
+            _ = self._plans  # what they import takes a second
+        return memory
 
     async def expire(self) -> None:
         """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""
@@ -489,6 +500,12 @@ class Uploads:
             if delta is not None:
                 delta.close()
             raise
+
+    @cached_property
+    def _plans(self) -> "BatchPlans":
+        from rollout_service.ingest.batch_plan import BatchPlans  # needs triton, and a second to be imported
+
+        return BatchPlans(self._converter, self._layout.places)
 
     @cached_property
     def _layout(self) -> Layout:

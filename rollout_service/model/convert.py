@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import not_
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,18 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
 
 Named = tuple[str, torch.Tensor]
+
+
+class Becomes(NamedTuple):
+    """What a part of a trainer's tensor is stored as."""
+
+    name: str
+    dtype: StoredDtype
+    shape: tuple[int, ...]
+    part: tuple[int | slice, ...]
+    """``tensor[part]``; all of it if empty."""
+    scales: str | None
+    """Name of the scales that are made with it; None: it is not quantized here."""
 
 
 class Converter:
@@ -69,13 +81,40 @@ class Converter:
             if tensor.dtype in CODE_DTYPES:
                 yield tensor
                 continue
-            for piece in pieces(tensor.name, tensor.shape, self._experts):
-                if piece.name in self._quantized and len(piece.shape) == 2:
-                    yield UploadTensor(name=piece.name, dtype=self._form.codes, shape=piece.shape)
-                    scales, shape = piece.name + self._form.scale_suffix, self._form.scale_shape(piece.shape)
-                    yield UploadTensor(name=scales, dtype="float32", shape=shape)
-                else:
-                    yield UploadTensor(name=piece.name, dtype=self._kept_dtype(piece.name), shape=piece.shape)
+            for made in self.becomes(tensor):
+                yield UploadTensor(name=made.name, dtype=made.dtype, shape=made.shape)
+                if made.scales is not None:
+                    yield UploadTensor(name=made.scales, dtype="float32", shape=self._form.scale_shape(made.shape))
+
+    def becomes(self, tensor: UploadTensor) -> Iterator[Becomes]:
+        """What ``convert`` makes of a tensor. A weight that is no matrix is said to be kept.
+
+        Raises InvalidManifest for codes of a tensor that stays in BF16, ValueError for stacked experts that cannot be
+        taken apart.
+        """
+        is_codes = tensor.dtype in CODE_DTYPES
+        for piece in pieces(tensor.name, tensor.shape, self._experts):
+            dtype, scales = self._kept_dtype(piece.name), None
+            if is_codes:
+                self._require_codes_of(piece.name, tensor.dtype)
+                dtype = self._form.codes
+            elif piece.name in self._quantized and len(piece.shape) == 2:
+                dtype, scales = self._form.codes, piece.name + self._form.scale_suffix
+            yield Becomes(piece.name, dtype, piece.shape, piece.index, scales)
+
+    @property
+    def form(self) -> WeightFormat:
+        """What weights are quantized to."""
+        return self._form
+
+    @property
+    def makes_powers_of_two(self) -> bool:
+        """Whether scales are."""
+        return self._power_of_two
+
+    def largest_scale(self) -> float:
+        """That a scale may be."""
+        return _largest_scale(self._form, self._power_of_two)
 
     @property
     def uses_gpu(self) -> bool:
@@ -182,15 +221,16 @@ class Converter:
 
     def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
         """As it is stored. ``is_sound``: its numbers were looked at. Raises QuantizationError, InvalidManifest."""
-        are_codes = is_codes(tensor)
-        if are_codes and (name not in self._quantized or tensor.dtype != self._form.dtype):
-            becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
-            raise InvalidManifest(
-                f"{name} came as {tensor.dtype} codes, but it becomes {becomes} here: send its weights"
-            )
+        if are_codes := is_codes(tensor):
+            self._require_codes_of(name, str(tensor.dtype).removeprefix("torch."))
         if not is_sound:
             self._require_sound(name, tensor)
         return tensor if are_codes else tensor.to(_TORCH[self._kept_dtype(name)])
+
+    def _require_codes_of(self, name: str, dtype: str) -> None:
+        if name not in self._quantized or dtype != self._form.codes:
+            becomes = self._form.codes if name in self._quantized else self._kept_dtype(name)
+            raise InvalidManifest(f"{name} came as {dtype} codes, but it becomes {becomes} here: send its weights")
 
     def _require_sound(self, name: str, tensor: torch.Tensor) -> None:
         """Raises QuantizationError if ``_are_sound`` says no, for the first number that is at fault."""
@@ -232,13 +272,16 @@ def _scale_conditions(
     kind = "block scale" if form.in_blocks else "channel scale"
     yield torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number"
     yield scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number"
-    # that of the largest BF16 weight: with a larger one the largest code overflows what it stands for
-    largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / form.largest_code).item()
-    if power_of_two:
-        largest = 2.0 ** math.ceil(math.log2(largest))
+    largest = _largest_scale(form, power_of_two)
     yield scales <= largest, f"a {kind} above {largest:.4g}, which no BF16 weight needs"
     if power_of_two:
         yield torch.frexp(scales.float()).mantissa == 0.5, "no power of two, as quant.scales asks for"
+
+
+def _largest_scale(form: WeightFormat, power_of_two: bool) -> float:
+    """That of the largest BF16 weight: with a larger one the largest code overflows what it stands for."""
+    largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / form.largest_code).item()
+    return 2.0 ** math.ceil(math.log2(largest)) if power_of_two else largest
 
 
 def _require(name: str, tensor: torch.Tensor, sound: torch.Tensor, complaint: str) -> None:

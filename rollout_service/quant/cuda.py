@@ -16,9 +16,10 @@ memory, and ``channelwise.quantize_channelwise``:
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +35,8 @@ MAX_MATRICES = 65535
 """Of one launch: the extent of CUDA's grid in its second dimension."""
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
+"""Of codes, and of weights, that the kernel reads and writes fastest."""
 _MAX_WHOLE_STRIDE = 1 << 24
 _ROWS, _COLUMNS = 4, 2048
 """What a program of ``quantize_rows`` holds at once."""
@@ -72,9 +74,11 @@ class Layout(NamedTuple):
 class _Launch:
     layout: Layout
     matrices: int
+    is_grouped: bool
+    """Whether a table says where they are."""
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    """The kernel's first four: the table of several matrices, or weight, codes and scales of the only one. What a
-    launch does not read is filled up with what it has, since the kernel wants some tensor there."""
+    """The kernel's first four: the table, or weight, codes and scales of the only one. What a launch does not read is
+    filled up with what it has, since the kernel wants some tensor there."""
 
 
 class GroupedQuantization:
@@ -112,6 +116,33 @@ class GroupedQuantization:
             ]
         )
 
+    @classmethod
+    def at(
+        cls,
+        groups: Sequence[tuple["Layout", npt.NDArray[np.int64]]],
+        device: torch.device,
+        *,
+        power_of_two: bool = False,
+        form: WeightFormat = FP8_BLOCK,
+    ) -> Self:
+        """Of matrices of which only the addresses are given: that they are what the constructor asks for, and stay
+        where they are, is the caller's affair.
+
+        ``groups``: each of at most ``MAX_MATRICES`` that have a layout in common, int64 [matrices, 3]: addresses of
+        weight, codes and scales.
+        """
+        made = cls.__new__(cls)
+        made._power_of_two, made._form = power_of_two, form
+        padded = [np.concatenate([rows, np.zeros((-len(rows) % _TABLE_ROWS, 3), np.int64)]) for _, rows in groups]
+        made._launches, start = [], 0
+        if groups:
+            table = queued_to(device, torch.from_numpy(np.concatenate(padded)))
+        for (layout, rows), taken in zip(groups, map(len, padded), strict=True):
+            part = table[start : start + len(rows)]
+            made._launches.append(_Launch(layout, len(rows), True, (part, part, part, part)))
+            start += taken
+        return made
+
     @property
     def launches(self) -> int:
         """Kernel launches of one ``run``."""
@@ -146,16 +177,24 @@ def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 
 
 def _layout(weight: torch.Tensor, codes: torch.Tensor) -> Layout:
-    rows, columns = weight.shape
-    row_stride, column_stride = weight.stride()
-    aligned = (weight.data_ptr(), row_stride * weight.element_size(), codes.data_ptr())
+    return layout_of(weight.shape, weight.stride(), weight.dtype, weight.data_ptr(), codes.data_ptr())
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, address: int, codes: int) -> Layout:
+    """Of a matrix [N, K], with strides in elements, and its codes, at these addresses.
+
+    Or at others that leave the same rest when they are divided by 16.
+    """
+    rows, columns = shape
+    row_stride, column_stride = strides
+    aligned = (address, row_stride * dtype.itemsize, codes)
     whole = (
         rows % BLOCK == columns % BLOCK == 0
         and column_stride == 1
         and 0 <= row_stride < _MAX_WHOLE_STRIDE
-        and all(address % _ALIGNED_BYTES == 0 for address in aligned)
+        and all(each % ALIGNED_BYTES == 0 for each in aligned)
     )
-    return Layout(rows, columns, row_stride, column_stride, weight.dtype, whole)
+    return Layout(rows, columns, row_stride, column_stride, dtype, whole)
 
 
 def _prepared(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
@@ -174,10 +213,10 @@ def _prepared(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
     for (layout, group), start in zip(groups, starts, strict=True):
         if len(group) == 1 or table is None:
             weight, codes, scales = group[0]
-            launches.append(_Launch(layout, 1, (scales, weight, codes, scales)))
+            launches.append(_Launch(layout, 1, False, (scales, weight, codes, scales)))
         else:
             part = table[start : start + len(group)]
-            launches.append(_Launch(layout, len(group), (part, part, part, part)))
+            launches.append(_Launch(layout, len(group), True, (part, part, part, part)))
     return launches
 
 
@@ -191,7 +230,7 @@ def _run(launch: _Launch, power_of_two: bool) -> None:
         layout.row_stride,
         layout.column_stride,
         DTYPE=_DTYPES[layout.dtype],
-        GROUPED=launch.matrices > 1,
+        GROUPED=launch.is_grouped,
         WHOLE=layout.whole,
         POWER_OF_TWO=power_of_two,
         INTERPRETED=triton.knobs.runtime.interpret,
@@ -208,7 +247,7 @@ def _run_channels(launch: _Launch, *, is_fp8: bool) -> None:
         layout.row_stride,
         layout.column_stride,
         DTYPE=_DTYPES[layout.dtype],
-        GROUPED=launch.matrices > 1,
+        GROUPED=launch.is_grouped,
         FP8=is_fp8,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,

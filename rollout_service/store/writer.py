@@ -100,6 +100,10 @@ class VersionWriter:
         place = self._place[name]
         return self._mapped[place.file][place.offset : place.offset + place.nbytes]
 
+    def stretch(self, file: str, start: int, nbytes: int) -> memoryview:
+        """Bytes of a file, uint8 [nbytes]: the rooms of tensors that follow one another in it. Raises KeyError."""
+        return self._mapped[file][start : start + nbytes]
+
     def joined_rooms(self, places: Iterable[TensorPlace]) -> Iterator[tuple[int, memoryview]]:
         """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one, with the
         number of these.

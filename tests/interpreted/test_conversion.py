@@ -1,5 +1,5 @@
-"""What an ingest with a GPU makes of a trainer's tensors in GPU memory, against what the host makes of them: the
-same digests and bytes. Streams and CUDA's handles are left out: tests/gpu/test_cuda_ipc.py."""
+"""What an ingest with a GPU makes of a trainer's tensors in GPU memory, one by one or by a plan of a batch, against
+what the host makes of them: the same digests and bytes. Streams and CUDA's handles: tests/gpu/test_cuda_ipc.py."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +13,9 @@ import torch
 
 from rollout_service.errors import QuantizationError
 from rollout_service.ingest import rooms
+from rollout_service.ingest.batch_plan import BatchPlans
 from rollout_service.ingest.conversion import Conversion
-from rollout_service.ingest.sources.shared_memory import SharedBatch, _GpuMemory
+from rollout_service.ingest.sources.shared_memory import GpuMemory, SharedBatch
 from rollout_service.model import convert
 from rollout_service.model.convert import Converter
 from rollout_service.protocol.upload import SharedTensors, TrainerRecipe, UploadTensor
@@ -84,13 +85,17 @@ def weights(bad: str | None = None) -> dict[str, torch.Tensor]:
     return made
 
 
-def stored(folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Sequence[str]]) -> list[StoredTensor]:
+def stored(
+    folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Sequence[str]], *, planned: bool = False
+) -> list[StoredTensor]:
     """Raises what the first conversion that failed raised."""
     folder.mkdir()
     spare = SpareFiles(folder)
     spare.begin()
     converter = Converter(RECIPE, device="cpu")
-    writer = VersionWriter(folder, Layout(converter.slots(SHAPES)), LogMemory(MappedFiles(), spare))
+    layout = Layout(converter.slots(SHAPES))
+    writer = VersionWriter(folder, layout, LogMemory(MappedFiles(), spare))
+    plans = BatchPlans(converter, layout.places) if planned else None
     announced = tuple(ANNOUNCED[name] for names in batches for name in names)
     data = []
     for tensor in (tensors[entry.name] for entry in announced):
@@ -100,10 +105,12 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Seq
     memory, starts = _Memory(torch.cat(data)), [0, *accumulate(map(len, data))]
     with ThreadPoolExecutor(3) as executor:
         conversion = Conversion(1, writer, converter.convert, executor)
-        source, first = _GpuMemory(None, memory, executor), 0  # type: ignore[arg-type]
+        conversion.gpu = torch.device("cpu") if planned else None
+        source, first = GpuMemory(None, memory, executor), 0  # type: ignore[arg-type]
         for number, names in enumerate(batches):
             body = SharedTensors(transfer="f" * 32, batch=number, first=first, count=len(names), offset=starts[first])
-            conversion.begin(names, SharedBatch(announced, body, source).read, executor)
+            for group in SharedBatch(announced, body, source).groups():
+                conversion.begin_shared(group, plans)
             first += len(names)
     if conversion.failure is not None:
         writer.close()
@@ -112,6 +119,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor], batches: Sequence[Seq
 
 
 BATCHES = [[list(SHAPES)], [["q", "norm", "k"], ["v"], ["o", "another norm", "bias", "none"], ["head"]]]
+HOW = {"one by one": False, "planned": True}
 
 
 @pytest.fixture
@@ -119,18 +127,24 @@ def by_host(tmp_path: Path) -> list[StoredTensor]:
     return stored(tmp_path / "host", weights(), BATCHES[0])
 
 
+@pytest.mark.parametrize("planned", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("batches", BATCHES, ids=len)
 def test_the_version_is_the_one_that_the_host_makes(
-    by_host: list[StoredTensor], tmp_path: Path, request: pytest.FixtureRequest, batches: list[list[str]]
+    by_host: list[StoredTensor],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    batches: list[list[str]],
+    planned: bool,
 ) -> None:
     request.getfixturevalue("as_on_gpu")
-    assert stored(tmp_path / "gpu", weights(), batches) == by_host
+    assert stored(tmp_path / "gpu", weights(), batches, planned=planned) == by_host
     for file in {tensor.file for tensor in by_host}:
         assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("bad", ["k", "another norm", "head"])
-def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, bad: str) -> None:
+@pytest.mark.parametrize("planned", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("bad", ["k", "another norm", "head", "bias"])
+def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, bad: str, planned: bool) -> None:
     with pytest.raises(QuantizationError, match=rf"{bad}\["):
-        stored(tmp_path / "gpu", weights(bad), BATCHES[1])
+        stored(tmp_path / "gpu", weights(bad), BATCHES[1], planned=planned)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from rollout_service.errors import InvalidRequest, NotShared
 from rollout_service.gpu_memory import OtherGpuMemory
-from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtype
+from rollout_service.ingest.sources.source import as_tensor, of_dtype
 from rollout_service.protocol.upload import (
     SHARED_ALIGNMENT,
     CudaIpcSource,
@@ -75,13 +75,16 @@ class _HostMemory:
         self._memory.close()
 
 
-class _GpuMemory:
+class GpuMemory:
+    """Of a GPU."""
+
     def __init__(self, page: SharedMemory, memory: OtherGpuMemory, executor: Executor) -> None:
         self.nbytes, self.group_bytes = memory.nbytes, GPU_BYTES
         self.executor: Executor | None = executor
         self._page, self._memory = page, memory
 
     def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``MappedMemory``."""
         found = list(places)
         sizes = [aligned(tensor.nbytes) for tensor, _ in found]
         copies = self._memory.room(sum(sizes))
@@ -94,7 +97,15 @@ class _GpuMemory:
             whole = of_dtypes[tensor.dtype]
             yield tensor.name, view_at(whole, start // whole.element_size(), tensor.shape)
 
+    def copied(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A copy of its bytes from ``offset`` on, uint8, queued on the current stream."""
+        copies = self._memory.room(nbytes)
+        if nbytes:
+            self._memory.copy(offset, copies)
+        return copies
+
     def close(self) -> None:
+        """See ``MappedMemory``."""
         self._memory.close()
         self._page.close()
 
@@ -162,7 +173,7 @@ class TrainerMemory:
             raise OSError("the ingest has no GPU: weights.ingest_num_gpus is 0, or quant.device is cpu")
         page = self._host_memory(source)
         try:
-            return _GpuMemory(page, OtherGpuMemory(source.handle, source.handle_bytes), self._gpu_executor)
+            return GpuMemory(page, OtherGpuMemory(source.handle, source.handle_bytes), self._gpu_executor)
         except OSError:
             page.close()
             raise
@@ -203,16 +214,15 @@ class SharedBatch:
         """``announced``: all tensors of the version. Raises InvalidRequest for a number that none of them has, or a
         place outside the memory.
         """
-        self._memory, self.executor = memory, memory.executor
-        tensors = announced[batch.first : batch.first + batch.count]
-        if len(tensors) < batch.count:
+        self._memory, self._offset = memory, batch.offset
+        self._tensors = tuple(announced[batch.first : batch.first + batch.count])
+        if len(self._tensors) < batch.count:
             raise InvalidRequest(
                 f"tensors {batch.first} to {batch.first + batch.count - 1} are said to lie in the memory, and "
                 f"{len(announced)} were announced",
                 {"first": batch.first, "count": batch.count, "announced": len(announced)},
             )
-        self._places = {tensor.name: (tensor, offset) for tensor, offset in placed(tensors, batch.offset)}
-        last, offset = self._places[tensors[-1].name]
+        *_, (last, offset) = placed(self._tensors, batch.offset)
         if batch.offset % SHARED_ALIGNMENT or offset + last.nbytes > memory.nbytes:
             raise InvalidRequest(
                 f"{batch.count} tensors from {batch.offset} on end with {last.name}, which has {last.nbytes} bytes "
@@ -220,11 +230,39 @@ class SharedBatch:
                 {"tensor": last.name, "offset": offset, "memory_bytes": memory.nbytes},
             )
 
-    def groups(self) -> Iterator[list[str]]:
-        """The names, in lists that different threads convert."""
-        sizes = ((name, tensor.nbytes) for name, (tensor, _) in self._places.items())
-        return in_batches(sizes, self._memory.group_bytes)
+    def groups(self) -> Iterator["SharedGroup"]:
+        """What different threads convert."""
+        first = nbytes = 0
+        begins = self._offset
+        for number, (tensor, offset) in enumerate(placed(self._tensors, self._offset)):
+            if number == first:
+                begins = offset
+            nbytes += tensor.nbytes
+            if nbytes >= self._memory.group_bytes:
+                yield SharedGroup(self._tensors[first : number + 1], begins, self._memory)
+                first, nbytes = number + 1, 0
+        if first < len(self._tensors):
+            yield SharedGroup(self._tensors[first:], begins, self._memory)
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+
+class SharedGroup(NamedTuple):
+    """Tensors that lie one after the other in a trainer's memory, as ``placed`` says."""
+
+    tensors: tuple[UploadTensor, ...]
+    offset: int
+    """Of the first one's first byte."""
+    memory: MappedMemory
+
+    @property
+    def names(self) -> list[str]:
+        """Of all of them."""
+        return [tensor.name for tensor in self.tensors]
+
+    @property
+    def executor(self) -> Executor | None:
+        """Whose threads convert them; None: the ingest's."""
+        return self.memory.executor
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors, as ``MappedMemory.read`` does."""
-        return self._memory.read(self._places[name] for name in names)
+        return self.memory.read(placed(self.tensors, self.offset))

@@ -1,0 +1,118 @@
+"""Whether the numbers of many tensors on a GPU are what they may be, in a kernel launch for each size of elements.
+
+What may be stands as bits, which are compared as integers: the numbers of a sign, of any of these dtypes, are in the
+order of their bits. What is wrong with a number, and which it is, ``Converter.convert`` says, which looks at each
+tensor by itself.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from rollout_service.gpu_streams import on_device, queued_to
+from rollout_service.grouped_copy import numbered
+
+_TILE_BYTES = 16 << 10
+"""What one program of the kernel looks at, at most."""
+_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+_ALIGNED_BYTES = 16
+
+
+class Allowed(NamedTuple):
+    """Elements x that may be, as integers with a sign: ``least <= x & looked_at <= most``, and ``x & zeros == 0``."""
+
+    itemsize: int
+    looked_at: int
+    least: int
+    most: int
+    zeros: int = 0
+
+
+FINITE_WEIGHTS = {
+    "bfloat16": Allowed(2, 0x7FFF, 0, 0x7F7F),
+    "float16": Allowed(2, 0x7FFF, 0, 0x7BFF),
+    "float32": Allowed(4, 0x7FFFFFFF, 0, 0x7F7F7FFF),  # what is above becomes infinity as it is rounded to BF16
+}
+"""By dtype: weights that are finite once they are rounded to BF16."""
+CODES = {"float8_e4m3fn": Allowed(1, 0x7F, 0, 0x7E), "int8": Allowed(1, -1, -127, 127)}
+"""By dtype: what a quantizer makes; not E4M3's NaN, and no INT8 code beyond those that are symmetric."""
+FINITE_SCALES = Allowed(4, -1, 0, 0x7F7FFFFF)
+"""fp32, as a quantizer makes them: they are not finite where the weights are not."""
+
+
+def scales(largest: float, *, power_of_two: bool) -> Allowed:
+    """fp32 that is normal, positive and not above ``largest``."""
+    smallest = torch.finfo(torch.float32).tiny
+    least, most = np.array([smallest, largest], np.float32).view(np.int32).tolist()
+    return Allowed(4, -1, least, most, 0x7FFFFF if power_of_two else 0)
+
+
+class Numbers(NamedTuple):
+    """Where numbers lie that are looked at."""
+
+    address: int
+    elements: int
+    allowed: Allowed
+
+
+def table_of(numbers: Sequence[Numbers]) -> npt.NDArray[np.int64]:
+    """[N, 7], as ``are_allowed`` takes it: the address, how many there are, and what is allowed."""
+    return np.array([(address, elements, *allowed) for address, elements, allowed in numbers], np.int64).reshape(-1, 7)
+
+
+def are_allowed(table: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Whether all numbers of a table are: bool [] on ``device``, which the current stream computes.
+
+    ``device``: in Triton's interpreter the CPU.
+    """
+    found = torch.zeros(1, dtype=torch.int32, device=device)
+    tiles = _tiles(table)
+    for itemsize, dtype in _TYPES.items():
+        for is_aligned in (True, False):
+            chosen = (tiles[:, 2] == itemsize) & ((tiles[:, 0] % _ALIGNED_BYTES == 0) == is_aligned)
+            if chosen.any():
+                rows = queued_to(device, torch.from_numpy(tiles[chosen]))
+                with on_device(device):
+                    find_others[(len(rows),)](
+                        rows, found, DTYPE=dtype, ALIGNED=is_aligned, TILE=_TILE_BYTES // itemsize
+                    )
+    return found[0] == 0
+
+
+def _tiles(table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    address, count, itemsize = table[:, 0], table[:, 1], table[:, 2]
+    entry, number = numbered(-(-count * itemsize // _TILE_BYTES))
+    tiles = table[entry]
+    tiles[:, 0] = address[entry] + number * _TILE_BYTES
+    per_tile = _TILE_BYTES // itemsize[entry]
+    tiles[:, 1] = np.minimum(per_tile, count[entry] - number * per_tile)
+    return tiles
+
+
+@triton.jit
+def find_others(table, found, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """Set ``found`` int32 [1] to 1 if any number is not allowed. One tile a program; ``table`` as of ``table_of``.
+
+    ``ALIGNED``: every address is a multiple of 16.
+    """
+    entry = table + 7 * tl.program_id(0).to(tl.int64)
+    numbers = tl.load(entry).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        numbers = tl.multiple_of(numbers, 16)
+    count = tl.load(entry + 1)
+    looked_at = tl.load(entry + 3).to(tl.int32)
+    least = tl.load(entry + 4).to(tl.int32)
+    most = tl.load(entry + 5).to(tl.int32)
+    zeros = tl.load(entry + 6).to(tl.int32)
+    element = tl.arange(0, TILE)
+    inside = element < count
+    bits = tl.load(numbers + element, mask=inside, other=0).to(tl.int32)
+    compared = bits & looked_at
+    is_other = inside & ((compared < least) | (compared > most) | ((bits & zeros) != 0))
+    if tl.max(is_other.to(tl.int32), 0) > 0:
+        tl.store(found, 1)

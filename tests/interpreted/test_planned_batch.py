@@ -1,0 +1,241 @@
+"""Batches of which a plan says what a GPU does with them, with tensors of every kind: experts that are stacked, codes
+and scales that come made, other dtypes, places in a file that no kernel writes to."""
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_service.errors import QuantizationError
+from rollout_service.ingest.batch_plan import BatchPlan, BatchPlans, NotPlanned
+from rollout_service.ingest.planned_batch import PlannedBatch
+from rollout_service.model.convert import Converter
+from rollout_service.protocol.experts import ExpertNaming
+from rollout_service.protocol.upload import TrainerRecipe, UploadTensor, placed
+from rollout_service.ring import aligned
+from rollout_service.store.layout import Layout
+from rollout_service.store.manifest import StoredTensor, tensor_digests
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.writer import LogMemory, VersionWriter
+
+E = "model.layers.0.mlp.experts"
+EXPERTS = tuple(f"{E}.{number}.{leaf}_proj.weight" for number in range(3) for leaf in ("gate", "up", "down"))
+RECIPE = TrainerRecipe(
+    weights="fp8_block",
+    quantized=("codes", "odd", "square", "wide", *EXPERTS),
+    keep_float32=("bias",),
+    experts=ExpertNaming(),
+)
+INT8 = RECIPE.model_copy(update={"weights": "int8_channel"})
+POWERS = RECIPE.model_copy(update={"scales": "power_of_two"})
+WEIGHTS = {
+    "norm": torch.randn(7).bfloat16(),
+    "odd": torch.randn(13, 33).bfloat16(),
+    "square": torch.randn(256, 128),
+    "scalar": torch.tensor(2.0),
+    f"{E}.gate_up_proj": torch.randn(3, 256, 128).bfloat16(),
+    f"{E}.down_proj": torch.randn(3, 128, 128).half(),
+    "empty": torch.zeros(0, 4).bfloat16(),
+    "wide": torch.randn(128, 640).bfloat16(),
+    "bias": torch.randn(3).bfloat16(),
+    "embed": torch.randn(90, 64),
+    "last": torch.randn(5).bfloat16(),
+}
+SHAPES: dict[str, tuple[int, ...]] = {
+    name: tuple(tensor.shape) for name, tensor in WEIGHTS.items() if ".experts." not in name
+} | dict.fromkeys(EXPERTS, (128, 128))
+
+
+class TrainersMemory:
+    """In place of a GPU's: batches begin at ``start``."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], start: int) -> None:
+        self.table = tuple(
+            UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        )
+        self.data = torch.zeros(start + sum(aligned(max(t.nbytes, 1)) for t in self.table), dtype=torch.uint8)
+        for (_, offset), tensor in zip(placed(self.table, start), tensors.values(), strict=True):
+            if tensor.nbytes:
+                data = tensor.contiguous().view(-1).view(torch.uint8)
+                self.data[offset : offset + tensor.nbytes] = data
+
+    def copied(self, offset: int, nbytes: int) -> torch.Tensor:
+        """As ``Copies``: at an address as a GPU's memory has them."""
+        room = torch.empty(nbytes + 256, dtype=torch.uint8)
+        copy = room[-room.data_ptr() % 256 :][:nbytes]
+        assert offset + nbytes <= self.data.nbytes
+        return copy.copy_(self.data[offset : offset + nbytes])
+
+
+def writer_at(folder: Path, layout: Layout) -> VersionWriter:
+    folder.mkdir()
+    spare = SpareFiles(folder)
+    spare.begin()
+    return VersionWriter(folder, layout, LogMemory(MappedFiles(), spare))
+
+
+def by_plan(
+    folder: Path, tensors: Mapping[str, torch.Tensor], recipe: TrainerRecipe, start: int = 0
+) -> dict[str, StoredTensor]:
+    converter = Converter(recipe, device="cpu")
+    layout = Layout(converter.slots({name: SHAPES[name] for name in SHAPES}))
+    memory, writer = TrainersMemory(tensors, start), writer_at(folder, layout)
+    turn = threading.Lock()
+    try:
+        plan = BatchPlans(converter, layout.places).of(memory.table)
+        assert plan is not None
+        PlannedBatch(memory.table, plan, memory, start).store(writer, converter, torch.device("cpu"), turn)
+        return {tensor.name: tensor for tensor in writer.finish()}
+    finally:
+        assert not turn.locked()
+        writer.close()
+
+
+def one_by_one(tensors: Mapping[str, torch.Tensor], recipe: TrainerRecipe) -> dict[str, bytes]:
+    made = Converter(recipe, device="cpu").convert(tensors.items())
+    return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in made}
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, POWERS, INT8], ids=["fp8", "powers of two", "int8"])
+@pytest.mark.parametrize("start", [0, 192])
+def test_tensors_of_every_kind_become_what_they_become_one_by_one(
+    tmp_path: Path, recipe: TrainerRecipe, start: int
+) -> None:
+    expected = one_by_one(WEIGHTS, recipe)
+    stored = by_plan(tmp_path / "planned", WEIGHTS, recipe, start)
+    assert stored.keys() == expected.keys()
+    for name, tensor in stored.items():
+        file = (tmp_path / "planned" / tensor.file).read_bytes()
+        assert file[tensor.offset : tensor.offset + tensor.nbytes] == expected[name], name
+        assert (tensor.digest, tensor.chunk_digests) == tensor_digests(memoryview(expected[name]))
+
+
+def test_codes_and_scales_that_come_made_are_stored_as_they_are(tmp_path: Path) -> None:
+    made = dict(Converter(RECIPE, device="cpu").convert(WEIGHTS.items()))
+    expected = one_by_one(WEIGHTS, RECIPE)
+    stored = by_plan(tmp_path / "planned", made, RECIPE)
+    for name, tensor in stored.items():
+        assert (tensor.digest, tensor.chunk_digests) == tensor_digests(memoryview(expected[name]))
+
+
+def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    copy = tensor.clone()
+    if value != value and copy.dtype == torch.float8_e4m3fn:
+        copy.view(torch.uint8).view(-1)[-1] = 0x7F
+    else:
+        copy.view(-1)[-1] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("norm", float("inf")),
+        ("embed", float("nan")),
+        ("square", -3.4e38),  # fp32 that BF16 rounds to infinity
+        ("embed", 3.4e38),
+        (f"{E}.down_proj", float("-inf")),
+        ("last", float("nan")),
+    ],
+)
+def test_a_weight_that_may_not_be_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    monkeypatch.setattr("rollout_service.model.convert.lies_on_gpu", lambda tensor: True)
+    bad = WEIGHTS | {name: changed(WEIGHTS[name], value)}
+    named = f"{E}.2.down_proj.weight" if name == f"{E}.down_proj" else name
+    with pytest.raises(QuantizationError, match=rf"{named}\["):
+        by_plan(tmp_path / "planned", bad, RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "recipe"),
+    [
+        ("odd", float("nan"), RECIPE),
+        ("odd_scale_inv", 0.0, RECIPE),
+        ("odd_scale_inv", -1.0, RECIPE),
+        ("wide_scale_inv", 1e-39, RECIPE),
+        ("wide_scale_inv", 1e36, RECIPE),
+        ("wide_scale_inv", float("nan"), RECIPE),
+        ("wide_scale_inv", 0.75, POWERS),
+        ("odd", -128, INT8),
+        ("odd_scale", float("inf"), INT8),
+    ],
+)
+def test_codes_and_scales_that_may_not_be_are_refused_by_name(
+    tmp_path: Path, name: str, value: float, recipe: TrainerRecipe
+) -> None:
+    made = dict(Converter(recipe, device="cpu").convert(WEIGHTS.items()))
+    with pytest.raises(QuantizationError, match=rf"{name}\["):
+        by_plan(tmp_path / "planned", made | {name: changed(made[name], value)}, recipe)
+
+
+def test_numbers_at_the_edge_of_what_may_be_are_taken(tmp_path: Path) -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    edge = WEIGHTS | {"embed": torch.full((90, 64), largest), "norm": torch.full((7,), -largest).bfloat16()}
+    assert len(by_plan(tmp_path / "planned", edge, RECIPE)) == len(one_by_one(edge, RECIPE))
+    made = dict(Converter(POWERS, device="cpu").convert(edge.items()))
+    smallest = torch.finfo(torch.float32).tiny
+    made["wide_scale_inv"] = torch.tensor([[smallest, 0.5, 1.0, 2.0, 2.0**120]])
+    made["wide"] = torch.full((128, 640), -448.0).to(torch.float8_e4m3fn)
+    assert len(by_plan(tmp_path / "codes", made, POWERS)) == len(made)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        UploadTensor(name="norm", dtype="float8_e4m3fn", shape=(7,)),
+        UploadTensor(name="odd", dtype="int8", shape=(13, 33)),
+        UploadTensor(name="odd", dtype="bfloat16", shape=(429,)),
+        UploadTensor(name="odd_scale_inv", dtype="bfloat16", shape=(1, 1)),
+        UploadTensor(name=f"{E}.down_proj", dtype="bfloat16", shape=(3, 128)),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_or_unusual_is_left_to_who_looks_at_each_tensor(tensor: UploadTensor) -> None:
+    converter = Converter(RECIPE, device="cpu")
+    layout = Layout(converter.slots(SHAPES))
+    with pytest.raises(NotPlanned):
+        BatchPlan([tensor], converter, layout.places)
+    assert BatchPlans(converter, layout.places).of((tensor,)) is None
+
+
+def test_a_plan_is_made_once_for_the_same_tensors_and_anew_for_others() -> None:
+    converter = Converter(RECIPE, device="cpu")
+    layout = Layout(converter.slots(SHAPES))
+    plans = BatchPlans(converter, layout.places)
+    table = TrainersMemory(WEIGHTS, 0).table
+    plan = plans.of(table)
+    assert plan is plans.of(tuple(tensor.model_copy() for tensor in table))
+    as_float = tuple(tensor.model_copy(update={"dtype": "float32"}) for tensor in table)
+    assert plans.of(as_float) is not plan and plans.of(table) is not plan
+
+
+def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_service.ingest.batch_plan._MOST_TENSORS", 3)
+    converter = Converter(RECIPE, device="cpu")
+    plans = BatchPlans(converter, Layout(converter.slots(SHAPES)).places)
+    table = TrainersMemory(WEIGHTS, 0).table
+    first, second = plans.of(table[:2]), plans.of(table[2:4])
+    assert plans.of(table[2:4]) is second and plans.of(table[:2]) is not first
+    assert plans.of(table) is plans.of(table)  # one that is larger than all may be is kept
+
+
+def test_what_is_stored_is_made_side_by_side() -> None:
+    """A few copies bring a batch to the log, and no code is moved before, if files begin matrices at equal distances
+    from where a kernel writes."""
+    shapes = {f"layer.{number}": (128, 512) for number in range(4)} | {"norm": (64,)}
+    converter = Converter(TrainerRecipe(weights="fp8_block", quantized=tuple(shapes)[:4]), device="cpu")
+    layout = Layout(converter.slots(shapes))
+    table = tuple(UploadTensor(name=name, dtype="bfloat16", shape=shape) for name, shape in shapes.items())
+    plan = BatchPlan(table, converter, layout.places)
+    assert len(plan.stretches) == 1 and not len(plan.moved) and len(plan.copied) == 1
+    ((launch, matrices),) = plan.matrices
+    assert launch.whole and len(matrices) == 4
+    header = json.loads(layout.files[0].header[8:])
+    assert plan.stretches[0].nbytes == header["norm"]["data_offsets"][1]
