@@ -11,12 +11,15 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from rollout_service.client._delta_parts import largest_first
+from rollout_service.client._parts import cut_parts
 from rollout_service.client._pieces import CONVERTED_BYTES
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Uploader, announcement
+from rollout_service.client._upload import Cut, Uploader, announcement
 from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
 from rollout_service.memory import memory
 from rollout_service.model.convert import Named
@@ -45,12 +48,12 @@ class Push:
     async def send(
         self,
         announced: Announcement,
-        stream: Iterable[memoryview] | Iterable[torch.Tensor],
+        cut: Cut,
         committed: Callable[[int], None],
     ) -> WeightStatus:
         """Upload and commit; ``committed`` is called with the version's number, also if replicas are late."""
         number, sent = await self.uploader.send_stream(
-            announced, stream, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
+            announced, cut, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
         )
         try:
             status = await self.uploader.commit(number, self.commit.model_copy(update={"upload_digest": sent}))
@@ -158,14 +161,16 @@ class DeltaPushes:
             "the changes since version %s are sent in %d bytes of %d", sent.version, nbytes_of(changes), sent.nbytes
         )
         of_base = announced.model_copy(update={"delta": sent.announced(changes)})
-        stream = [memoryview(changed.encoded) for changed in changes if changed is not None]
+        told = [
+            (changed.encoded, tensor.nbytes) for changed, tensor in zip(changes, sent.table, strict=True) if changed
+        ]
 
         def committed(number: int) -> None:
             sent.note_newer(number, changes)
             self._apply_newer(sent)
 
         try:
-            return await push.send(of_base, stream, committed)
+            return await push.send(of_base, lambda part_bytes, _: largest_first(told, part_bytes), committed)
         except (DeltaBaseGone, InvalidDelta) as error:
             logger.warning("the whole version is sent, because the service does not take its changes: %s", error)
         self._sent = None
@@ -177,11 +182,11 @@ class DeltaPushes:
         push: Push,
         announced: Announcement,
         sent: SentWeights,
-        stream: Iterable[memoryview] | Iterable[torch.Tensor],
+        stream: Iterable[torch.Tensor],
     ) -> WeightStatus:
         """``stream``: the bytes of ``sent``, which is the base of the next push once it is committed."""
 
         def committed(number: int) -> None:
             sent.version, self._sent = number, sent
 
-        return await push.send(announced, stream, committed)
+        return await push.send(announced, partial(cut_parts, stream), committed)

@@ -7,7 +7,7 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -74,6 +74,8 @@ Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
 Shared = Literal["shared_memory", "cuda_ipc"]
 """Transports through memory."""
+Cut = Callable[[int, "list[torch.Tensor]"], Iterator[Part]]
+"""Cuts a stream into parts of so many bytes; the list is ``free`` of ``cut_parts``."""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
@@ -240,28 +242,21 @@ class Uploader:
             if quantize == "trainer":
                 stored = converter.convert(gathering.tensors, to_cpu=False)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
-            return await self.send_stream(
-                announced,
-                bytes_of_each(stored),
-                thread,
-                parallel_parts=parallel_parts,
-                progress=progress,
-                held=source.held,
-            )
+            cut = partial(cut_parts, bytes_of_each(stored), held=source.held)
+            return await self.send_stream(announced, cut, thread, parallel_parts=parallel_parts, progress=progress)
 
     async def send_stream(
         self,
         announced: Announcement,
-        stream: Iterable[torch.Tensor] | Iterable[memoryview],
+        cut: Cut,
         thread: TensorThread,
         *,
         parallel_parts: int,
         progress: Progress | None,
-        held: bool = False,
     ) -> tuple[int, str]:
         """Announce a version and upload what the service lacks of its stream. Returns and raises as ``send_tensors``.
 
-        ``thread``: in which ``stream`` is iterated. ``stream``, ``held``: see ``cut_parts``.
+        ``cut``: makes the parts, in any order. ``thread``: in which they are iterated.
         """
         version = announced.version
         try:
@@ -270,8 +265,7 @@ class Uploader:
             begin = announced.numbered(version)
             listener = await self._listener(plan)
             sender = PartSender(self._http, listener, begin, plan, progress)
-            parts = cut_parts(stream, plan.part_bytes, sender.free, held=held)
-            return version, await sender.send(parts, thread, parallel_parts)
+            return version, await sender.send(cut(plan.part_bytes, sender.free), thread, parallel_parts)
         except QuantizationError as error:
             raise _staged_still(version, error) from error
 
