@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import xxhash
 
-from rollout_service.ingest.sources.source import as_tensor, of_dtype
-from rollout_service.model.convert import BATCH_BYTES
+from rollout_service.ingest.sources.gpu_parts import RegisteredParts
+from rollout_service.ingest.sources.source import as_tensor
+from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
 from rollout_service.threads import STRETCH_BYTES, in_threads
@@ -159,20 +160,17 @@ class PartFiles:
     def _read(
         self, names: Sequence[str], room: Callable[[UploadTensor], memoryview | None], gpu: torch.device | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        places: list[_Place] = []
-        for tensor, offset in map(self._place.__getitem__, names):
-            view, stored = self._view(tensor, offset), room(tensor)
-            # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
-            may = tensor.nbytes <= BATCH_BYTES or (stored is None and len(tensor.shape) == 2)
-            sources = self._registered(tensor, offset) if gpu is not None and may else None
-            places.append(_Place(tensor, offset, view, stored, sources))
+        registered = None if gpu is None else RegisteredParts(self._data, self._part_bytes, gpu)
+        places = [self._place_of(name, room, registered) for name in names]
+        on_gpu: Iterator[Named] = iter(())
+        if registered is not None:
+            on_gpu = registered.read([(place.tensor, place.offset) for place in places if place.is_registered])
         sizes = [_room_for(place.tensor.nbytes) if place.needs_buffer else 0 for place in places]
         buffer, start = self._buffers.take(sum(sizes)), 0
         for place, size in zip(places, sizes, strict=True):
             tensor = place.tensor
-            if place.registered is not None:
-                assert gpu is not None
-                yield tensor.name, of_dtype(_on_gpu(place.registered, gpu), tensor.dtype, tensor.shape)
+            if place.is_registered:
+                yield next(on_gpu)
             elif place.view is not None:
                 yield tensor.name, place.view
             elif place.room is not None:
@@ -184,18 +182,15 @@ class PartFiles:
                 yield tensor.name, self._assembled(tensor, place.offset, room_in_buffer, in_blocks=in_blocks)
             start += size
 
-    def _registered(self, tensor: UploadTensor, offset: int) -> list[torch.Tensor] | None:
-        """Its bytes, uint8 each, one after the other, if all of them are in memory that is registered with a GPU."""
-        sources: list[torch.Tensor] = []
-        for span in self._spans(tensor, offset):
-            data = self._data.get(span.part)
-            if data is None:
-                return None
-            source = torch.frombuffer(data, dtype=torch.uint8, count=span.nbytes, offset=span.first)
-            if not is_registered(source):
-                return None
-            sources.append(source)
-        return sources or None
+    def _place_of(
+        self, name: str, room: Callable[[UploadTensor], memoryview | None], registered: RegisteredParts | None
+    ) -> "_Place":
+        tensor, offset = self._place[name]
+        if registered is not None and tensor.nbytes and registered.hold(tensor, offset):
+            # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
+            if tensor.nbytes <= BATCH_BYTES or (len(tensor.shape) == 2 and room(tensor) is None):
+                return _Place(tensor, offset, None, None, is_registered=True)
+        return _Place(tensor, offset, self._view(tensor, offset), room(tensor), is_registered=False)
 
     def _spans(self, tensor: UploadTensor, offset: int) -> Iterator["_Span"]:
         """The pieces of parts that make up a tensor, in order."""
@@ -257,25 +252,12 @@ class _Place(NamedTuple):
     """In the stream."""
     view: torch.Tensor | None
     room: memoryview | None
-    registered: list[torch.Tensor] | None
+    is_registered: bool
+    """The GPU reads it from its parts."""
 
     @property
     def needs_buffer(self) -> bool:
-        return self.view is None and self.room is None and self.registered is None
-
-
-def is_registered(memory: torch.Tensor) -> bool:
-    """Whether a GPU copies from this memory of the host while nobody waits."""
-    return memory.is_pinned()
-
-
-def _on_gpu(sources: Sequence[torch.Tensor], gpu: torch.device) -> torch.Tensor:
-    """uint8 [bytes of all], queued on the current stream."""
-    target, start = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8, device=gpu), 0
-    for source in sources:
-        target[start : start + source.nbytes].copy_(source, non_blocking=True)
-        start += source.nbytes
-    return target
+        return self.view is None and self.room is None and not self.is_registered
 
 
 class _Copy(NamedTuple):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.ingest.sources import parts
+from rollout_service.ingest.sources import gpu_parts, parts
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.sources.parts import PartFiles
 from rollout_service.protocol.upload import SourceDtype, UploadTensor, num_parts
@@ -319,7 +319,8 @@ class TestParts:
     def test_registered_parts_are_copied_to_the_gpu_unless_a_large_tensor_has_a_room(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(parts, "BATCH_BYTES", 20)
+        for module in (parts, gpu_parts):
+            monkeypatch.setattr(module, "BATCH_BYTES", 20)
         table = (
             UploadTensor(name="within", dtype="float32", shape=(2,)),
             UploadTensor(name="across", dtype="float32", shape=(5,)),
@@ -337,7 +338,7 @@ class TestParts:
         read = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("meta"))
         asked = {name: str(tensor.device) for name, tensor in read(names)}
         assert asked == dict.fromkeys(names, "cpu")  # nothing is registered
-        monkeypatch.setattr(parts, "is_registered", lambda memory: True)
+        monkeypatch.setattr(gpu_parts, "is_registered", lambda memory: True)
         asked = {name: str(tensor.device) for name, tensor in read(names)}
         assert asked == dict.fromkeys(names, "cpu") | dict.fromkeys(("within", "across", "large matrix"), "meta")
         on_cpu = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("cpu"))
