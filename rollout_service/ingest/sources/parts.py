@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rollout_service.ingest.sources.gpu_parts import RegisteredParts
+from rollout_service.ingest.sources.gpu_parts import RegisteredParts, is_registered
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
@@ -108,6 +108,11 @@ class PartFiles:
         """Read a part from its file from now on."""
         self._data[part] = None
 
+    def is_registered(self, part: int) -> bool:
+        """Whether it is in memory that is registered with a GPU."""
+        data = self._data[part]
+        return data is not None and is_registered(torch.frombuffer(data, dtype=torch.uint8))
+
     def left_behind(self) -> Iterator[tuple[int, str, Path]]:
         """Number, digest and file of each part that an earlier process took in and that is still what it was.
 
@@ -125,6 +130,10 @@ class PartFiles:
             else:  # damaged or unreadable, or one was just being replaced by the other
                 for _, path in files:
                     path.unlink()
+
+    def nbytes_of(self, name: str) -> int:
+        """Bytes of one tensor."""
+        return self._place[name][0].nbytes
 
     def parts_of(self, name: str) -> range:
         """The parts that hold bytes of one tensor."""
@@ -186,10 +195,10 @@ class PartFiles:
         self, name: str, room: Callable[[UploadTensor], memoryview | None], registered: RegisteredParts | None
     ) -> "_Place":
         tensor, offset = self._place[name]
-        if registered is not None and tensor.nbytes and registered.hold(tensor, offset):
-            # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
-            if tensor.nbytes <= BATCH_BYTES or (len(tensor.shape) == 2 and room(tensor) is None):
-                return _Place(tensor, offset, None, None, is_registered=True)
+        # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
+        may = tensor.nbytes <= BATCH_BYTES or (len(tensor.shape) == 2 and room(tensor) is None)
+        if may and registered is not None and tensor.nbytes and registered.hold(tensor, offset):
+            return _Place(tensor, offset, None, None, is_registered=True)
         return _Place(tensor, offset, self._view(tensor, offset), room(tensor), is_registered=False)
 
     def _spans(self, tensor: UploadTensor, offset: int) -> Iterator["_Span"]:
