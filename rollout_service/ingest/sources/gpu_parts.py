@@ -6,6 +6,7 @@ calls of torch, after each of which a thread waits for Python's lock while other
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,14 @@ from rollout_service.views import view_at
 
 _ALIGNED_BYTES = 16
 """Each tensor begins at a multiple of them, where kernels read fastest."""
+
+
+class InStream(NamedTuple):
+    """A tensor of an upload, and where its bytes are in the stream."""
+
+    tensor: UploadTensor
+    offset: int
+    nbytes: int
 
 
 def is_registered(memory: torch.Tensor) -> bool:
@@ -43,27 +52,27 @@ class RegisteredParts:
         self._data, self._part_bytes, self._gpu = data, part_bytes, gpu
         self._known: dict[int, torch.Tensor | None] = {}
 
-    def hold(self, tensor: UploadTensor, offset: int) -> bool:
-        """Whether all bytes of a tensor, which begins at ``offset`` in the stream and has some, are in such parts."""
-        last = (offset + tensor.nbytes - 1) // self._part_bytes
-        return all(self._part(part) is not None for part in range(offset // self._part_bytes, last + 1))
+    def hold(self, wanted: InStream) -> bool:
+        """Whether all bytes of a tensor, which has some, are in such parts."""
+        first, last = wanted.offset // self._part_bytes, (wanted.offset + wanted.nbytes - 1) // self._part_bytes
+        return all(self._part(part) is not None for part in range(first, last + 1))
 
-    def read(self, wanted: Sequence[tuple[UploadTensor, int]]) -> Iterator[Named]:
-        """Tensors that these parts ``hold``, with their offsets in the stream: each on the GPU, queued on the current
-        stream, which the parts must outlast.
+    def read(self, wanted: Sequence[InStream]) -> Iterator[Named]:
+        """Tensors that these parts ``hold``: each on the GPU, queued on the current stream, which the parts must
+        outlast.
 
         They are copied ``BATCH_BYTES`` at a time, or one that is larger, when the first of those is asked for.
         """
         for several in _stretches(wanted):
             yield from self._copied(several)
 
-    def _copied(self, several: Sequence[tuple[UploadTensor, int]]) -> Iterator[Named]:
+    def _copied(self, several: Sequence[InStream]) -> Iterator[Named]:
         runs, starts = _laid_out(several)
         memory = torch.empty(aligned(runs[-1].start + runs[-1].nbytes), dtype=torch.uint8, device=self._gpu)
         for run in runs:
             self._copy(run, memory)
         of_dtypes: dict[str, torch.Tensor] = {}
-        for (tensor, _), start in zip(several, starts, strict=True):
+        for (tensor, _, _), start in zip(several, starts, strict=True):
             if (whole := of_dtypes.get(tensor.dtype)) is None:
                 whole = of_dtypes[tensor.dtype] = of_dtype(memory, tensor.dtype, (-1,))
             yield tensor.name, view_at(whole, start // DTYPE_BYTES[tensor.dtype], tensor.shape)
@@ -88,29 +97,29 @@ class RegisteredParts:
         return self._known[part]
 
 
-def _stretches(wanted: Sequence[tuple[UploadTensor, int]]) -> Iterator[Sequence[tuple[UploadTensor, int]]]:
-    several: list[tuple[UploadTensor, int]] = []
+def _stretches(wanted: Sequence[InStream]) -> Iterator[Sequence[InStream]]:
+    several: list[InStream] = []
     nbytes = 0
-    for tensor, offset in wanted:
-        if several and nbytes + tensor.nbytes > BATCH_BYTES:
+    for each in wanted:
+        if several and nbytes + each.nbytes > BATCH_BYTES:
             yield several
             several, nbytes = [], 0
-        several.append((tensor, offset))
-        nbytes += tensor.nbytes
+        several.append(each)
+        nbytes += each.nbytes
     if several:
         yield several
 
 
-def _laid_out(several: Sequence[tuple[UploadTensor, int]]) -> tuple[list[_Run], list[int]]:
+def _laid_out(several: Sequence[InStream]) -> tuple[list[_Run], list[int]]:
     """What is copied, and where in the copy each tensor begins."""
     runs: list[_Run] = []
     starts: list[int] = []
     end, follows = 0, -1
-    for tensor, offset in several:
+    for _, offset, nbytes in several:
         if offset != follows or end % _ALIGNED_BYTES:
             end = aligned(end)
             runs.append(_Run(offset, end))
         starts.append(end)
-        runs[-1].nbytes += tensor.nbytes
-        end, follows = end + tensor.nbytes, offset + tensor.nbytes
+        runs[-1].nbytes += nbytes
+        end, follows = end + nbytes, offset + nbytes
     return runs, starts

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rollout_service.ingest.sources.gpu_parts import RegisteredParts, is_registered
+from rollout_service.ingest.sources.gpu_parts import InStream, RegisteredParts, is_registered
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
@@ -88,7 +88,11 @@ class PartFiles:
     def __init__(self, folder: Path, tensors: tuple[UploadTensor, ...], part_bytes: int) -> None:
         self._folder = folder
         self._part_bytes = part_bytes
-        self._place = {tensor.name: (tensor, offset) for tensor, offset in tensor_offsets(tensors)}
+        self._place = {
+            # to ask for its size each time is a tenth of what reading a tensor takes
+            tensor.name: InStream(tensor, offset, tensor.nbytes)
+            for tensor, offset in tensor_offsets(tensors)
+        }
         self._paths: dict[int, Path] = {}
         self._data: dict[int, memoryview | None] = {}
         self._buffers = ThreadBuffers()
@@ -133,13 +137,13 @@ class PartFiles:
 
     def nbytes_of(self, name: str) -> int:
         """Bytes of one tensor."""
-        return self._place[name][0].nbytes
+        return self._place[name].nbytes
 
     def parts_of(self, name: str) -> range:
         """The parts that hold bytes of one tensor."""
-        tensor, offset = self._place[name]
+        _, offset, nbytes = self._place[name]
         first = offset // self._part_bytes
-        return range(first, max(first, -(-(offset + tensor.nbytes) // self._part_bytes)))
+        return range(first, max(first, -(-(offset + nbytes) // self._part_bytes)))
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each of these tensors, from its parts, which must all be there. Raises OSError.
@@ -173,33 +177,34 @@ class PartFiles:
         places = [self._place_of(name, room, registered) for name in names]
         on_gpu: Iterator[Named] = iter(())
         if registered is not None:
-            on_gpu = registered.read([(place.tensor, place.offset) for place in places if place.is_registered])
-        sizes = [_room_for(place.tensor.nbytes) if place.needs_buffer else 0 for place in places]
+            on_gpu = registered.read([place.wanted for place in places if place.is_registered])
+        sizes = [_room_for(place.wanted.nbytes) if place.needs_buffer else 0 for place in places]
         buffer, start = self._buffers.take(sum(sizes)), 0
         for place, size in zip(places, sizes, strict=True):
-            tensor = place.tensor
+            tensor, offset, _ = place.wanted
             if place.is_registered:
                 yield next(on_gpu)
             elif place.view is not None:
                 yield tensor.name, place.view
             elif place.room is not None:
-                yield tensor.name, self._assembled(tensor, place.offset, place.room, in_blocks=False)
+                yield tensor.name, self._assembled(tensor, offset, place.room, in_blocks=False)
             else:
                 # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
-                in_blocks = self._part_bytes % BLOCK_BYTES == 0 and place.offset % DTYPE_BYTES[tensor.dtype] == 0
+                in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
                 room_in_buffer = buffer[start : start + size]
-                yield tensor.name, self._assembled(tensor, place.offset, room_in_buffer, in_blocks=in_blocks)
+                yield tensor.name, self._assembled(tensor, offset, room_in_buffer, in_blocks=in_blocks)
             start += size
 
     def _place_of(
         self, name: str, room: Callable[[UploadTensor], memoryview | None], registered: RegisteredParts | None
     ) -> "_Place":
-        tensor, offset = self._place[name]
+        wanted = self._place[name]
+        tensor, offset, nbytes = wanted
         # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
-        may = tensor.nbytes <= BATCH_BYTES or (len(tensor.shape) == 2 and room(tensor) is None)
-        if may and registered is not None and tensor.nbytes and registered.hold(tensor, offset):
-            return _Place(tensor, offset, None, None, is_registered=True)
-        return _Place(tensor, offset, self._view(tensor, offset), room(tensor), is_registered=False)
+        may = nbytes <= BATCH_BYTES or (len(tensor.shape) == 2 and room(tensor) is None)
+        if may and registered is not None and nbytes and registered.hold(wanted):
+            return _Place(wanted, None, None, is_registered=True)
+        return _Place(wanted, self._view(tensor, offset), room(tensor), is_registered=False)
 
     def _spans(self, tensor: UploadTensor, offset: int) -> Iterator["_Span"]:
         """The pieces of parts that make up a tensor, in order."""
@@ -256,9 +261,7 @@ class _Span(NamedTuple):
 class _Place(NamedTuple):
     """Where one tensor of a call is read from and to."""
 
-    tensor: UploadTensor
-    offset: int
-    """In the stream."""
+    wanted: InStream
     view: torch.Tensor | None
     room: memoryview | None
     is_registered: bool
