@@ -92,7 +92,7 @@ def cut_parts(
 
     index, filled = 0, 0
     memory: torch.Tensor | None = None
-    used = 0  # of memory
+    begun, used = 0, 0  # of memory: where the copies that are no piece yet begin, and where they end
     pieces: list[torch.Tensor] = []
     devices: set[torch.device] = set()
     for flat in stream:
@@ -100,31 +100,35 @@ def cut_parts(
         while start < count:
             taken = min(count - start, part_bytes - filled)
             if held and isinstance(flat, torch.Tensor) and not from_gpu and taken >= VIEWED_BYTES:
+                pieces += _copied(memory, begun, used)
                 pieces.append(flat[start : start + taken])
+                begun = used
             else:
                 if memory is None:
                     memory = free.pop() if free else host_memory(part_bytes, pinned=from_gpu)
                 room = memory[used : used + taken]
                 if isinstance(flat, torch.Tensor):
                     # torch copies with several threads, and with Python's lock free
-                    room.copy_(flat[start : start + taken], non_blocking=from_gpu)
-                    devices |= {flat.device} if from_gpu else set()
+                    room.copy_(flat if taken == count else flat[start : start + taken], non_blocking=from_gpu)
+                    if from_gpu:
+                        devices.add(flat.device)
                 else:
                     np.copyto(room.numpy(), np.frombuffer(flat, np.uint8)[start : start + taken])
-                if used and pieces[-1].data_ptr() + pieces[-1].nbytes == room.data_ptr():
-                    pieces[-1] = memory[used - pieces[-1].nbytes : used + taken]
-                else:
-                    pieces.append(room)
                 used += taken
             filled, start = filled + taken, start + taken
             if filled == part_bytes:
-                yield Part(index, pieces, memory, map(_recorded, devices))
-                index, memory, filled, used, pieces, devices = index + 1, None, 0, 0, [], set()
+                yield Part(index, [*pieces, *_copied(memory, begun, used)], memory, map(_recorded, devices))
+                index, memory, filled, begun, used, pieces, devices = index + 1, None, 0, 0, 0, [], set()
         if isinstance(flat, torch.Tensor) and from_gpu and not held:
             torch.cuda.current_stream(flat.device).synchronize()
         del flat  # before the next is made
     if filled:
-        yield Part(index, pieces, memory, map(_recorded, devices))
+        yield Part(index, [*pieces, *_copied(memory, begun, used)], memory, map(_recorded, devices))
+
+
+def _copied(memory: torch.Tensor | None, begun: int, used: int) -> list[torch.Tensor]:
+    """What was copied into these bytes of a part's memory, in one piece, if anything was."""
+    return [] if memory is None or begun == used else [memory[begun:used]]
 
 
 def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
@@ -135,7 +139,9 @@ def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch
     import torch
 
     for _, tensor in tensors:
-        yield tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if tensor.requires_grad:  # asked, because to detach is a turn with Python's lock
+            tensor = tensor.detach()
+        yield tensor.contiguous().view(-1).view(torch.uint8)
         del tensor
 
 

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -24,6 +25,9 @@ from rollout_service.store.writer import VersionWriter
 
 if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans
+
+_GPU = torch.device("cuda", 0)
+"""With which a log's memory is registered, if it is with one."""
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
@@ -65,6 +69,8 @@ class Conversion:
         self._version, self._writer, self._converts = version, writer, convert
         self._executor, self._copy = executor, copy
         self._tasks: list[Future[None]] = []
+        self._waiting: deque[Sequence[str]] = deque()
+        """Batches that ``begin_together`` was given, and no thread has begun; a replacement begins another one."""
         self._failure: RolloutServiceError | None = None
         self._failed: dict[str, RolloutServiceError] = {}
         """Tensors that could not be converted as they came, and may come anew."""
@@ -75,7 +81,7 @@ class Conversion:
         self._stored: tuple[StoredTensor, ...] | None = None
         self._turn = threading.Lock()
         """Of threads that only launch and wait: see ``Rooms``."""
-        self.gpu = torch.device("cuda", 0) if writer.are_rooms_registered else None
+        self.gpu = _GPU if writer.are_rooms_registered else None
         """With which the log's memory is registered: in its thread's own stream, tensors are read."""
 
     @property
@@ -133,9 +139,25 @@ class Conversion:
         before: list[Future[None]] = []
         if instead_of is not None:
             before = list(self._tasks)
+            self._waiting = deque()  # tasks that are not waited for take none of what came before
             self._tasks.append(self._executor.submit(_after, before, instead_of))
         for names in batches:
             self._submit(_after, before, self._convert_replaceable, names, read, converted, in_turns)
+
+    def begin_together(
+        self,
+        names: Sequence[str],
+        read: Read,
+        converted: Callable[[Sequence[str]], None],
+        executor: Executor,
+        most: int,
+    ) -> None:
+        """As ``begin_replaceable`` in turns, but a thread of ``executor`` converts up to ``most`` such batches at once.
+
+        They are those that have come by the time that the thread has: a launch, a copy and a wait for all of them.
+        """
+        self._waiting.append(names)
+        self._tasks.append(executor.submit(self._convert_waiting, self._waiting, read, converted, most))
 
     def renumber(self, version: int) -> None:
         """Become another version."""
@@ -216,6 +238,16 @@ class Conversion:
                     self._read |= plan.read_bytes
                     self.quantize_s += queued_s
                     self.store_s += took_s - queued_s
+
+    def _convert_waiting(
+        self, waiting: deque[Sequence[str]], read: Read, converted: Callable[[Sequence[str]], None], most: int
+    ) -> None:
+        names: list[str] = []
+        with suppress(IndexError):  # a thread that began before has taken the rest
+            for _ in range(most):
+                names += waiting.popleft()
+        if names:
+            self._convert_replaceable(names, read, converted, in_turns=True)
 
     def _convert_replaceable(
         self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None], in_turns: bool

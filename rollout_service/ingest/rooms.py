@@ -91,13 +91,15 @@ class Rooms:
         place = self._writer.place(name)
         if (nbytes := tensor.nbytes) != place.nbytes:
             raise ValueError(f"{name} has {nbytes} bytes, its slot {place.nbytes}")
+        if tensor.requires_grad:  # asked, because to detach is a turn with Python's lock
+            tensor = tensor.detach()
         on_gpu = lies_on_gpu(tensor)
         if nbytes and not on_gpu:
-            _copy(self._writer.room(name), _bytes_of(tensor.detach().contiguous()))
+            _copy(self._writer.room(name), _bytes_of(tensor.contiguous()))
         if not nbytes or not (on_gpu or self._gpu):
             self._writer.filled(name)
             return
-        self._held.append(_Held(place, tensor.detach().contiguous() if on_gpu else None))
+        self._held.append(_Held(place, tensor.contiguous() if on_gpu else None))
         self._held_bytes += nbytes
         if self._held_bytes >= _HELD_BYTES:
             self._store()

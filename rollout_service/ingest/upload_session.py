@@ -83,6 +83,7 @@ class UploadSession:
         copy: UnquantizedCopy | None = None,
         memory: LogMemory | None = None,
         delta: DeltaOfVersion | None = None,
+        gpu_executor: Executor | None = None,
     ) -> None:
         """
         Args:
@@ -93,6 +94,7 @@ class UploadSession:
             memory: of a log in memory.
             delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
                 the tensors.
+            gpu_executor: its few threads convert what a GPU reads from its parts; None: ``executor`` does.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
         be read nor removed; every file is closed then.
@@ -116,6 +118,9 @@ class UploadSession:
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
+        reads_on_gpu = delta is None and self._conversion.gpu is not None
+        # who keeps an unquantized copy waits for a disk, for which more threads are better
+        self._gpu_executor = gpu_executor if reads_on_gpu and copy is None else None
         files, gpu = self._parts.files, self._conversion.gpu
         self._read: Read = (
             files.reading(lambda tensor: writer.room_as_stored(tensor.name, tensor.dtype, tensor.shape), gpu)
@@ -278,7 +283,10 @@ class UploadSession:
             )
         arrival = self._parts.add(part, digest, received, uploader, data)
         self._received_at = time.monotonic()
-        self._convert(arrival.whole, arrival.replaced)
+        if self._gpu_executor is None or arrival.replaced is not None or not self._parts.files.is_registered(part):
+            self._convert(arrival.whole, arrival.replaced)
+        else:
+            self._convert_together(arrival.whole, self._gpu_executor)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
         """Whether what is there came from another than the uploader that began, and that one is sending now."""
@@ -362,6 +370,15 @@ class UploadSession:
         self._conversion.begin_replaceable(
             batches if names else [], self._read, self._parts.converted, instead_of, in_turns=in_turns
         )
+
+    def _convert_together(self, names: list[str], executor: Executor) -> None:
+        """Convert tensors that a GPU reads from their parts together with those of others, but for large ones, which
+        other threads would wait for."""
+        nbytes_of = self._parts.files.nbytes_of
+        if small := [name for name in names if nbytes_of(name) <= BATCH_BYTES]:
+            most = max(1, BATCH_BYTES // self.part_bytes)
+            self._conversion.begin_together(small, self._read, self._parts.converted, executor, most)
+        self._convert([name for name in names if nbytes_of(name) > BATCH_BYTES])
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; once is enough, and again does no harm.

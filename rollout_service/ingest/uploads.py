@@ -24,7 +24,13 @@ from rollout_service.errors import (
 from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
-from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
+from rollout_service.ingest.sources.shared_memory import (
+    GPU_THREADS,
+    GpuMemory,
+    MappedMemory,
+    SharedBatch,
+    TrainerMemory,
+)
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
@@ -96,6 +102,7 @@ class Uploads:
         self._converter, self._recipe = converter, recipe
         self._served = served or ServedNumbers(log)
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
+        self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-parts")
         self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
@@ -428,6 +435,7 @@ class Uploads:
         for staged in self._staged.values():
             await staged.leave()
         self._executor.shutdown()
+        self._gpu_executor.shutdown()
         if self.memory is not None:
             self.memory.mapped.close()
         self._trainer_memory.close()
@@ -495,6 +503,7 @@ class Uploads:
                 None if self._unquantized is None else self._unquantized.begin(begin.version, table),
                 self.memory,
                 delta,
+                self._gpu_executor,
             )
         except BaseException:
             if delta is not None:

@@ -5,16 +5,17 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.ingest.sources import parts
+from rollout_service.ingest.sources import gpu_parts, parts
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.sources.parts import PartFiles
 from rollout_service.protocol.upload import SourceDtype, UploadTensor, num_parts
@@ -230,6 +231,10 @@ def address_of(memory: memoryview | torch.Tensor) -> int:
     return (torch.frombuffer(memory, dtype=torch.uint8) if isinstance(memory, memoryview) else memory).data_ptr()
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 class TestFolderOfCodes:
     def test_scales_in_bf16_are_listed_and_read_as_float32(self, folder: Path) -> None:
         save_file(CODES, folder / "model.safetensors")
@@ -288,6 +293,27 @@ class TestParts:
             assert read.flatten().view(torch.uint8).numpy().tobytes() == data[offset : offset + tensor.nbytes]
             offset += tensor.nbytes
 
+    @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(TABLES, st.integers(1, 64), st.integers(1, 40), st.randoms(use_true_random=False))
+    def test_a_gpu_reads_the_same_from_registered_parts_at_multiples_of_16_bytes(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, table: tuple[UploadTensor, ...], part_bytes: int,
+        batch_bytes: int, random: Random,
+    ) -> None:  # fmt: skip
+        for module in (parts, gpu_parts):
+            monkeypatch.setattr(module, "is_registered", lambda memory: True)
+            monkeypatch.setattr(module, "BATCH_BYTES", batch_bytes)
+        data = random.randbytes(sum(tensor.nbytes for tensor in table))
+        files = PartFiles(folder, table, part_bytes)
+        for part in range(num_parts(len(data), part_bytes)):
+            take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes], in_memory=True)
+        names = [tensor.name for tensor in table]
+        random.shuffle(names)
+        by_host = {name: (tensor.shape, bytes_of(tensor)) for name, tensor in files.read(names)}
+        on_gpu = dict(files.reading(lambda tensor: None, torch.device("cpu"))(names))
+        assert {name: (tensor.shape, bytes_of(tensor)) for name, tensor in on_gpu.items()} == by_host
+        copied = [tensor for tensor in on_gpu.values() if 0 < tensor.nbytes <= batch_bytes]
+        assert all(address_of(tensor) % 16 == 0 for tensor in copied)
+
     def test_a_part_truncated_on_disk_is_an_error_and_not_zeros(self, folder: Path) -> None:
         files = PartFiles(folder, (UploadTensor(name="t", dtype="float32", shape=(4,)),), part_bytes=8)
         take_in(files, folder, 0, b"\1" * 8)
@@ -319,7 +345,8 @@ class TestParts:
     def test_registered_parts_are_copied_to_the_gpu_unless_a_large_tensor_has_a_room(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(parts, "BATCH_BYTES", 20)
+        for module in (parts, gpu_parts):
+            monkeypatch.setattr(module, "BATCH_BYTES", 20)
         table = (
             UploadTensor(name="within", dtype="float32", shape=(2,)),
             UploadTensor(name="across", dtype="float32", shape=(5,)),
@@ -337,7 +364,7 @@ class TestParts:
         read = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("meta"))
         asked = {name: str(tensor.device) for name, tensor in read(names)}
         assert asked == dict.fromkeys(names, "cpu")  # nothing is registered
-        monkeypatch.setattr(parts, "is_registered", lambda memory: True)
+        monkeypatch.setattr(gpu_parts, "is_registered", lambda memory: True)
         asked = {name: str(tensor.device) for name, tensor in read(names)}
         assert asked == dict.fromkeys(names, "cpu") | dict.fromkeys(("within", "across", "large matrix"), "meta")
         on_cpu = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("cpu"))
