@@ -5,8 +5,9 @@
     python -m benchmarks.gpu_tests --name tests_gpu_nccl tests/gpu/test_weight_transfer.py
     python -m benchmarks.gpu_tests --name tests_gpu_ep tests/gpu/test_expert_parallel.py
     python -m benchmarks.gpu_tests --name tests_gpu_routes tests/gpu/test_routed_experts.py
-    python -m benchmarks.gpu_tests --name tests_gpu_memory tests/gpu/test_soundness.py tests/gpu/test_cuda_ipc.py \
-        tests/gpu/test_digests.py tests/gpu/test_staging.py
+    python -m benchmarks.gpu_tests --name tests_gpu_memory tests/gpu/test_cuda_ipc.py tests/gpu/test_digests.py \
+        tests/gpu/test_staging.py
+    python -m benchmarks.gpu_tests --name tests_gpu_plans tests/gpu/test_soundness.py tests/gpu/test_cuda_ipc.py
     python -m benchmarks.gpu_tests --name tests_gpu_engine tests/gpu/test_engine.py tests/gpu/test_staging.py \
         tests/gpu/test_sleep.py
     python -m benchmarks.gpu_tests --name tests_gpu_fake_quant tests/gpu/test_fake_quant.py
