@@ -6,10 +6,13 @@ dropped meanwhile comes anew from the disk, and a file may be written to.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rollout_service.errors import LogCorrupt
@@ -17,14 +20,25 @@ from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, Chunk, Man
 from rollout_service.store.mapped_files import MappedFiles, close_version_file, open_version_file
 
 
-class Piece(NamedTuple):
-    """Whole chunks that follow one another in a file, and are read at once."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Whole chunks that follow one another in a file, and are read at once.
+
+    Equal to itself alone: what follows from it is kept with it, where versions that lie alike are read one after the
+    other.
+    """
 
     file: str
     offset: int
     """First byte in the file."""
     nbytes: int
     chunks: tuple[tuple[StoredTensor, Chunk], ...]
+
+    @cached_property
+    def runs(self) -> npt.NDArray[np.int64]:
+        """[chunks, 2]: first byte in the piece, and bytes, of each chunk."""
+        runs = [(tensor.offset + chunk.start - self.offset, chunk.nbytes) for tensor, chunk in self.chunks]
+        return np.array(runs, np.int64).reshape(-1, 2)
 
 
 def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Iterator[Piece]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from rollout_service.engine.loading.placement import Move, Placement
@@ -20,7 +21,7 @@ from rollout_service.store.reading import Piece, VersionReader
 from rollout_service.threads import in_threads
 
 if TYPE_CHECKING:
-    from rollout_service.quant.digests import Hashing, Run
+    from rollout_service.quant.digests import Hashing
 
 PASSAGE_BYTES = 32 << 20
 """Of a file, that are copied, hashed and moved at once."""
@@ -100,14 +101,10 @@ def _queue(
     reader: VersionReader, batch: list[Piece], passage: torch.Tensor, placement: Placement, area: torch.Tensor
 ) -> tuple["Hashing", Callable[[int], memoryview]]:
     """What says the digests of a batch once the stream has come so far, and the short chunks that it asks for."""
-    from rollout_service.quant.digests import LEAST_BYTES, Hashing, Run  # needs triton
+    from rollout_service.quant.digests import LEAST_BYTES, Hashing  # needs triton
 
-    address = passage.data_ptr()
-    runs = [
-        [Run(address + tensor.offset + chunk.start - piece.offset, chunk.nbytes) for tensor, chunk in piece.chunks]
-        for piece in batch
-    ]
-    hashing = Hashing(runs, area.device)
+    in_passage = np.array([passage.data_ptr(), 0], np.int64)
+    hashing = Hashing([piece.runs + in_passage for piece in batch], area.device)
     short: dict[int, torch.Tensor] = {}
     """Copies of these chunks, by their numbers in the batch: the host hashes them, and the file may change."""
     first = 0
@@ -117,9 +114,9 @@ def _queue(
         hashing.queue(number)
         for move in placement.moves(piece):
             _move(move, passage, area)
-        shorts = [at for at, run in enumerate(runs[number]) if run.nbytes < LEAST_BYTES]
-        short |= _short_chunks(runs[number], shorts, first, passage)
-        first += len(runs[number])
+        shorts = np.flatnonzero(piece.runs[:, 1] < LEAST_BYTES).tolist()
+        short |= _short_chunks(piece, shorts, first, passage)
+        first += len(piece.runs)
     hashing.collect()
 
     def bytes_of(number: int) -> memoryview:
@@ -129,12 +126,11 @@ def _queue(
     return hashing, bytes_of
 
 
-def _short_chunks(runs: "list[Run]", wanted: list[int], first: int, passage: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Of a piece in its passage, these runs in the host's memory, by their numbers from ``first`` on."""
+def _short_chunks(piece: Piece, wanted: list[int], first: int, passage: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of a piece in its passage, these chunks in the host's memory, by their numbers from ``first`` on."""
     if not wanted:
         return {}
-    starts = [runs[at].address - passage.data_ptr() for at in wanted]
-    sizes = [runs[at].nbytes for at in wanted]
+    starts, sizes = piece.runs[wanted].T.tolist()
     parts = [passage[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
     on_host = queued_to_host(torch.cat(parts)).split(sizes)
     return {first + at: part for at, part in zip(wanted, on_host, strict=True)}

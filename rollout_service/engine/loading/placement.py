@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from rollout_service.protocol.tensors import STORED_DTYPE_BYTES
 from rollout_service.store.manifest import Chunk, Manifest, StoredTensor
@@ -58,6 +59,7 @@ class Placement:
         self.nbytes = 0
         """Size of the area that it takes."""
         self._of_tensor: dict[str, list[Span]] = {}
+        self._moves: WeakKeyDictionary[Piece, list[Move]] = WeakKeyDictionary()
         for span in spans:
             if span not in self.places:
                 self.places[span] = self.nbytes
@@ -84,6 +86,11 @@ class Placement:
 
     def moves(self, piece: Piece) -> list[Move]:
         """What of a piece goes where in the area; runs that follow each other on both sides are one."""
+        if (known := self._moves.get(piece)) is None:
+            known = self._moves[piece] = self._moves_of(piece)
+        return known
+
+    def _moves_of(self, piece: Piece) -> list[Move]:
         moves: list[Move] = []
         for tensor, start, end in _stretches(piece):
             for span in self._of_tensor.get(tensor.name, []):

@@ -11,6 +11,7 @@ The upload must have its tensors at the same places as the version before, which
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from itertools import accumulate, compress
 from pathlib import Path
 
@@ -198,4 +199,4 @@ class _PiecesRead:
                 (tensors[tensor.name], chunk._replace(digest=digests[begin + count].tobytes()))
                 for count, (tensor, chunk) in enumerate(piece.chunks)
             )
-            yield piece._replace(chunks=tuple(chunks))
+            yield replace(piece, chunks=tuple(chunks))

@@ -103,3 +103,12 @@ def test_tensors_are_batched_where_each_is_aligned_for_its_dtype() -> None:
     assert batched == [["a"], ["b", "c", "d"]]
     assert [piece.nbytes for piece in batches(odd, 12)] == [3, 12, 4]
     assert [whole_span(t).nbytes for t in odd] == [3, 8, 4, 4]
+
+
+def test_where_a_piece_goes_is_worked_out_once_in_each_placement() -> None:
+    manifest = version(tensor("a", 700, 0), tensor("b", 900, 700))
+    placement = Placement.whole(manifest)
+    one, again = (list(pieces(placement.chunks(manifest, every=True), 1000)) for _ in range(2))
+    assert [placement.moves(piece) for piece in one] == [placement.moves(piece) for piece in again]
+    assert all(placement.moves(piece) is placement.moves(piece) for piece in one)
+    assert Placement.whole(manifest).moves(one[0]) is not placement.moves(one[0])
