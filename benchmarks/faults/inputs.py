@@ -10,7 +10,7 @@ import xxhash
 from benchmarks.faults.ground import Case, Ground
 from benchmarks.faults.kills import send_half
 from rollout_service.client import RolloutClient
-from rollout_service.client._parts import bytes_of_each, cut_parts
+from rollout_service.client._parts import Part, bytes_of_each, cut_parts
 from rollout_service.client._sent_weights import SentWeights
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.errors import (
@@ -216,19 +216,20 @@ async def corrupted_delta(ground: Ground) -> None:
     for _ in sent.take(old):
         pass
     sent.version = ground.committed
-    changes = sent.changes_to(new)
-    if changes is None:
+    made: list[Part] = []
+    if sent.changes_to(new, made=made.append) is None:
         raise NotRefused("canary weights differ in too much to be a delta")
-    stream = bytearray(b"".join(changed.encoded for changed in changes if changed is not None))
-    stream[len(stream) // 2] ^= 0x10
-    begin = BeginUpload(version=version, tensors=sent.table, delta=sent.announced(changes))
-    plan = await ground.client._uploader.begin(begin)
-    for part in range(plan.num_parts):
-        data = bytes(stream[part * plan.part_bytes :][: plan.part_bytes])
-        await ground.put_part(version, part, data, xxhash.xxh3_128_hexdigest(data))
+    await ground.client._uploader.begin(BeginUpload(version=version, tensors=sent.table, delta=sent.as_base()))
+    damaged = max(made, key=lambda part: part.nbytes)
+    for part in made:
+        data = bytearray(part.data)
+        if part is damaged:
+            data[-len(data) // 4] ^= 0x10  # behind the header
+        await ground.put_part(version, part.index, bytes(data), xxhash.xxh3_128_hexdigest(data))
     with refused(InvalidDelta):
         await ground.client._uploader.commit(version, CommitUpload())
-    ground.note(f"one of {len(stream)} bytes of the changes from version {sent.version} to {version} was wrong")
+    nbytes = sum(part.nbytes for part in made)
+    ground.note(f"one of {nbytes} bytes of the changes from version {sent.version} to {version} was wrong")
     await ground.push(version)
 
 

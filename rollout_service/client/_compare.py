@@ -29,6 +29,8 @@ from rollout_service.client._gpu_compare import Counting, Found, Uploads, counti
 from rollout_service.client._pieces import Batch, Piece
 from rollout_service.gpu_streams import lies_on_gpu, passed, queued_to_host
 from rollout_service.protocol import delta
+from rollout_service.protocol.delta_parts import most_header_bytes
+from rollout_service.protocol.upload import LARGEST_PART_BYTES
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import tensor_digests
 from rollout_service.threads import compute_threads
@@ -101,15 +103,23 @@ class OldBytes(NamedTuple):
     batches: Sequence[Batch]
     """As of ``batches_of``, and the bytes of each, uint8, of which those of its pieces are views:"""
     of_batches: Sequence[torch.Tensor]
+    parts: Sequence[range]
+    """The tensors of each part of a delta, as of ``tensors_of_parts``."""
+
+
+Tell = Callable[[int, Sequence[Changed | None]], None]
+"""Called with a part's number, and what became of each of its tensors."""
 
 
 class Comparison:
     """Of the tensors of a new version with the ``old`` one. A context manager, for one thread."""
 
-    def __init__(self, old: OldBytes, verdicts: Verdicts) -> None:
+    def __init__(self, old: OldBytes, verdicts: Verdicts, tell: Tell) -> None:
         """
         Args:
             verdicts: of the tensors that are added. They are required where a batch is waited for anyhow, and before
+                ``finish`` returns.
+            tell: called by a thread for each part of which all tensors were compared, if it is not too large; before
                 ``finish`` returns.
         """
         self._pieces, self._kept, self._verdicts = old.pieces, old.of_pieces, verdicts
@@ -138,6 +148,13 @@ class Comparison:
         """Tensors that were added and are compared once the last one of their piece is."""
         self.changed_bytes = 0
         """Of what was found so far, encoded."""
+        self.has_too_large_part = False
+        """Whether the service would not take one."""
+        self._parts, self._tell = old.parts, tell
+        self._part_of = {tensor: part for part, tensors in enumerate(old.parts) for tensor in tensors}
+        self._lacking = [sum(tensor in self._ends for tensor in tensors) for tensors in old.parts]
+        """Of each part, tensors that are not compared to their ends."""
+        self._told: list[tuple[range, Future[list[Changed | None]]]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -167,12 +184,39 @@ class Comparison:
         self._compare_on_host()  # a batch that is not complete: whoever finishes does not want the rest
         while self._compared:
             self._take_first()
+        for part, tensors in enumerate(self._parts):
+            if not any(tensor in self._ends for tensor in tensors):
+                self._begin_telling(part)  # nothing of it was compared
         found: dict[int, Changed | None] = {}
-        for tensor, encoded in self._encoded.items():
-            elements = [each for each in self._elements[tensor] if each is not None]
-            all_of_them = tuple(elements) if len(elements) == len(self._elements[tensor]) else None
-            found[tensor] = Changed(encoded, self._digests[tensor](), all_of_them) if encoded else None
-        return found
+        for tensors, told in self._told:
+            found |= zip(tensors, told.result(), strict=True)
+        return found | {tensor: self._found(tensor)() for tensor in self._encoded if tensor not in found}
+
+    def _begin_telling(self, part: int) -> None:
+        tensors = self._parts[part]
+        found = [self._found(tensor) for tensor in tensors]
+        nbytes = sum(len(self._encoded.get(tensor, b"")) for tensor in tensors)
+        if nbytes + most_header_bytes(len(tensors)) > LARGEST_PART_BYTES:
+            self.has_too_large_part = True
+            return
+
+        def tell() -> list[Changed | None]:
+            changes = [each() for each in found]
+            self._tell(part, changes)
+            return changes
+
+        # after the threads' earlier work, of which some makes the digests
+        self._told.append((tensors, self._pool.submit(tell)))
+
+    def _found(self, tensor: int) -> Callable[[], Changed | None]:
+        """What became of a tensor that was compared, or has no byte; waits for its digest when it is called."""
+        encoded = self._encoded.get(tensor)
+        if not encoded:
+            return lambda: None
+        elements = [each for each in self._elements[tensor] if each is not None]
+        all_of_them = tuple(elements) if len(elements) == len(self._elements[tensor]) else None
+        digest = self._digests[tensor]
+        return lambda: Changed(encoded, digest(), all_of_them)
 
     def _begin(self, index: int) -> None:
         piece = self._pieces[index]
@@ -287,12 +331,19 @@ class Comparison:
         self._at_once -= nbytes
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
-            if span.part.stop == self._ends[span.tensor]:  # now, while a GPU has work
-                self._encoded[span.tensor] = delta.joined(self._segments.pop(span.tensor))
             self.changed_bytes += sum(map(len, change.segments))
             self._elements[span.tensor].append(self._if_few(change.elements))
             if change.digest is not None:
                 self._digests[span.tensor] = partial(str, change.digest)
+            if span.part.stop == self._ends[span.tensor]:  # now, while a GPU has work
+                self._end_tensor(span.tensor)
+
+    def _end_tensor(self, tensor: int) -> None:
+        self._encoded[tensor] = delta.joined(self._segments.pop(tensor))
+        part = self._part_of[tensor]
+        self._lacking[part] -= 1
+        if not self._lacking[part]:
+            self._begin_telling(part)
 
     def _if_few(self, elements: Elements | None) -> Elements | None:
         if elements is None or self._elements_bytes + elements.nbytes > self._most_elements_bytes:

@@ -14,13 +14,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollout_service.client._delta_parts import largest_first
+import httpx
+
+from rollout_service.client._delta_parts import PartsAsMade
 from rollout_service.client._parts import cut_parts
 from rollout_service.client._pieces import CONVERTED_BYTES
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Cut, Uploader, announcement
-from rollout_service.errors import CommitTimeout, DeltaBaseGone, InvalidDelta
+from rollout_service.client._upload import Cut, PartSender, Uploader, announcement, staged_still
+from rollout_service.errors import (
+    CommitTimeout,
+    DeltaBaseGone,
+    InvalidDelta,
+    NotFound,
+    QuantizationError,
+    RolloutServiceError,
+)
 from rollout_service.memory import memory
 from rollout_service.model.convert import Named
 from rollout_service.protocol import delta_planes
@@ -33,6 +42,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("rollout_service.client")
+
+
+_ALL_IS_SENT = "the whole version is sent, because the service does not take its changes: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +63,17 @@ class Push:
         cut: Cut,
         committed: Callable[[int], None],
     ) -> WeightStatus:
-        """Upload and commit; ``committed`` is called with the version's number, also if replicas are late."""
+        """Upload and commit. ``committed``: see ``commit_sent``."""
         number, sent = await self.uploader.send_stream(
             announced, cut, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
         )
+        return await self.commit_sent(number, sent, committed)
+
+    async def commit_sent(self, number: int, sent: str, committed: Callable[[int], None]) -> WeightStatus:
+        """Commit what was uploaded and hashes to ``sent``.
+
+        ``committed`` is called with the version's number, also if replicas are late.
+        """
         try:
             status = await self.uploader.commit(number, self.commit.model_copy(update={"upload_digest": sent}))
         except CommitTimeout:
@@ -109,12 +128,21 @@ class DeltaPushes:
                 stored = converter.convert(tensors, to_cpu=False)
                 await push.thread.call(delta_planes.prepare)
                 return await self._push_whole(push, announced, sent, sent.take(stored))
+            self._sent = sent  # as it was, until something of it is changed
+            of_base = announced.model_copy(update={"delta": sent.as_base()})
+            try:
+                sender = await push.uploader.open(of_base, push.progress)
+            except DeltaBaseGone as error:
+                logger.warning(_ALL_IS_SENT, error)
+                self._sent = None
+                return await self._push_whole(
+                    push, announced, sent, sent.take(converter.convert(tensors, to_cpu=False))
+                )
+            self._sent = None
             verdicts = Verdicts()
             stored = converter.convert(tensors, to_cpu=False, verdicts=verdicts)
-            changes = await self._compared(push, sent, stored, verdicts)
-            if changes is not None and (status := await self._push_changes(push, announced, sent, changes)):
-                return status
-            return await self._push_whole(push, announced, sent, sent.stream())
+            status = await self._push_changes(push, sender, sent, stored, verdicts)
+            return status or await self._push_whole(push, announced, sent, sent.stream())
 
     async def settled(self) -> None:
         """Wait until nothing changes what is kept. Who is cancelled leaves it to whoever asks next."""
@@ -133,16 +161,60 @@ class DeltaPushes:
         self._applying = thread.submit(sent.apply_newer)
         thread.shutdown(wait=False)  # it ends with this work
 
+    async def _push_changes(
+        self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], verdicts: Verdicts
+    ) -> WeightStatus | None:
+        """Send what ``stored`` changes while it is compared, and commit.
+
+        None if it is not sent as a delta: ``sent`` are the new weights then, and no version.
+        """
+        parts = PartsAsMade()
+        sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
+        changes = await self._compared(
+            push, sender, sent, sending, partial(sent.changes_to, stored, verdicts, parts.add)
+        )
+        if changes is None:
+            return None
+        parts.end()
+        self._sent = sent  # as it was, until another push is begun
+
+        def committed(number: int) -> None:
+            sent.note_newer(number, changes)
+            self._apply_newer(sent)
+
+        try:
+            return await push.commit_sent(sender.version, await sending, committed)
+        except (DeltaBaseGone, InvalidDelta) as error:
+            logger.warning(_ALL_IS_SENT, error)
+        self._sent = None
+        await _discard(push, sender)
+        await push.thread.call(sent.change, changes)
+        return None
+
     async def _compared(
-        self, push: Push, sent: SentWeights, stored: Iterable[Named], verdicts: Verdicts
+        self,
+        push: Push,
+        sender: PartSender,
+        sent: SentWeights,
+        sending: asyncio.Task[str],
+        compare: Callable[[], Changes | None],
     ) -> Changes | None:
-        """See ``SentWeights.changes_to``. Weights that cannot be compared, such as NaN, leave ``sent`` what it was."""
+        """See ``SentWeights.changes_to``. If there are none to be sent, nothing of them stays with the service.
+
+        Weights that cannot be compared, such as NaN, leave ``sent`` what it was.
+        """
         base = sent.version
         try:
-            changes = await push.thread.call(sent.changes_to, stored, verdicts)
-        except Exception:
+            changes = await push.thread.call(compare)
+        except asyncio.CancelledError:
+            await _stopped(sending)
+            raise
+        except Exception as error:
             if sent.version is not None:
                 self._sent = sent
+            await _stopped(sending)
+            if not await _discard(push, sender) and isinstance(error, QuantizationError):
+                raise staged_still(sender.version, error) from error
             raise
         if changes is None:
             self._too_large = True
@@ -150,32 +222,11 @@ class DeltaPushes:
                 "since version %s more than %g of all bytes have changed: the whole version is sent",
                 base, LARGEST_SHARE,
             )  # fmt: skip
+            await _stopped(sending)
+            await _discard(push, sender)
+            return None
+        logger.info("the changes since version %s have %d bytes of %d", base, nbytes_of(changes), sent.nbytes)
         return changes
-
-    async def _push_changes(
-        self, push: Push, announced: Announcement, sent: SentWeights, changes: Changes
-    ) -> WeightStatus | None:
-        """None if the service does not take them: ``sent`` are the new weights then, and no version."""
-        self._sent = sent  # as it was, until another push is begun
-        logger.info(
-            "the changes since version %s are sent in %d bytes of %d", sent.version, nbytes_of(changes), sent.nbytes
-        )
-        of_base = announced.model_copy(update={"delta": sent.announced(changes)})
-        told = [
-            (changed.encoded, tensor.nbytes) for changed, tensor in zip(changes, sent.table, strict=True) if changed
-        ]
-
-        def committed(number: int) -> None:
-            sent.note_newer(number, changes)
-            self._apply_newer(sent)
-
-        try:
-            return await push.send(of_base, lambda part_bytes, _: largest_first(told, part_bytes), committed)
-        except (DeltaBaseGone, InvalidDelta) as error:
-            logger.warning("the whole version is sent, because the service does not take its changes: %s", error)
-        self._sent = None
-        await push.thread.call(sent.change, changes)
-        return None
 
     async def _push_whole(
         self,
@@ -190,3 +241,25 @@ class DeltaPushes:
             sent.version, self._sent = number, sent
 
         return await push.send(announced, partial(cut_parts, stream), committed)
+
+
+async def _stopped(sending: asyncio.Task[str]) -> None:
+    """Send no more; what it raised meanwhile does not matter."""
+    sending.cancel()
+    await asyncio.wait([sending])
+    if not sending.cancelled():
+        sending.exception()
+
+
+async def _discard(push: Push, sender: PartSender) -> bool:
+    """Drop what this push has staged; False if that is not known to be gone, or somebody had sent some of it before."""
+    if not sender.found_nothing:
+        return False
+    try:
+        await push.uploader.discard(sender.version)
+    except NotFound:
+        pass
+    except (httpx.TransportError, RolloutServiceError) as error:
+        logger.warning("version %d stays staged with a part of its changes: %s", sender.version, error)
+        return False
+    return True

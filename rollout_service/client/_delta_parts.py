@@ -1,36 +1,48 @@
-"""The parts of a delta, those of the largest tensors first. The parts of a version itself: ``_parts.py``.
-
-The service makes a tensor once its last part has come: it decodes the changes, brings the tensor to its GPU, and copies
-it back. Of an embedding or a head of a GB that takes as long as ten others take side by side, so whoever is sent last
-should be small. In a table a head is the last tensor.
-"""
+"""The parts of a delta: made by the thread that compares, sent by others. Those of a version itself: ``_parts.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import torch
 
+from rollout_service.client._compare import Changed
 from rollout_service.client._parts import Part
+from rollout_service.protocol.delta_parts import TensorChange, encode_header
 
 
-def largest_first(told: Sequence[tuple[bytes, int]], part_bytes: int) -> Iterator[Part]:
-    """All parts of a delta's stream; those that hold changes of the same largest tensor by their numbers.
+def part_of(index: int, first: int, changes: Sequence[Changed | None], tensor_bytes: int) -> Part:
+    """One part.
 
-    ``told``: of each tensor what is sent of it, at least a byte, and how many bytes the tensor itself has.
+    Args:
+        first: the first of its tensors, by its place in the table.
+        changes: of each of its tensors; None: it is what it was.
+        tensor_bytes: that its tensors have.
     """
-    held: dict[int, list[tuple[bytes, int, int]]] = {}
-    largest: dict[int, int] = {}
-    ends = accumulate(len(encoded) for encoded, _ in told)
-    for (encoded, tensor_bytes), end in zip(told, ends, strict=True):
-        start = end - len(encoded)
-        for index in range(start // part_bytes, -(-end // part_bytes)):
-            first, last = max(start, index * part_bytes), min(end, (index + 1) * part_bytes)
-            held.setdefault(index, []).append((encoded, first - start, last - first))
-            largest[index] = max(largest.get(index, 0), tensor_bytes)
-    for index in sorted(held, key=lambda index: (-largest[index], index)):
-        # numpy copies with Python's lock free
-        pieces = [np.frombuffer(encoded, np.uint8, count, first) for encoded, first, count in held[index]]
-        yield Part(index, [torch.from_numpy(np.concatenate(pieces))], None)
+    told = [None if each is None else TensorChange(len(each.encoded), each.digest) for each in changes]
+    pieces = [encode_header(first, told), *(each.encoded for each in changes if each is not None)]
+    # numpy copies with Python's lock free
+    whole = np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces])
+    return Part(index, [torch.from_numpy(whole)], None, counts=tensor_bytes)
+
+
+class PartsAsMade:
+    """Parts on their way from the threads that make them to the event loop that has made this object."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._parts: asyncio.Queue[Part | None] = asyncio.Queue()
+
+    def add(self, part: Part) -> None:
+        """The next one. From any thread."""
+        self._loop.call_soon_threadsafe(self._parts.put_nowait, part)
+
+    def end(self) -> None:
+        """There are no more. From any thread, after the last part was added."""
+        self._loop.call_soon_threadsafe(self._parts.put_nowait, None)
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        while (part := await self._parts.get()) is not None:
+            yield part

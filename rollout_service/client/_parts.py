@@ -27,7 +27,7 @@ VIEWED_BYTES = 1 << 20
 
 
 class Part:
-    """Bytes ``[index * part_bytes, ...)`` of the stream."""
+    """Bytes ``[index * part_bytes, ...)`` of the stream, or a part of a delta."""
 
     def __init__(
         self,
@@ -35,14 +35,17 @@ class Part:
         tensors: Sequence[torch.Tensor],
         memory: torch.Tensor | None,
         copies: Iterable[torch.cuda.Event] = (),
+        counts: int | None = None,
     ) -> None:
         """
         Args:
             tensors: the part's bytes, uint8 [N] each on the CPU, one after the other.
             memory: uint8 [part_bytes], of which some of them are slices; None: they are all of somebody else's memory.
             copies: from GPUs, that may be under way still.
+            counts: bytes of the tensors that it is about; None: it holds them.
         """
         self.index, self.memory, self.nbytes = index, memory, sum(tensor.nbytes for tensor in tensors)
+        self.counts = self.nbytes if counts is None else counts
         self._tensors, self._copies = tuple(tensors), tuple(copies)
 
     @cached_property

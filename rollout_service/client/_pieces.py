@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rollout_service.protocol.delta import SEGMENT_BYTES
+from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
 PIECE_BYTES = 2 * SEGMENT_BYTES
@@ -61,21 +62,26 @@ class Batch(NamedTuple):
 
 
 def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
-    """All tensors, in the order in which the last tensor of each piece comes. Tensors without a byte are in none."""
+    """All tensors, in the order in which the last tensor of each piece comes. Tensors without a byte are in none.
+
+    No piece has tensors of two parts of a delta: a part is sent once all of its tensors are compared.
+    """
     found: list[Piece] = []
-    open_: dict[int, list[Span]] = {}
-    for number, tensor in enumerate(table):
-        if tensor.nbytes > PIECE_BYTES:
-            found += _cut(number, tensor)
-        elif tensor.nbytes:
-            itemsize = DTYPE_BYTES[tensor.dtype]
-            spans = open_.setdefault(itemsize, [])
-            if spans and spans[-1].place.stop + tensor.nbytes > PIECE_BYTES:
-                found.append(_joined(itemsize, spans))
-                spans = open_[itemsize] = []
-            start = spans[-1].place.stop if spans else 0
-            spans.append(Span(number, slice(0, tensor.nbytes), slice(start, start + tensor.nbytes)))
-    found += [_joined(itemsize, spans) for itemsize, spans in open_.items() if spans]
+    for tensors in tensors_of_parts([tensor.nbytes for tensor in table]):
+        open_: dict[int, list[Span]] = {}
+        for number in tensors:
+            tensor = table[number]
+            if tensor.nbytes > PIECE_BYTES:
+                found += _cut(number, tensor)
+            elif tensor.nbytes:
+                itemsize = DTYPE_BYTES[tensor.dtype]
+                spans = open_.setdefault(itemsize, [])
+                if spans and spans[-1].place.stop + tensor.nbytes > PIECE_BYTES:
+                    found.append(_joined(itemsize, spans))
+                    spans = open_[itemsize] = []
+                start = spans[-1].place.stop if spans else 0
+                spans.append(Span(number, slice(0, tensor.nbytes), slice(start, start + tensor.nbytes)))
+        found += [_joined(itemsize, spans) for itemsize, spans in open_.items() if spans]
     return sorted(found, key=lambda piece: piece.last)
 
 

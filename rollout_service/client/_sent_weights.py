@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from rollout_service.client._compare import Changed, Comparison, Elements, OldBytes, digest_of, view_of
-from rollout_service.client._parts import host_memory
+from rollout_service.client._delta_parts import part_of
+from rollout_service.client._parts import Part, host_memory
 from rollout_service.client._pieces import Span, batches_of, pieces_of
 from rollout_service.model.convert import Named
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
-from rollout_service.protocol.upload import DTYPE_BYTES, Delta, TensorChange, UploadTensor, base_digest
+from rollout_service.protocol.delta_parts import tensors_of_parts
+from rollout_service.protocol.upload import DTYPE_BYTES, Delta, UploadTensor, base_digest
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.threads import in_threads
 from rollout_service.views import bytes_of
@@ -76,6 +78,7 @@ class SentWeights:
             for span in piece.spans:
                 self._spans[span.tensor].append((index, span))
         self._digests = [""] * len(table)
+        self._parts = tensors_of_parts([tensor.nbytes for tensor in table])
 
     @property
     def nbytes(self) -> int:
@@ -99,14 +102,29 @@ class SentWeights:
         for number in range(len(self.table)):
             yield from self._bytes_of(number)
 
-    def changes_to(self, stored: Iterable[Named], verdicts: Verdicts | None = None) -> Changes | None:
+    def changes_to(
+        self,
+        stored: Iterable[Named],
+        verdicts: Verdicts | None = None,
+        made: Callable[[Part], None] | None = None,
+    ) -> Changes | None:
         """What makes these tensors ``stored``, which has the same names, dtypes and shapes in the same order.
 
-        None if it has more than ``LARGEST_SHARE`` of their bytes: these are ``stored`` then, and no version.
+        None if it has more than ``LARGEST_SHARE`` of their bytes, or a part would be too large: these are ``stored``
+        then, and no version.
 
         ``verdicts``: that ``stored`` asks, as ``Converter.convert`` does. What is told of their numbers is required
         before this returns, for tensors that are compared also before anything here is changed.
+
+        ``made``: called by threads with the parts of the delta, each as soon as its tensors are compared.
         """
+
+        def tell(part: int, changes: Sequence[Changed | None]) -> None:
+            if made is not None:
+                tensors = self._parts[part]
+                nbytes = sum(self.table[number].nbytes for number in tensors)
+                made(part_of(part, tensors.start, changes, nbytes))
+
         verdicts = verdicts or Verdicts()
         most_bytes = LARGEST_SHARE * self.nbytes
         coming = enumerate(stored)
@@ -115,16 +133,17 @@ class SentWeights:
             [each for each in self._kept if each is not None],
             self._batches,
             [each for each in self._of_batches if each is not None],
+            self._parts,
         )
-        with Comparison(old, verdicts) as comparison:
+        with Comparison(old, verdicts, tell) as comparison:
             for number, (_, tensor) in coming:
                 comparison.add(number, tensor)
                 del tensor
-                if comparison.changed_bytes > most_bytes:
+                if comparison.changed_bytes > most_bytes or comparison.has_too_large_part:
                     break
             found = comparison.finish()
         changes = [found.get(number) for number in range(len(self.table))]
-        if nbytes_of(changes) <= most_bytes:
+        if nbytes_of(changes) <= most_bytes and not comparison.has_too_large_part:
             return changes
         self.change(changes)
         for number, tensor in comparison.waiting.items():
@@ -136,14 +155,10 @@ class SentWeights:
         verdicts.require()
         return None
 
-    def announced(self, changes: Changes) -> Delta:
-        """``changes`` of this version, as they are announced."""
+    def as_base(self) -> Delta:
+        """The announcement of a delta of this version."""
         assert self.version is not None, "of a version that is not committed there is no delta"
-        return Delta(
-            base=self.version,
-            base_digest=base_digest(self._digests),
-            changes=tuple(_announced(changed) for changed in changes),
-        )
+        return Delta(base=self.version, base_digest=base_digest(self._digests))
 
     def change(self, changes: Changes) -> None:
         """Become what ``changes`` make of these tensors; it is no version yet."""
@@ -285,7 +300,3 @@ def _place_of(span: Span, segment: delta.Segment) -> slice:
 def _digests_after(digests: list[str], changes: Changes) -> list[str]:
     """Of each tensor, as ``StoredTensor.digest``."""
     return [old if changed is None else changed.digest for old, changed in zip(digests, changes, strict=True)]
-
-
-def _announced(changed: Changed | None) -> TensorChange | None:
-    return None if changed is None else TensorChange(nbytes=len(changed.encoded), digest=changed.digest)

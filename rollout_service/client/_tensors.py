@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
-"""Called with the bytes that the service has, and those of all, after each part."""
+"""Called with the bytes that the service has, and those of all, after each part. Of a delta, bytes of tensors of which
+it knows what has changed."""
 
 
 class TensorSource:

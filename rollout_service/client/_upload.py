@@ -7,7 +7,7 @@ import hmac
 import logging
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -45,7 +45,6 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
     listener_proof,
-    num_parts,
     upload_digest,
     with_kv_scales,
 )
@@ -233,7 +232,7 @@ class Uploader:
                         verdicts=verdicts,
                     )
                 except QuantizationError as error:
-                    raise _staged_still(version, error) from error
+                    raise staged_still(version, error) from error
                 if sent is not None:
                     return sent
                 stored = gathering.begin()
@@ -260,14 +259,21 @@ class Uploader:
         """
         version = announced.version
         try:
-            plan = await self.begin(announced)
-            version = plan.version
-            begin = announced.numbered(version)
-            listener = await self._listener(plan)
-            sender = PartSender(self._http, listener, begin, plan, progress)
-            return version, await sender.send(cut(plan.part_bytes, sender.free), thread, parallel_parts)
+            sender = await self.open(announced, progress)
+            version = sender.version
+            parts = _made_in(thread, cut(sender.part_bytes, sender.free))
+            return version, await sender.send(parts, parallel_parts)
         except QuantizationError as error:
-            raise _staged_still(version, error) from error
+            raise staged_still(version, error) from error
+
+    async def open(self, announced: Announcement, progress: Progress | None) -> PartSender:
+        """Announce a version, whose parts are then sent. Raises InvalidManifest, VersionConflict, DeltaBaseGone."""
+        plan = await self.begin(announced)
+        return PartSender(self._http, await self._listener(plan), announced.numbered(plan.version), plan, progress)
+
+    async def discard(self, version: int) -> None:
+        """Drop a staged version. Raises NotFound if it is not staged."""
+        await ControlCalls(self._http).discard(version)
 
     async def _listener(self, plan: UploadPlan) -> DirectListener | None:
         """The ingest's own address, if it is the service's; None: what it takes goes through the gateway.
@@ -388,14 +394,30 @@ class PartSender:
         self._digests: dict[int, str] = {}
         self._progress = progress
         self._done_bytes = 0
-        if plan.state == "staged" and plan.num_parts != num_parts(begin.nbytes, plan.part_bytes):
+        expected = begin.num_parts(plan.part_bytes)
+        if plan.state == "staged" and plan.num_parts != expected:
             raise RolloutServiceError(
-                f"the service wants {plan.num_parts} parts of {plan.part_bytes} bytes, which is not what "
-                f"{begin.nbytes} bytes make",
+                f"the service wants {plan.num_parts} parts of {plan.part_bytes} bytes, and {begin.nbytes} bytes make "
+                f"{expected}" + ("" if begin.delta is None else " parts of a delta"),
                 {"num_parts": plan.num_parts, "part_bytes": plan.part_bytes, "nbytes": begin.nbytes},
             )
 
-    async def send(self, parts: Iterator[Part], thread: TensorThread, parallel: int) -> str:
+    @property
+    def version(self) -> int:
+        """That was announced."""
+        return self._plan.version
+
+    @property
+    def part_bytes(self) -> int:
+        """Of each part but the last, if it is no delta."""
+        return self._plan.part_bytes
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether the service had nothing of this version when it was announced, so that all of it is the caller's."""
+        return self._plan.state == "staged" and not self._plan.digests
+
+    async def send(self, parts: AsyncIterable[Part], parallel: int) -> str:
         """Upload with at most ``parallel`` requests at once; holds one more part than that.
 
         Returns the digest of the whole upload.
@@ -413,7 +435,7 @@ class PartSender:
 
         try:
             async with raise_first_failure() as group:
-                while (part := await thread.call(next, parts, None)) is not None:
+                async for part in parts:
                     await slots.acquire()
                     group.create_task(upload(part))
         finally:
@@ -453,9 +475,15 @@ class PartSender:
         self._advance(part)
 
     def _advance(self, part: Part) -> None:
-        self._done_bytes += part.nbytes
+        self._done_bytes += part.counts
         if self._progress is not None:
             self._progress(self._done_bytes, self._begin.nbytes)
+
+
+async def _made_in(thread: TensorThread, parts: Iterator[Part]) -> AsyncIterator[Part]:
+    """Each when it is asked for."""
+    while (part := await thread.call(next, parts, None)) is not None:
+        yield part
 
 
 async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat: Repeat) -> None:
@@ -463,7 +491,8 @@ async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat
     await http.send("PUT", url, content=part, headers=headers, repeat=repeat, timeout=http_timeout(PART_READ_S))
 
 
-def _staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
+def staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
+    """The error of weights that are staged in part, and can be mended."""
     return QuantizationError(
         f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
         f"mend the weights and push it again, or discard({version})",

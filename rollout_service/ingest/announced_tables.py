@@ -7,11 +7,8 @@ with the model, takes a third of a second; to find it here takes none.
 import uuid
 from collections.abc import Sequence
 
-from pydantic import ValidationError
-
 from rollout_service.errors import TableUnknown
 from rollout_service.protocol.upload import Announcement, AnyAnnouncement, UploadTensor
-from rollout_service.web.errors import validation_error
 
 MOST_KEPT = 4
 """Tables; the one that was used least recently makes room. Of one model there are few: what a trainer sends as it has
@@ -28,9 +25,7 @@ class AnnouncedTables:
         """The one that was used last comes last."""
 
     def in_full(self, announced: AnyAnnouncement) -> AnyAnnouncement:
-        """With its tensors, if it names their table. Raises TableUnknown, or InvalidRequest for a delta that does not
-        fit them.
-        """
+        """With its tensors, if it names their table. Raises TableUnknown."""
         if announced.table is None:
             return announced
         table = self._by_name.pop(announced.table, None)
@@ -41,10 +36,7 @@ class AnnouncedTables:
                 {"table": announced.table},
             )
         self._by_name[announced.table] = table
-        try:
-            return announced.with_table(table)
-        except ValidationError as error:
-            raise validation_error("POST /v1/weights", error.errors()) from error
+        return announced.with_table(table)
 
     def keep(self, table: Sequence[UploadTensor]) -> None:
         """Keep a table that fits the model, in place of the one that was used least recently if there are many."""

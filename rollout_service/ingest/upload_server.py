@@ -34,7 +34,9 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.metrics.process import count_part
 from rollout_service.protocol.base import WeightVersion
+from rollout_service.protocol.delta_parts import most_bytes
 from rollout_service.protocol.upload import (
+    LARGEST_PART_BYTES,
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
@@ -149,7 +151,7 @@ class UploadRoutes:
         expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
-        place.require_room_for(request.body.announced or 0)
+        place.announced(request.body.announced)
         if staged is None:
             return self._compare(request.body, place, expected)
         return self._receive(request.body, staged, place, expected, headers.get(UPLOADER_HEADER, ""))
@@ -255,14 +257,38 @@ class Place:
             raise InvalidRequest(f"version {self.version} is read from {record.begin.source}: it takes no parts")
         if not 0 <= part < record.num_parts:
             raise NotFound(f"version {self.version} has parts 0 to {record.num_parts - 1}, not {part}")
-        self.nbytes = part_size(part, record.begin.nbytes, record.part_bytes)
+        self.nbytes = self._most_bytes()
+        """That it has; of a delta that it may have, until its sender has said how many it has."""
+
+    def _most_bytes(self) -> int:
+        begin = self.record.begin
+        if begin.delta is None:
+            return part_size(self.part, begin.nbytes, self.record.part_bytes)
+        parts = begin.delta_parts[self.part : self.part + 1]  # an older service cut what it committed otherwise
+        sizes = [begin.tensors[number].nbytes for tensors in parts for number in tensors]
+        return min(most_bytes(sizes), LARGEST_PART_BYTES)
+
+    def announced(self, nbytes: int | None) -> None:
+        """So many bytes are to come; None: their sender does not say.
+
+        Raises PayloadTooLarge, or InvalidRequest where it has to say.
+        """
+        self.require_room_for(nbytes or 0)
+        if self.record.begin.delta is None:
+            return
+        if not nbytes:
+            raise InvalidRequest(
+                f"part {self.part} of version {self.version} holds changes: say in Content-Length how many bytes it has"
+            )
+        self.nbytes = nbytes
 
     def require_room_for(self, nbytes: int) -> None:
         """Raises PayloadTooLarge for more bytes than the part has."""
         if nbytes > self.nbytes:
             raise PayloadTooLarge(
                 f"part {self.part} of version {self.version} has {self.nbytes} bytes, and more came: cut the stream "
-                "as UploadPlan says",
+                "as UploadPlan says"
+                + ("" if self.record.begin.delta is None else "; a delta that has more is sent as a whole version"),
                 {"limit_bytes": self.nbytes},
             )
 

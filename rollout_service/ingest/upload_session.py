@@ -22,10 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_service.errors import LogCorrupt, NotFound, RolloutServiceError, UploadIncomplete, VersionConflict
+from rollout_service.errors import (
+    InvalidDelta,
+    LogCorrupt,
+    NotFound,
+    RolloutServiceError,
+    UploadIncomplete,
+    VersionConflict,
+)
 from rollout_service.ingest.conversion import Conversion, Read, TiedHead
+from rollout_service.ingest.sources.changes import ReceivedChanges
 from rollout_service.ingest.sources.delta import DeltaOfVersion
-from rollout_service.ingest.sources.parts import ReceivedParts
+from rollout_service.ingest.sources.parts import PartFiles, ReceivedParts
 from rollout_service.ingest.sources.shared_memory import SharedBatch
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.model.convert import BATCH_BYTES, Converter
@@ -35,7 +43,6 @@ from rollout_service.protocol.upload import (
     BeginUpload,
     BroadcastSource,
     SharedMemorySource,
-    part_size,
 )
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
@@ -97,7 +104,7 @@ class UploadSession:
             gpu_executor: its few threads convert what a GPU reads from its parts; None: ``executor`` does.
 
         Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
-        be read nor removed; every file is closed then.
+        be read nor removed, InvalidDelta if it is none of this delta; every file is closed then.
         """
         self._folders, self._memory = (folder, parts_folder(folder)), memory
         stamp = "" if source is None else source.stamp
@@ -116,17 +123,11 @@ class UploadSession:
         """Where parts are received."""
         writer = self._laid_out(layout)
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
-        self._parts = ReceivedParts(self._folders[1], self.begin.stream, self.part_bytes)
         self._delta = delta
         reads_on_gpu = delta is None and self._conversion.gpu is not None
         # who keeps an unquantized copy waits for a disk, for which more threads are better
         self._gpu_executor = gpu_executor if reads_on_gpu and copy is None else None
-        files, gpu = self._parts.files, self._conversion.gpu
-        self._read: Read = (
-            files.reading(lambda tensor: writer.room_as_stored(tensor.name, tensor.dtype, tensor.shape), gpu)
-            if delta is None
-            else delta.reading(files.read, writer.room if writer.has_rooms else None, gpu)
-        )
+        self._parts, self._read = self._reading(writer)
         self.touched_at = time.monotonic()
         """When something last came, on this process's own clock: the wall clock may be set."""
         self.in_log = False
@@ -138,6 +139,17 @@ class UploadSession:
         else:
             for names in spread(list(source.batches(BATCH_BYTES)), io_threads()):
                 self._conversion.begin(names, source.read)
+
+    def _reading(self, writer: VersionWriter) -> tuple[ReceivedParts | ReceivedChanges, Read]:
+        """What parts there are, and what reads tensors from them."""
+        gpu = self._conversion.gpu
+        if self._delta is not None:
+            changes = ReceivedChanges(self._folders[1], self.begin)
+            return changes, self._delta.reading(changes.read, writer.room if writer.has_rooms else None, gpu)
+        parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
+        return parts, parts.files.reading(
+            lambda tensor: writer.room_as_stored(tensor.name, tensor.dtype, tensor.shape), gpu
+        )
 
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
         """The record of the same upload, if an ingest that died left it here; removes everything else."""
@@ -158,7 +170,9 @@ class UploadSession:
     def _laid_out(self, layout: Layout) -> VersionWriter:
         folder, parts = self._folders
         written = sum(path.lstat().st_size for path in parts.glob("part-*"))
-        stored_bytes, part_bytes = layout.nbytes, self.begin.nbytes - written
+        # how much a delta will have nobody knows yet: a part that finds no room is refused
+        part_bytes = self.begin.nbytes - written if self.begin.delta is None else 0
+        stored_bytes = layout.nbytes
         try:
             self.space.make_room(folder, stored_bytes + part_bytes)
             writer = VersionWriter(folder, layout, self._memory)
@@ -184,15 +198,12 @@ class UploadSession:
         """Convert each tensor once its last part is there, together with the others of which that part is the last."""
         if self._parts.empty:
             self._convert(self._parts.empty)
-        if self._delta is not None:
-            for names in spread(list(self._delta.batches(self._delta.unchanged, BATCH_BYTES)), io_threads()):
-                self._conversion.begin(names, self._read)
         try:
             found = [self._folders[1].stat().st_mtime]
-            for number, digest, path in self._parts.files.left_behind():
+            for number, digest, path in self._parts.left_behind():
                 found.append(path.stat().st_mtime)
                 self.accept(number, digest, path)
-        except OSError:
+        except (OSError, InvalidDelta):
             self._phase = Phase.LEFT
             self._conversion.stop_and_wait()
             remove_tree(self._folders[0])
@@ -215,7 +226,7 @@ class UploadSession:
     @property
     def received_bytes(self) -> int:
         """What came: parts, or the tensors of another source."""
-        return self.begin.nbytes if self.begin.source is None else self._conversion.read_bytes
+        return self._parts.nbytes if self.begin.source is None else self._conversion.read_bytes
 
     @property
     def timings(self) -> UploadTimings:
@@ -249,11 +260,13 @@ class UploadSession:
 
     def complete_record(self) -> UploadRecord:
         """What is to be remembered of the upload once every part is there."""
-        return self.record.model_copy(update={"part_digests": tuple(self.digests[i] for i in range(self.num_parts))})
-
-    def part_size(self, part: int) -> int:
-        """Bytes that a part must have."""
-        return part_size(part, self.begin.nbytes, self.part_bytes)
+        digests = self.digests
+        return self.record.model_copy(
+            update={
+                "part_digests": tuple(digests[part] for part in range(self.num_parts)),
+                "delta_bytes": None if self._delta is None else self._parts.nbytes,
+            }
+        )
 
     def incoming_path(self, part: int) -> Path:
         """Where one sender may put a part until it is whole; another file at each call."""
@@ -267,7 +280,8 @@ class UploadSession:
         ``data``: the same bytes in memory, if they are there still.
 
         Of two uploaders at once, the one that began the version has its way. Raises VersionConflict if other bytes
-        came under the same number before, NotFound if the version was discarded while the part was on its way.
+        came under the same number before, NotFound if the version was discarded while the part was on its way,
+        InvalidDelta for one of a delta that cannot be read.
         """
         if self._phase is Phase.LEFT:
             raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
@@ -283,10 +297,11 @@ class UploadSession:
             )
         arrival = self._parts.add(part, digest, received, uploader, data)
         self._received_at = time.monotonic()
-        if self._gpu_executor is None or arrival.replaced is not None or not self._parts.files.is_registered(part):
+        files = self._parts.files if isinstance(self._parts, ReceivedParts) else None
+        if self._gpu_executor is None or files is None or arrival.replaced or not files.is_registered(part):
             self._convert(arrival.whole, arrival.replaced)
         else:
-            self._convert_together(arrival.whole, self._gpu_executor)
+            self._convert_together(files, arrival.whole, self._gpu_executor)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
         """Whether what is there came from another than the uploader that began, and that one is sending now."""
@@ -371,14 +386,13 @@ class UploadSession:
             batches if names else [], self._read, self._parts.converted, instead_of, in_turns=in_turns
         )
 
-    def _convert_together(self, names: list[str], executor: Executor) -> None:
+    def _convert_together(self, files: PartFiles, names: list[str], executor: Executor) -> None:
         """Convert tensors that a GPU reads from their parts together with those of others, but for large ones, which
         other threads would wait for."""
-        nbytes_of = self._parts.files.nbytes_of
-        if small := [name for name in names if nbytes_of(name) <= BATCH_BYTES]:
+        if small := [name for name in names if files.nbytes_of(name) <= BATCH_BYTES]:
             most = max(1, BATCH_BYTES // self.part_bytes)
             self._conversion.begin_together(small, self._read, self._parts.converted, executor, most)
-        self._convert([name for name in names if nbytes_of(name) > BATCH_BYTES])
+        self._convert([name for name in names if files.nbytes_of(name) > BATCH_BYTES])
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; once is enough, and again does no harm.
@@ -425,7 +439,7 @@ class UploadSession:
         if self.num_parts:
             logger.info(
                 "version %d: %d parts of %.1f MB in all received in %.2f s, converted and stored %.2f s after the last",
-                self.begin.version, self.num_parts, self.begin.nbytes / 1e6, self._received_at - self._begun_at,
+                self.begin.version, self.num_parts, self._parts.nbytes / 1e6, self._received_at - self._begun_at,
                 self._stored_at - self._received_at,
             )  # fmt: skip
         self._close_delta()
@@ -463,7 +477,7 @@ class UploadSession:
     def _remove_files(self) -> None:
         folder, parts = self._folders
         remove_tree(folder)
-        self.space.release_all(parts, self.begin.nbytes)
+        self.space.release_all(parts, self._parts.nbytes)
         self._unmap_removed()
         self._conversion.remove_copy()
 

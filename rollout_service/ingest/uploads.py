@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _GRACE = 0.25
 """Share of ``weights.staged_ttl_s`` for which nothing expires after the ingest has started."""
-_DELTA_PARTS, _LEAST_DELTA_PART_BYTES = 16, 1 << 20
 _MOST_DROPPED = 100
 """Versions of which it is remembered why they were dropped."""
 _KEPT_PARTS = "kept-parts"
@@ -497,7 +496,7 @@ class Uploads:
                 self._model,
                 self._converter,
                 self._layout,
-                self._part_bytes(begin),
+                self._config.part_bytes,
                 self._executor,
                 source,
                 self._space,
@@ -520,12 +519,6 @@ class Uploads:
     @cached_property
     def _layout(self) -> Layout:
         return Layout(self._converter.slots(self._model.stored))
-
-    def _part_bytes(self, begin: BeginUpload) -> int:
-        if begin.delta is None:
-            return self._config.part_bytes
-        # a few megabytes say how gigabytes of tensors are made, which begins when the first part has come
-        return min(self._config.part_bytes, max(_LEAST_DELTA_PART_BYTES, -(-begin.nbytes // _DELTA_PARTS)))
 
     def _delta_of(self, begin: BeginUpload) -> DeltaOfVersion:
         mapped = None if self.memory is None else self.memory.mapped
@@ -611,5 +604,5 @@ def _difference(known: BeginUpload, begin: BeginUpload) -> str:
     if known.describes_what(begin.model_copy(update={"kv_scales": known.kv_scales})):
         return "other KV scales"
     if begin.source is None and known.tensors == begin.tensors:
-        return "a delta of other bytes" if known.delta and begin.delta else "tensors where one has a delta"
+        return "a delta of another base" if known.delta and begin.delta else "tensors where one has a delta"
     return "another content" if isinstance(begin.source, ObjectSource) else "another tensor table"

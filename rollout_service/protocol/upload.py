@@ -6,15 +6,16 @@ the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, 
 ``float8_e4m3fn`` or ``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
 
 Or it sends a delta: what has changed since a version that is in the log, ``Announcement.delta``. That version is named
-by its number and by a digest of the tensors in it, and each changed tensor by the digest that it must have afterwards.
-The ingest takes the base from the log, applies the changes (see ``delta``), and stores a whole version: byte for byte,
-and with the same digest, the one that the tensors themselves would have made. Where the log does not hold that base, it
-answers DeltaBaseGone, and the trainer sends all.
+by its number and by a digest of the tensors in it. Each part says which tensors it is about, what has changed in them,
+and what digest each must have afterwards (``delta_parts``): so a delta is announced before the trainer has compared
+anything, and its parts are sent as they are made. The ingest takes the base from the log, applies the changes (see
+``delta``), and stores a whole version: byte for byte, and with the same digest, the one that the tensors themselves
+would have made. Where the log does not hold that base, it answers DeltaBaseGone, and the trainer sends all.
 
-The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them), or the changes of
-those that a delta changes, are one stream, cut into parts of ``part_bytes``; the last part is what is left. Part ``i``
-therefore holds the bytes ``[i * part_bytes, (i + 1) * part_bytes)`` of the stream, and either side can work that out
-from the announcement.
+The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them) are one stream,
+cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` therefore holds the bytes ``[i * part_bytes,
+(i + 1) * part_bytes)`` of the stream, and either side can work that out from the announcement. So it can which tensors
+part ``i`` of a delta is about, and how many parts there are; how many bytes one has its Content-Length says.
 
     GET  /v1/weights/recipe                              -> TrainerRecipe
     POST /v1/weights                        Announcement -> UploadPlan
@@ -63,6 +64,7 @@ import xxhash
 from pydantic import Field, model_validator
 
 from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
+from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.tensors import QuantWeights
@@ -75,13 +77,12 @@ UPLOAD_KEY_HEADER = "X-Upload-Key"
 """``UploadPlan.upload_key``, for the listener at ``UploadPlan.upload_url`` alone."""
 
 LARGEST_PART_BYTES = 256 << 20
-"""More than this no service asks for."""
+"""More than this no service asks for, and no part of a delta has."""
 
 DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 """Dtypes a trainer may send, and their size; those of one byte are codes, which come with their scales."""
 
 SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"]
-_ONE_BYTE: SourceDtype = "float8_e4m3fn"
 
 
 class TrainerRecipe(Frozen):
@@ -199,24 +200,13 @@ def placed(tensors: Iterable[UploadTensor], offset: int) -> Iterator[tuple[Uploa
         offset += aligned(max(tensor.nbytes, 1))
 
 
-class TensorChange(Frozen):
-    """What a delta makes of one tensor."""
-
-    nbytes: int = Field(gt=0)
-    """Size of its changes in the stream."""
-    digest: str = Field(pattern="^[0-9a-f]{32}$")
-    """That of the result, as ``StoredTensor.digest``."""
-
-
 class Delta(Frozen):
-    """The stream holds changes, not tensors."""
+    """The parts hold changes, not tensors: see ``delta_parts.py``."""
 
     base: WeightVersion
     """The version that is changed."""
     base_digest: str
     """``base_digest`` of the announced tensors in that version."""
-    changes: tuple[TensorChange | None, ...]
-    """Of each announced tensor, in their order; None: it is that of the base."""
 
 
 AnyAnnouncement = TypeVar("AnyAnnouncement", bound="Announcement")
@@ -263,21 +253,11 @@ class Announcement(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _delta_of_these_tensors(self) -> Self:
+    def _delta_of_an_older_version(self) -> Self:
         if self.delta is None:
             return self
         if self.source is not None:
             raise ValueError("the changes of a delta come in parts: give tensors, and no source")
-        if self.table is not None:  # checked once the table is known, ``with_table``
-            return self
-        if len(self.delta.changes) != len(self.tensors):
-            raise ValueError(f"delta.changes has {len(self.delta.changes)} entries for {len(self.tensors)} tensors")
-        for tensor, change in zip(self.tensors, self.delta.changes, strict=True):
-            if change is not None and change.nbytes > _most_change_bytes(tensor):
-                raise ValueError(
-                    f"delta.changes of {tensor.name} have {change.nbytes} bytes, more than the tensor itself, which is "
-                    f"{tensor.nbytes}: send it whole"
-                )
         if self.version != NEXT and self.delta.base >= self.version:
             raise ValueError(f"version {self.version} cannot be a delta of version {self.delta.base}: of an older one")
         return self
@@ -288,8 +268,7 @@ class Announcement(Frozen):
         return self.source.tensors if isinstance(self.source, SharedMemorySource) else self.tensors
 
     def with_table(self, tensors: tuple[UploadTensor, ...]) -> Self:
-        """The same with the tensors that ``table`` names. Raises pydantic.ValidationError for a delta that does not
-        fit them."""
+        """The same with the tensors that ``table`` names."""
         return self._with({"table": None}, tensors)
 
     def by_table(self, table: str) -> Self:
@@ -304,15 +283,13 @@ class Announcement(Frozen):
         return self.model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
 
     @functools.cached_property
-    def stream(self) -> tuple[UploadTensor, ...]:
-        """What the stream holds, in order: the tensors, or of each changed one of a delta its changes, as bytes."""
-        if self.delta is None:
-            return self.tensors
-        return tuple(
-            UploadTensor(name=tensor.name, dtype=_ONE_BYTE, shape=(change.nbytes,))
-            for tensor, change in zip(self.tensors, self.delta.changes, strict=True)
-            if change is not None
-        )
+    def delta_parts(self) -> tuple[range, ...]:
+        """Of a delta, the tensors that each part is about, by their places among all."""
+        return tensors_of_parts([tensor.nbytes for tensor in self.tensors])
+
+    def num_parts(self, part_bytes: int) -> int:
+        """Parts of the whole upload. ``part_bytes``: that each has but the last, if it is no delta."""
+        return num_parts(self.nbytes, part_bytes) if self.delta is None else len(self.delta_parts)
 
     @property
     def transport(self) -> str:
@@ -323,8 +300,9 @@ class Announcement(Frozen):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Length of the whole stream. Asked for at each part, and a version of 37 000 tensors may have 500."""
-        return sum(tensor.nbytes for tensor in self.stream)
+        """Of all tensors that come in parts, or of which changes do. Asked for at each part, and a version of 37 000
+        tensors may have 500."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def numbered(self, version: int) -> "BeginUpload":
         """The same, as that version."""
@@ -353,6 +331,7 @@ class UploadPlan(Frozen):
     version: int
     state: Literal["staged", "committed"]
     part_bytes: int
+    """Of each part but the last, if it is no delta."""
     num_parts: int
     missing_parts: tuple[int, ...]
     digests: dict[int, str] = Field(default_factory=dict)
@@ -428,11 +407,6 @@ def listener_proof(key: str, nonce: str) -> str:
 def upload_digest(part_digests: Iterable[str]) -> str:
     """xxh3-128 over the digests of all parts, in order."""
     return xxhash.xxh3_128_hexdigest("".join(part_digests).encode())
-
-
-def _most_change_bytes(tensor: UploadTensor) -> int:
-    # what is larger as changes is written whole, after a byte for each segment
-    return tensor.nbytes + tensor.nbytes // 1024 + 1
 
 
 def base_digest(tensor_digests: Iterable[str]) -> str:

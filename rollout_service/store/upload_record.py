@@ -5,14 +5,15 @@ from a sound one.
 """
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.protocol.base import NEXT, Frozen
-from rollout_service.protocol.upload import BeginUpload, num_parts, upload_digest, with_kv_scales
+from rollout_service.protocol.upload import BeginUpload, upload_digest, with_kv_scales
 from rollout_service.protocol.weights import UploadTimings
 from rollout_service.store.durable_io import read_sealed, write_sealed
 
@@ -26,6 +27,8 @@ class UploadRecord(Frozen):
     part_bytes: int
     part_digests: tuple[str, ...] = ()
     """xxh3-128 of every part, in order; empty while the upload is under way."""
+    delta_bytes: int | None = None
+    """Of all parts of a delta; None: of another upload, or while it is under way."""
     source_stamp: str = ""
     """Names, sizes and times of the files of a source, hashed: tells whether they were touched since. Of objects, the
     digest of what they hold."""
@@ -35,10 +38,30 @@ class UploadRecord(Frozen):
     timings: UploadTimings | None = None
     """None while the upload is under way, and of versions of before they were kept."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_service(cls, record: dict[str, Any]) -> dict[str, Any]:
+        """One that announced with a delta what changes: of a committed version all that is asked of it is kept."""
+        delta = record.get("begin", {}).get("delta") if isinstance(record.get("begin"), dict) else None
+        if not isinstance(delta, dict) or "changes" not in delta:
+            return record
+        if not record.get("manifest_digest"):
+            raise ValueError("its parts are those of a delta as an older service took them: push the version again")
+        sizes = [change["nbytes"] for change in delta["changes"] if change is not None]
+        kept = {name: value for name, value in delta.items() if name != "changes"}
+        return {**record, "begin": {**record["begin"], "delta": kept}, "delta_bytes": sum(sizes)}
+
     @property
     def num_parts(self) -> int:
         """Parts of the whole upload."""
-        return num_parts(self.begin.nbytes, self.part_bytes)
+        return len(self.part_digests) or self.begin.num_parts(self.part_bytes)
+
+    @property
+    def uploaded_bytes(self) -> int | None:
+        """Of all parts, once they are there; None: its tensors came otherwise."""
+        if self.begin.source is not None:
+            return None
+        return self.begin.nbytes if self.begin.delta is None else self.delta_bytes
 
     @property
     def upload_digest(self) -> str:

@@ -38,7 +38,7 @@ class VersionSummary(NamedTuple):
             manifest.label,
             manifest.rollback_of,
             None if begin is None or begin.delta is None else begin.delta.base,
-            None if begin is None or begin.source is not None else begin.nbytes,
+            None if pushed is None else pushed.uploaded_bytes,
             None if pushed is None else pushed.timings,
         )
 

@@ -11,11 +11,12 @@ import torch
 
 from rollout_service.errors import InvalidDelta, QuantizationError
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.changes import Change
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.gpu_changes import Changed, made_on
-from rollout_service.model.convert import Converter, Named
+from rollout_service.model.convert import Converter
 from rollout_service.protocol import delta
-from rollout_service.protocol.upload import BeginUpload, TrainerRecipe
+from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.log import WeightLog
 from rollout_service.store.mapped_files import MappedFiles
@@ -84,18 +85,13 @@ class OnGpu:
         self._log, self._converter, self.old = log, Converter(recipe, device="cpu"), old
         self.in_rooms: set[str] = set()
 
-    def made(self, new: Stored, begin: BeginUpload | None = None, stream: bytes | None = None) -> Stored:
-        """``begin``, ``stream``: instead of those of ``new``. ``in_rooms`` then says what was not left there."""
-        announced, encoded = delta_of(2, 1, self.old, new)
-        begin, stream = begin or announced, stream or encoded
-        came: dict[str, torch.Tensor] = {}
-        start = 0
-        for tensor in begin.stream:
-            came[tensor.name] = torch.frombuffer(bytearray(stream[start : start + tensor.nbytes]), dtype=torch.uint8)
-            start += tensor.nbytes
+    def made(self, new: Stored, **lies: object) -> Stored:
+        """``lies``: fields of the changes that are told otherwise. ``in_rooms`` then says what was not left there."""
+        begin, told = delta_of(2, 1, self.old, new)
+        came = {name: change._replace(**lies) for name, change in told.items()}
 
-        def changes(names: Sequence[str]) -> Iterator[Named]:
-            return ((name, came[name]) for name in names)
+        def changes(names: Sequence[str]) -> Iterator[Change | None]:
+            return map(came.get, names)
 
         mapped = MappedFiles()
         source = DeltaOfVersion(self._log, begin, self._log.manifest(1).recipe, self._converter, mapped)
@@ -167,30 +163,22 @@ def test_what_may_not_be_is_refused_by_its_place(
 def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(on_gpu: OnGpu) -> None:
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM][3] = torch.nan
-    announced, _ = delta_of(2, 1, on_gpu.old, new)
-    assert announced.delta is not None
-    lies = tuple(each and each.model_copy(update={"digest": "ab" * 16}) for each in announced.delta.changes)
-    lie = announced.model_copy(update={"delta": announced.delta.model_copy(update={"changes": lies})})
     with pytest.raises(InvalidDelta, match=f"the changes of {NORM} since version 1 make a tensor that hashes to"):
-        on_gpu.made(new, lie)
+        on_gpu.made(new, digest="ab" * 16)
 
 
 @pytest.mark.parametrize(
-    ("stream", "complaint"),
+    ("encoded", "complaint"),
     [
         (delta.encode_changes(np.array([5000]), np.array([1], np.uint16), 1 << 20), "a change lies outside of its seg"),
         (b"\x07" + bytes(40), "segment 0: it begins with 7"),
     ],
 )
-def test_changes_that_do_not_decode_are_refused_by_name(on_gpu: OnGpu, stream: bytes, complaint: str) -> None:
+def test_changes_that_do_not_decode_are_refused_by_name(on_gpu: OnGpu, encoded: bytes, complaint: str) -> None:
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM].view(torch.int16)[3] ^= 1
-    announced, _ = delta_of(2, 1, on_gpu.old, new)
-    assert announced.delta is not None
-    longer = tuple(each and each.model_copy(update={"nbytes": len(stream)}) for each in announced.delta.changes)
-    lie = announced.model_copy(update={"delta": announced.delta.model_copy(update={"changes": longer})})
     with pytest.raises(InvalidDelta, match=f"the changes of {NORM} since version 1 cannot be decoded: {complaint}"):
-        on_gpu.made(new, lie, stream)
+        on_gpu.made(new, encoded=memoryview(encoded))
 
 
 def test_where_the_gpu_has_no_room_the_host_makes_it(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:

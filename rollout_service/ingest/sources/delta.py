@@ -1,10 +1,12 @@
 """The tensors of a delta: those of its base, copied from the log, with the changes that a trainer has sent.
 
+What has changed in a tensor is known once its part has come (``changes.py``).
+
 Each byte is copied once, changed where it then is, and hashed once, when it is stored; by a GPU, if the ingest has one
-and the log is in memory (``gpu_changes``), and else by threads: the digest that the result must
-have is announced, so the base need not be checked as well. Only if a result has another digest is it looked at, to tell
-whether the base is damaged or the changes are. Whether weights are numbers is asked of the changed elements alone; all
-others were stored, and so were asked, before.
+and the log is in memory (``gpu_changes``), and else by threads: the digest that the result must have comes with the
+changes, so the base need not be checked as well. Only if a result has another digest is it looked at, to tell whether
+the base is damaged or the changes are. Whether weights are numbers is asked of the changed elements alone; all others
+were stored, and so were asked, before.
 """
 
 import logging
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
+from rollout_service.ingest.sources.changes import Change
 from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtype
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
@@ -41,13 +44,18 @@ _CHECK_BYTES = 16 << 20
 _OUTSIDE = "a change lies outside of its segment"
 
 
+class _Known(NamedTuple):
+    announced: UploadTensor
+    stored: StoredTensor
+    """In the base."""
+
+
 class _Tensor(NamedTuple):
     announced: UploadTensor
     stored: StoredTensor
     """In the base."""
     digest: str
     """That it must have in the new version."""
-    changed: bool
 
 
 class _Stretch(NamedTuple):
@@ -95,6 +103,8 @@ class DeltaOfVersion:
         self._buffers = ThreadBuffers()
         self._on_gpu: dict[str, _OnGpu] = {}
         """By name, until ``convert`` has passed it on."""
+        self._digests: dict[str, str] = {}
+        """That tensors must have, as it was told when they were read last."""
         try:
             manifest = log.manifest(self._base)
             if manifest.recipe != recipe:
@@ -105,7 +115,7 @@ class DeltaOfVersion:
         except (NotFound, LogCorrupt, OSError) as error:
             raise self._gone(str(error)) from error
 
-    def _matched(self, begin: BeginUpload, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, _Tensor]]:
+    def _matched(self, begin: BeginUpload, stored: dict[str, StoredTensor]) -> Iterator[tuple[str, _Known]]:
         assert begin.delta is not None
         for tensor in begin.tensors:
             known = stored.get(tensor.name)
@@ -115,19 +125,13 @@ class DeltaOfVersion:
         found = base_digest(stored[tensor.name].digest for tensor in begin.tensors)
         if found != begin.delta.base_digest:
             raise self._gone(f"its tensors hash to {found}, and not to {begin.delta.base_digest} as the delta says")
-        for tensor, change in zip(begin.tensors, begin.delta.changes, strict=True):
-            base = stored[tensor.name]
-            yield tensor.name, _Tensor(tensor, base, change.digest if change else base.digest, change is not None)
+        for tensor in begin.tensors:
+            yield tensor.name, _Known(tensor, stored[tensor.name])
 
     @property
     def base(self) -> int:
         """The version that is changed; the log must keep it until ``close``."""
         return self._base
-
-    @property
-    def unchanged(self) -> list[str]:
-        """Tensors of which nothing comes."""
-        return [name for name, tensor in self._tensors.items() if not tensor.changed]
 
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
         """The names, in lists whose tensors have about ``batch_bytes``: a part of changes may be of many tensors."""
@@ -135,23 +139,24 @@ class DeltaOfVersion:
 
     def reading(
         self,
-        changes: Callable[[Sequence[str]], Iterable[Named]],
+        changes: Callable[[Sequence[str]], Iterable[Change | None]],
         room: Callable[[str], memoryview] | None,
         gpu: torch.device | None = None,
     ) -> Callable[[Sequence[str]], Iterator[Named]]:
         """A function that reads tensors of the new version.
 
         Args:
-            changes: reads what came of changed tensors, as bytes.
+            changes: what came of each of some tensors; None: it has not changed.
             room: where the new version has a tensor of that name, which is then made there; None: it has no memory.
             gpu: on which changed tensors of a log in memory are made, in the current stream; ``convert`` is to be
                 given them. None: they are made on the host.
         """
 
         def read(names: Sequence[str]) -> Iterator[Named]:
-            tensors = [self._tensors[name] for name in names]
-            came = iter(changes([tensor.stored.name for tensor in tensors if tensor.changed]))
-            encoded = [tensor_bytes(next(came)[1]) if tensor.changed else None for tensor in tensors]
+            came = list(changes(names))
+            tensors = [self._told(name, change) for name, change in zip(names, came, strict=True)]
+            encoded = [None if change is None else change.encoded for change in came]
+            del came
             for name in names:
                 self._on_gpu.pop(name, None)  # of an attempt that failed
             # before the first tensor is asked for: threads that take turns with the GPU decode beside each other
@@ -199,13 +204,19 @@ class DeltaOfVersion:
         DeltaBaseGone if the base is damaged there, InvalidDelta if it is not.
         """
         for tensor in tensors:
-            known = self._tensors.get(tensor.name)
-            if known is not None and tensor.digest != known.digest:
-                raise self._other_than_announced(known, tensor.digest)
+            digest = self._digests.get(tensor.name)
+            if digest is not None and tensor.digest != digest:
+                known = self._tensors[tensor.name]
+                raise self._other_than_announced(_Tensor(*known, digest), tensor.digest)
 
     def close(self) -> None:
         """Close the base's files."""
         self._reader.close()
+
+    def _told(self, name: str, change: Change | None) -> _Tensor:
+        known = self._tensors[name]
+        digest = self._digests[name] = known.stored.digest if change is None else change.digest
+        return _Tensor(*known, digest)
 
     def _places(self, tensors: Sequence[_Tensor], room: Callable[[str], memoryview] | None) -> list[memoryview]:
         """Where each of these is made: in its room, or in one buffer, which this thread's next call uses again."""

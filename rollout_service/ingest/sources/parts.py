@@ -15,7 +15,7 @@ import xxhash
 from rollout_service.ingest.sources.gpu_parts import InStream, RegisteredParts, is_registered
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import BATCH_BYTES, Named
-from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, num_parts, tensor_offsets
+from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, tensor_offsets
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
 from rollout_service.threads import STRETCH_BYTES, in_threads
 
@@ -33,13 +33,42 @@ class Arrival:
     """The file of other bytes that was the part until now."""
 
 
+def take_in(folder: Path, part: int, digest: str, received: Path) -> Path:
+    """Make a file one of the parts in ``folder``. Its name has the digest: a restart can check what it finds."""
+    path = folder / f"part-{part:06d}.{digest}"
+    received.replace(path)
+    return path
+
+
+def left_behind(folder: Path) -> Iterator[tuple[int, str, Path]]:
+    """Number, digest and file of each part that an earlier process took in and that is still what it was.
+
+    Others are removed, to be sent again. Raises OSError for one that cannot be.
+    """
+    found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
+    for path in sorted(folder.glob("part-*")):
+        if match := _PART_FILE.fullmatch(path.name):
+            found[int(match[1])].append((match[2], path))
+        else:
+            path.unlink()  # it was on its way
+    for part, files in found.items():
+        if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
+            yield part, *files[0]
+        else:  # damaged or unreadable, or one was just being replaced by the other
+            for _, path in files:
+                path.unlink()
+
+
 class ReceivedParts:
     """The parts of one upload. Lives in the ingest's event loop, but for ``files`` and ``converted``."""
 
     def __init__(self, folder: Path, tensors: tuple[UploadTensor, ...], part_bytes: int) -> None:
+        self._folder = folder
         self.files = PartFiles(folder, tensors, part_bytes)
         """Reads tensors whose parts are all there."""
-        self.missing = set(range(num_parts(sum(tensor.nbytes for tensor in tensors), part_bytes)))
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        """Of all parts."""
+        self.missing = set(range(-(-self.nbytes // part_bytes)))
         """Numbers of the parts that have not come."""
         self.digests: dict[int, str] = {}
         """Of the parts that are there."""
@@ -74,6 +103,10 @@ class ReceivedParts:
                 self._lacking[name] -= 1
         return Arrival([name for name in self._tensors_of[part] if self._lacking[name] == 0], replaced)
 
+    def left_behind(self) -> Iterator[tuple[int, str, Path]]:
+        """See the function."""
+        return left_behind(self._folder)
+
     def converted(self, names: Sequence[str]) -> None:
         """Nobody reads these tensors any more: parts that no other needs leave memory. One call at a time."""
         for part in (part for name in names for part in self.files.parts_of(name)):
@@ -98,13 +131,12 @@ class PartFiles:
         self._buffers = ThreadBuffers()
 
     def add(self, part: int, digest: str, received: Path, data: memoryview | None = None) -> Path | None:
-        """Take in a file as the whole part. Its name keeps the digest, so that a restart can check what it finds.
+        """Take in a file as the whole part.
 
         ``data``: what it holds, to be read instead until ``forget``.
         Returns the file of other bytes that was the part until now.
         """
-        replaced, path = self._paths.get(part), self._folder / f"part-{part:06d}.{digest}"
-        received.replace(path)
+        replaced, path = self._paths.get(part), take_in(self._folder, part, digest, received)
         self._paths[part], self._data[part] = path, data
         return replaced
 
@@ -116,24 +148,6 @@ class PartFiles:
         """Whether it is in memory that is registered with a GPU."""
         data = self._data[part]
         return data is not None and is_registered(torch.frombuffer(data, dtype=torch.uint8))
-
-    def left_behind(self) -> Iterator[tuple[int, str, Path]]:
-        """Number, digest and file of each part that an earlier process took in and that is still what it was.
-
-        Others are removed, to be sent again. Raises OSError for one that cannot be.
-        """
-        found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
-        for path in sorted(self._folder.glob("part-*")):
-            if match := _PART_FILE.fullmatch(path.name):
-                found[int(match[1])].append((match[2], path))
-            else:
-                path.unlink()  # it was on its way
-        for part, files in found.items():
-            if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
-                yield part, *files[0]
-            else:  # damaged or unreadable, or one was just being replaced by the other
-                for _, path in files:
-                    path.unlink()
 
     def nbytes_of(self, name: str) -> int:
         """Bytes of one tensor."""

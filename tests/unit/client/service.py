@@ -33,7 +33,6 @@ from rollout_service.protocol.upload import (
     TrainerRecipe,
     UploadPlan,
     listener_proof,
-    num_parts,
     part_size,
     upload_digest,
 )
@@ -155,7 +154,7 @@ class Service:
         upload.may_be_replaced = announced.version == "next"
         if not upload.begin.describes_what(begin):
             raise VersionConflict(f"version {begin.version} was announced with other tensors")
-        total = num_parts(begin.nbytes, self.part_bytes)
+        total = begin.num_parts(self.part_bytes)
         plan = UploadPlan(
             version=begin.version,
             state=upload.state,
@@ -189,7 +188,7 @@ class Service:
         digest = request.headers[PART_DIGEST_HEADER]
         if xxhash.xxh3_128_hexdigest(data) != digest:
             raise DigestMismatch(f"part {part} does not hash to {digest}")
-        if len(data) != part_size(part, upload.begin.nbytes, self.part_bytes):
+        if upload.begin.delta is None and len(data) != part_size(part, upload.begin.nbytes, self.part_bytes):
             raise DigestMismatch(f"part {part} has {len(data)} bytes")
         if upload.digests.get(part, digest) != digest and not upload.may_be_replaced:
             raise VersionConflict(f"part {part} came with other bytes before")
@@ -201,7 +200,7 @@ class Service:
     async def _commit(self, request: Request) -> Response:
         upload = self._upload(request)
         commit = CommitUpload.model_validate_json(await request.body())
-        if len(upload.parts) < num_parts(upload.begin.nbytes, self.part_bytes):
+        if len(upload.parts) < upload.begin.num_parts(self.part_bytes):
             raise UploadIncomplete(f"version {upload.begin.version} lacks parts")
         if commit.upload_digest not in (None, upload_digest(digest for _, digest in sorted(upload.digests.items()))):
             raise VersionConflict(f"version {upload.begin.version} has other parts")

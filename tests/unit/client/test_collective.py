@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from rollout_service.client import RolloutClient
 from rollout_service.errors import EngineFailed, InvalidManifest
 from rollout_service.model.convert import Converter, tensor_bytes
+from rollout_service.protocol.delta_parts import encode_header
 from rollout_service.protocol.upload import TrainerRecipe
 from tests.unit.client.service import Service
 from tests.unit.client.two_ranks import push_all, whole_tensors
@@ -65,7 +66,8 @@ async def test_two_ranks_gather_and_one_of_them_sends(service: Service, tmp_path
     assert service.uploads[3].stream == stream_of(whole.items())
     for quantized in (6, 8):
         assert service.uploads[quantized].stream == stream_of(Converter(service.recipe).convert(whole.items()))
-    assert service.uploads[9].begin.delta is not None and service.uploads[9].stream == b""
+    nothing = encode_header(0, [None] * len(service.uploads[9].begin.tensors))
+    assert service.uploads[9].begin.delta is not None and service.uploads[9].stream == nothing
     assert 4 not in service.uploads
 
 

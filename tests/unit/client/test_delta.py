@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,14 @@ import torch
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.client._delta import DeltaPushes
 from rollout_service.client._sent_weights import SentWeights
+from rollout_service.client._tensors import describe
 from rollout_service.errors import CommitTimeout, InsufficientStorage, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
 from rollout_service.memory import Memory
 from rollout_service.metrics import process, table
+from rollout_service.protocol import delta_parts
+from rollout_service.protocol.delta_parts import encode_header
 from rollout_service.protocol.upload import CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -30,6 +33,12 @@ from tests.unit.metrics.counts import Counts
 
 Tensors = dict[str, torch.Tensor]
 EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each delta of a small model."""
+    monkeypatch.setattr(delta_parts, "LEAST_TENSOR_BYTES", 10_000)
 
 
 @pytest.fixture
@@ -106,7 +115,8 @@ class TestSameVersion:
                 weights = stepped(weights, version)
                 status = await push(client, version, weights)
                 assert base_of(service, version) == status.delta_of == version - 1
-                assert status.uploaded_bytes == record_of(service, version).begin.nbytes < 0.1 * status.total_bytes
+                assert status.uploaded_bytes == record_of(service, version).delta_bytes
+                assert status.uploaded_bytes < 0.1 * status.total_bytes
             await require_the_same_as_whole(service, 4, weights)
 
     @pytest.mark.parametrize(
@@ -164,11 +174,14 @@ class TestSameVersion:
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, masters)
 
-    async def test_nothing_changed_sends_nothing(
+    async def test_nothing_changed_sends_headers_alone(
         self, service: RealIngest, client: RolloutClient, weights: Tensors
     ) -> None:
         first, second = await push(client, 1, weights), await push(client, 2, weights)
-        assert (base_of(service, 2), record_of(service, 2).num_parts) == (1, 0)
+        assert base_of(service, 2) == 1
+        record = record_of(service, 2)
+        headers = [encode_header(part.start, [None] * len(part)) for part in record.begin.delta_parts]
+        assert second.uploaded_bytes == sum(map(len, headers)) and record.num_parts == len(headers) > 5
         assert first.digest == second.digest
         service.log.verify(service.log.manifest(2))
 
@@ -201,7 +214,7 @@ class TestSameVersion:
         assert stored == dict.fromkeys(sent, status.total_bytes)
         assert sent == {
             "parts": record_of(service, 1).begin.nbytes,
-            "delta": record_of(service, 2).begin.nbytes,
+            "delta": record_of(service, 2).delta_bytes,
             "shared_memory": sum(tensor.nbytes for tensor in weights.values()),
         }
         assert [counts.total(table.VERSIONS_RECEIVED, each) for each in sent] == [1, 1, 1]
@@ -214,7 +227,7 @@ class TestSameVersion:
             client.push_weights(2, weights, transport="delta")
         first, second = threaded_service.uploads[1], threaded_service.uploads[2]
         assert (first.begin.delta, len(first.stream)) == (None, 64 * 64 * 2)
-        assert second.begin.delta is not None and second.begin.delta.base == 1 and 0 < len(second.stream) < 64
+        assert second.begin.delta is not None and second.begin.delta.base == 1 and 0 < len(second.stream) < 128
 
 
 class TestFallsBack:
@@ -283,6 +296,7 @@ class TestFallsBack:
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
+        monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
         await push(client, 1, weights)
         other = {name: tensor * 1.5 for name, tensor in weights.items()}
         await push(client, 2, other)
@@ -290,6 +304,32 @@ class TestFallsBack:
         await push(client, 3, stepped(other, 3))
         assert base_of(service, 3) == 2
         await require_the_same_as_whole(service, 3, stepped(other, 3))
+
+    async def test_a_part_would_be_larger_than_the_service_takes(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await push(client, 1, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout_service.client._compare.LARGEST_PART_BYTES", 1000)
+            await push(client, 2, stepped(weights, 2))
+        await push(client, 3, stepped(weights, 3))
+        assert [base_of(service, version) for version in (2, 3)] == [None, 2]
+        await require_the_same_as_whole(service, 3, stepped(weights, 3))
+
+    async def test_a_part_is_refused(
+        self,
+        service: RealIngest,
+        client: RolloutClient,
+        weights: Tensors,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        await push(client, 1, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout_service.client._delta_parts.encode_header", lambda first, told: bytes(100))
+            await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) is None and "its changes since version 1 cannot be read" in caplog.text
+        await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
     async def test_other_tensors_than_before(self, tied_model: Path, tmp_path: Path) -> None:
         weights = folder_weights(tied_model)
@@ -333,6 +373,71 @@ class TestFailures:
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
+    async def test_nothing_stays_of_a_push_whose_last_tensor_is_no_number(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
+        monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
+        await push(client, 1, weights)
+        last, sent = list(weights)[-1], threading.Event()
+        table = [describe(name, tensor) for name, tensor in weights.items()]
+
+        def broken() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in stepped(weights, 2).items():
+                if name == last:
+                    assert sent.wait(20)
+                    tensor.view(-1)[3] = torch.nan
+                yield name, tensor
+
+        def progress(*_: int) -> None:
+            sent.set()
+
+        with pytest.raises(QuantizationError, match="is nan"):
+            await push(client, 2, broken(), tensor_table=table, progress=progress)
+        assert sent.is_set() and [status.version for status in await client.weights()] == [0, 1]
+        await push(client, 2, stepped(weights, 3))
+        assert base_of(service, 2) == 1
+        await require_the_same_as_whole(service, 2, stepped(weights, 3))
+
+    async def test_what_an_earlier_push_has_sent_is_not_dropped_by_one_that_fails(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await push(client, 1, weights)
+        with monkeypatch.context() as failing:
+            failing.setattr(Ingest, "commit", failing_commit)
+            with pytest.raises(InsufficientStorage):
+                await push(client, 2, stepped(weights, 2))
+        broken = stepped(weights, 2)
+        broken["model.norm.weight"][3] = torch.nan
+        with pytest.raises(QuantizationError, match="Version 2 stays staged with the parts that were sent"):
+            await push(client, 2, broken)
+        assert not (await client.weights(2)).missing_parts
+        await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) == 1
+
+    async def test_tensors_that_end_early_leave_nothing_staged(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        await push(client, 1, weights)
+        table = [describe(name, tensor) for name, tensor in weights.items()]
+        with pytest.raises(ValueError, match="but the tensors ended"):
+            await push(client, 2, iter(list(stepped(weights, 2).items())[:-1]), tensor_table=table)
+        assert [status.version for status in await client.weights()] == [0, 1]
+        await push(client, 2, stepped(weights, 2))
+        assert base_of(service, 2) == 1
+
+    async def test_a_failed_push_of_other_weights_under_the_same_label(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await push(client, 1, weights)
+        with monkeypatch.context() as failing:
+            failing.setattr(Ingest, "commit", failing_commit)
+            with pytest.raises(InsufficientStorage):
+                await push(client, "next", stepped(weights, 2), label="run/2")
+        status = await push(client, "next", stepped(weights, 3), label="run/2")
+        assert (status.version, base_of(service, 2)) == (2, 1)
+        await require_the_same_as_whole(service, 2, stepped(weights, 3))
+
     async def test_a_commit_that_failed_is_repeated_without_sending_anything(
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -341,7 +446,7 @@ class TestFailures:
             failing.setattr(Ingest, "commit", failing_commit)
             with pytest.raises(InsufficientStorage):
                 await push(client, 2, stepped(weights, 2))
-        with pytest.raises(VersionConflict, match="version 2 is staged with a delta of other bytes"):
+        with pytest.raises(VersionConflict, match="part 0 of version 2 was uploaded with other bytes before"):
             await push(client, 2, stepped(weights, 3))
         assert not (await client.weights(2)).missing_parts
         with monkeypatch.context() as nothing_sent:

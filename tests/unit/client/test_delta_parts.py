@@ -1,57 +1,141 @@
-"""The parts of a delta are those of its stream, and what takes the service longest is sent first."""
+"""A delta is sent while it is being found: part by part, each about the tensors that both ends know it to be about."""
 
-import itertools
-import random
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from rollout_service.client import RolloutClient
-from rollout_service.client._delta_parts import largest_first
-from rollout_service.protocol.upload import num_parts, part_size
+from rollout_service.client import RolloutClient, _pieces
+from rollout_service.client._compare import Changed
+from rollout_service.client._delta_parts import part_of
+from rollout_service.client._sent_weights import SentWeights
+from rollout_service.client._tensors import describe
+from rollout_service.protocol import delta_parts
+from rollout_service.protocol.delta_parts import TensorChange, decode_header, encode_header, tensors_of_parts
+from rollout_service.protocol.upload import UploadTensor
 from tests.unit.client.service import Service
 
-
-@pytest.mark.parametrize("part_bytes", [1, 7, 100, 10_000])
-def test_parts_are_those_of_the_stream(part_bytes: int) -> None:
-    chosen = random.Random(0)
-    told = [(chosen.randbytes(chosen.randint(1, 60)), chosen.choice([10, 1000, 3000])) for _ in range(50)]
-    stream = b"".join(encoded for encoded, _ in told)
-    parts = list(largest_first(told, part_bytes))
-    assert sorted(part.index for part in parts) == list(range(num_parts(len(stream), part_bytes)))
-    for part in parts:
-        assert part.nbytes == part_size(part.index, len(stream), part_bytes)
-        assert bytes(part.data) == stream[part.index * part_bytes :][:part_bytes]
+Tensors = dict[str, torch.Tensor]
 
 
-def test_those_of_the_largest_tensors_come_first_and_others_in_their_order() -> None:
-    embedding, layer, head = (b"e" * 10, 900), (b"l" * 5, 20), (b"h" * 12, 900)
-    told = [embedding, *itertools.repeat(layer, 4), head]
-    assert [part.index for part in largest_first(told, 5)] == [0, 1, 6, 7, 8, 2, 3, 4, 5]
-    # the last part of the layers begins the head's
-    assert [part.index for part in largest_first(told, 4)] == [0, 1, 2, 7, 8, 9, 10, 3, 4, 5, 6]
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_parts, "PARTS", 4)
+    monkeypatch.setattr(delta_parts, "LEAST_TENSOR_BYTES", 100)
 
 
-def test_without_changes_there_is_no_part() -> None:
-    assert list(largest_first([], 100)) == []
+class TestCut:
+    @pytest.mark.parametrize(
+        ("sizes", "parts"),
+        [
+            ([], []),
+            ([7], [[7]]),
+            ([0, 0], [[0, 0]]),
+            ([40, 60, 1], [[40, 60], [1]]),
+            ([900, 10, 20, 30, 900], [[900], [10, 20, 30], [900]]),
+            ([10] * 100, [[10] * 25] * 4),
+            ([60, 60, 60], [[60], [60], [60]]),
+            ([100, 0, 0], [[100, 0, 0]]),
+        ],
+    )
+    def test_parts_are_about_tensors_that_follow_each_other(self, sizes: list[int], parts: list[list[int]]) -> None:
+        assert [[sizes[number] for number in tensors] for tensors in tensors_of_parts(sizes)] == parts
+
+    def test_of_large_versions_there_are_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(delta_parts, "MOST_TENSOR_BYTES", 200)
+        assert list(map(len, tensors_of_parts([100] * 100))) == [2] * 50
+
+    def test_no_piece_has_tensors_of_two(self) -> None:
+        table = tuple(
+            UploadTensor(name=str(number), dtype="float32" if number % 3 else "bfloat16", shape=(7,))
+            for number in range(60)
+        )
+        part_of_tensor = {
+            number: part
+            for part, tensors in enumerate(tensors_of_parts([tensor.nbytes for tensor in table]))
+            for number in tensors
+        }
+        pieces = _pieces.pieces_of(table)
+        assert len(pieces) == 2 * 4 and len(set(part_of_tensor.values())) == 4
+        assert sorted(span.tensor for piece in pieces for span in piece.spans) == list(range(60))
+        for piece in pieces:
+            assert len({part_of_tensor[span.tensor] for span in piece.spans}) == 1
 
 
-async def test_a_push_sends_them_so(service: Service) -> None:
-    service.part_bytes = 64
+class TestPart:
+    def test_it_tells_of_each_tensor_whether_and_how_it_has_changed(self) -> None:
+        changes = [None, Changed(b"abc", "01" * 16), None, Changed(b"defg", "02" * 16)]
+        part = part_of(2, 5, changes, 1000)
+        data = bytes(part.data)
+        header = decode_header(memoryview(data), len(data), range(5, 9), [10] * 4)
+        assert header.changes == (None, TensorChange(3, "01" * 16), None, TensorChange(4, "02" * 16))
+        assert [data[start:] for start in header.starts] == [b"abcdefg", b"abcdefg", b"defg", b"defg"]
+        assert (part.index, part.counts, part.nbytes) == (2, 1000, len(data))
+
+    def test_one_of_which_nothing_has_changed_is_its_header(self) -> None:
+        assert bytes(part_of(0, 3, [None, None], 10).data) == encode_header(3, [None, None])
+
+
+def weights_of(*sizes: int) -> Tensors:
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(size, 64, generator=generator).bfloat16()
-        for name, size in (("norm", 2), ("layer", 32), ("head", 64))
-    }
+    return {f"w{number}": torch.randn(size, generator=generator).bfloat16() for number, size in enumerate(sizes)}
+
+
+def stepped(weights: Tensors) -> Tensors:
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        tensor.view(torch.int16)[::50] ^= 1
+    return new
+
+
+def test_parts_are_made_as_their_tensors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
+    weights = weights_of(500, 300, 0, 400, 700)
+    sent = SentWeights(tuple(describe(name, tensor) for name, tensor in weights.items()))
+    for _ in sent.take(weights.items()):
+        pass
+    made: list[int] = []
+    there: threading.Event = threading.Event()
+
+    def note(index: int) -> None:
+        made.append(index)
+        there.set()
+
+    def coming() -> Iterator[tuple[str, torch.Tensor]]:
+        *others, last = stepped(weights).items()
+        yield from others
+        assert there.wait(20) and made[0] == 0  # the first, while the last tensor is not even there
+        yield last
+
+    assert sent.changes_to(coming(), made=lambda part: note(part.index)) is not None
+    assert sorted(made) == list(range(len(tensors_of_parts([tensor.nbytes for tensor in sent.table]))))
+
+
+async def test_they_are_sent_while_others_are_compared(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
+    monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
+    came = threading.Event()
+
+    async def note(_: int) -> None:
+        came.set()
+
+    weights = weights_of(500, 300, 400, 700)
+    table = [describe(name, tensor) for name, tensor in weights.items()]
+
+    def coming() -> Iterator[tuple[str, torch.Tensor]]:
+        *others, last = stepped(weights).items()
+        yield from others
+        assert came.wait(20)
+        yield last
+
     async with RolloutClient(service.url) as client:
         await client.push_weights(1, weights, transport="delta", wait="none")
-        for tensor in weights.values():
-            tensor.view(torch.int16).view(-1)[::20] ^= 1
-        sent = len(service.parts_sent())
-        await client.push_weights(2, weights, transport="delta", wait="none", parallel_parts=1)
-    delta = service.uploads[2].begin
-    assert delta.delta is not None
-    *_, head = (tensor.nbytes for tensor in delta.stream)
-    first = (delta.nbytes - head) // 64
-    order = service.parts_sent()[sent:]
-    assert order == [*range(first, num_parts(delta.nbytes, 64)), *range(first)] and first > 0
+        service.before_part = note
+        await client.push_weights(2, coming(), tensor_table=table, transport="delta", wait="none")
+    upload = service.uploads[2]
+    assert upload.state == "committed" and sorted(upload.parts) == list(range(len(upload.begin.delta_parts)))
+    for part, tensors in enumerate(upload.begin.delta_parts):
+        data = upload.parts[part]
+        header = decode_header(memoryview(data), len(data), tensors, [table[number].nbytes for number in tensors])
+        assert None not in header.changes

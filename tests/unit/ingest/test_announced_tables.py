@@ -2,17 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import InvalidManifest, InvalidRequest, TableUnknown
+from rollout_service.errors import InvalidManifest, TableUnknown
 from rollout_service.ingest.announced_tables import MOST_KEPT, AnnouncedTables
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import (
     Announcement,
     BeginUpload,
-    Delta,
     SharedMemorySource,
-    TensorChange,
     UploadTensor,
-    base_digest,
 )
 from tests.unit.ingest.trainer import Weights, begin_of, config_of
 
@@ -64,14 +61,6 @@ class TestNames:
             TableUnknown, match=rf"table {names[1]} is not one of the {MOST_KEPT} .* version 3 with its"
         ):
             tables.in_full(Announcement(version=3, table=names[1]))
-
-    def test_a_delta_of_another_number_of_tensors(self) -> None:
-        tables = AnnouncedTables()
-        tables.keep(table("a", "b"))
-        name = tables.name_for(Announcement(version=1, tensors=table("a", "b")))
-        delta = Delta(base=0, base_digest=base_digest([]), changes=(TensorChange(nbytes=1, digest="0" * 32),))
-        with pytest.raises(InvalidRequest, match="1 entries for 2 tensors"):
-            tables.in_full(Announcement(version=1, table=name, delta=delta))
 
 
 class TestAnnouncement:

@@ -1,15 +1,17 @@
 """Changes of a version in the log, as the ingest takes them: sound, unsound, interrupted, and without their base."""
 
 import asyncio
+import json
 import re
 import shutil
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+import xxhash
 from pydantic import ValidationError
 
 from rollout_service.config import ServiceConfig
@@ -21,29 +23,35 @@ from rollout_service.errors import (
     QuantizationError,
     VersionConflict,
 )
-from rollout_service.ingest import uploads
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.changes import Change
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.model.convert import Converter, tensor_bytes
-from rollout_service.protocol import delta
+from rollout_service.protocol import delta, delta_parts
+from rollout_service.protocol.delta_parts import TensorChange, encode_header
 from rollout_service.protocol.upload import (
     DTYPE_BYTES,
+    PART_DIGEST_HEADER,
     BeginUpload,
     CommitUpload,
     Delta,
     RollBack,
-    TensorChange,
     UploadPlan,
     base_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.direct_io import BufferPool
+from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
+from rollout_service.store.upload_record import RECORD_FILE
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 Stored = dict[str, torch.Tensor]
+Changes = dict[str, Change]
+"""Of tensors that change."""
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -59,31 +67,57 @@ class DeltaTrainer(Trainer):
 
     async def begin_delta(
         self, version: int, base: int, old: Stored, new: Stored, **lies: object
-    ) -> tuple[UploadPlan, bytes]:
-        """Announce it; returns what is to be sent, too."""
-        announced, stream = delta_of(version, base, old, new)
+    ) -> tuple[UploadPlan, list[bytes]]:
+        """Announce it; returns the parts that are to be sent, too."""
+        announced, changes = delta_of(version, base, old, new)
         if lies:
             assert announced.delta is not None
             announced = announced.model_copy(update={"delta": announced.delta.model_copy(update=lies)})
-        return await self._ingest.begin(announced), stream
+        return await self._ingest.begin(announced), parts_of(announced, changes)
+
+    async def send_parts(self, plan: UploadPlan, parts: Sequence[bytes], order: Iterable[int] | None = None) -> None:
+        """In ``order``; by default those that are missing."""
+        async with self._listener.kept():
+            for part in plan.missing_parts if order is None else order:
+                reply = await self.put(plan.version, part, parts[part])
+                assert reply.status_code == 200, reply.text
+
+    async def send_changes(self, announced: BeginUpload, changes: Changes) -> UploadPlan:
+        """Announce, and send all that changes."""
+        plan = await self._ingest.begin(announced)
+        await self.send_parts(plan, parts_of(announced, changes))
+        return plan
 
     async def push_delta(self, version: int, base: int, old: Stored, new: Stored) -> WeightStatus:
         """All of it."""
-        await self.send(*await self.begin_delta(version, base, old, new))
+        await self.send_parts(*await self.begin_delta(version, base, old, new))
         return await self._ingest.commit(version, CommitUpload())
 
 
-def delta_of(version: int, base: int, old: Stored, new: Stored) -> tuple[BeginUpload, bytes]:
-    """Announcement and stream of a sound delta."""
-    begin, stream, changes = begin_of(version, new), b"", []
+def delta_of(version: int, base: int, old: Stored, new: Stored) -> tuple[BeginUpload, Changes]:
+    """Announcement of a sound delta, and what it changes."""
+    begin, changes = begin_of(version, new), {}
     for tensor in begin.tensors:
         before, after = tensor_bytes(old[tensor.name]), tensor_bytes(new[tensor.name])
-        encoded = delta.encode(before, after, DTYPE_BYTES[tensor.dtype])
-        stream += encoded
-        digest = digest_of(new[tensor.name])
-        changes.append(TensorChange(nbytes=len(encoded), digest=digest) if encoded else None)
+        if encoded := delta.encode(before, after, DTYPE_BYTES[tensor.dtype]):
+            changes[tensor.name] = Change(memoryview(encoded), digest_of(new[tensor.name]))
     of_base = base_digest(digest_of(old[tensor.name]) for tensor in begin.tensors)
-    return begin.model_copy(update={"delta": Delta(base=base, base_digest=of_base, changes=tuple(changes))}), stream
+    return begin.model_copy(update={"delta": Delta(base=base, base_digest=of_base)}), changes
+
+
+def parts_of(announced: BeginUpload, changes: Changes) -> list[bytes]:
+    """As they are sent."""
+    return [part_of(announced, changes, number) for number in range(len(announced.delta_parts))]
+
+
+def part_of(announced: BeginUpload, changes: Changes, number: int) -> bytes:
+    """One of them."""
+    tensors = announced.delta_parts[number]
+    told = [changes.get(announced.tensors[at].name) for at in tensors]
+    header = encode_header(
+        tensors.start, [None if each is None else TensorChange(each.encoded.nbytes, each.digest) for each in told]
+    )
+    return header + b"".join(each.encoded for each in told if each is not None)
 
 
 def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, torch.Tensor]:
@@ -96,7 +130,12 @@ def scattered(weights: Weights, seed: int, share: float = 0.02) -> dict[str, tor
 
 
 PART_BYTES = 12 << 10
-"""So that a delta has several parts."""
+
+
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a delta of a small model."""
+    monkeypatch.setattr(delta_parts, "LEAST_TENSOR_BYTES", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -173,32 +212,45 @@ class TestApplied:
     async def test_parts_may_come_in_any_order(
         self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
     ) -> None:
-        plan, stream = await trainer.begin_delta(2, 1, old, new)
+        plan, parts = await trainer.begin_delta(2, 1, old, new)
         assert plan.num_parts > 5
-        await trainer.send(plan, stream, reversed(plan.missing_parts))
+        await trainer.send_parts(plan, parts, reversed(plan.missing_parts))
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
-    async def test_its_parts_are_small_so_that_tensors_are_made_while_others_are_sent(
-        self, model: Path, base_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: Stored, new: Stored
+    async def test_tensors_are_made_before_all_parts_have_come(
+        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
     ) -> None:
-        monkeypatch.setattr(uploads, "_LEAST_DELTA_PART_BYTES", 1000)
-        shutil.copytree(base_log, tmp_path / "large parts")
-        ingest = Ingest(config_of(model, tmp_path / "large parts"))
-        await ingest.start()
-        plan, stream = await DeltaTrainer(ingest).begin_delta(2, 1, old, new)
-        assert plan.part_bytes == -(-len(stream) // 16) and plan.num_parts == 16
-        whole = await ingest.begin(begin_of(3, new))
-        assert whole.part_bytes == 64 << 10
-        await ingest.stop()
+        plan, parts = await trainer.begin_delta(2, 1, old, new)
+        staged = ingest.staged(2)
+        await trainer.send_parts(plan, parts, [3])
+        await asyncio.gather(*map(asyncio.wrap_future, staged._conversion._tasks))
+        names = [staged.begin.tensors[number].name for number in staged.begin.delta_parts[3]]
+        assert set(staged._conversion._read) == set(names) and staged.failure is None
 
     async def test_one_tensor_changed(self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored) -> None:
         one = {**old, NORM: new[NORM]}
-        plan, stream = await trainer.begin_delta(2, 1, old, one)
-        assert plan.num_parts == 1
-        await trainer.send(plan, stream)
-        await trainer._ingest.commit(2, CommitUpload())
+        await trainer.push_delta(2, 1, old, one)
         require_stored(log, 2, one)
+
+    async def test_nothing_changed(self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored) -> None:
+        plan, parts = await trainer.begin_delta(2, 1, old, old)
+        await trainer.send_parts(plan, parts)
+        await ingest.commit(2, CommitUpload())
+        require_stored(log, 2, old)
+        assert (await ingest.status(2)).uploaded_bytes == sum(map(len, parts))
+
+    async def test_parts_that_are_not_in_memory_are_read_from_their_files(
+        self,
+        trainer: DeltaTrainer,
+        log: WeightLog,
+        old: Stored,
+        new: Stored,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(BufferPool, "take", lambda *_: None)
+        await trainer.push_delta(2, 1, old, new)
+        require_stored(log, 2, new)
 
     async def test_a_part_that_makes_many_tensors_whole_is_applied_in_batches(
         self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored, monkeypatch: pytest.MonkeyPatch
@@ -222,13 +274,15 @@ class TestApplied:
     async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(
         self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
     ) -> None:
-        announced, stream = delta_of(2, 1, old, new)
+        announced, changes = delta_of(2, 1, old, new)
         plan = await trainer._ingest.begin(announced.model_copy(update={"uploader": "began"}))
-        damaged = bytearray(stream)
-        damaged[plan.part_bytes + 7] ^= 0xFF
-        await trainer.send(plan, bytes(damaged))
-        data = stream[plan.part_bytes : 2 * plan.part_bytes]
-        assert (await trainer.put(2, 1, data, **{"X-Uploader": "began"})).status_code == 200
+        parts, first = parts_of(announced, changes), announced.tensors[announced.delta_parts[1].start].name
+        # of two tensors, one is told as it was, the other's changes are damaged
+        damaged = {**changes, UP_PROJ: Change(memoryview(b"\x07" + changes[UP_PROJ].encoded[1:]), "ab" * 16)}
+        del damaged[first]
+        await trainer.send_parts(plan, parts_of(announced, damaged))
+        for part in plan.missing_parts:
+            assert (await trainer.put(2, part, parts[part], **{"X-Uploader": "began"})).status_code == 200
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
@@ -285,11 +339,11 @@ class TestBase:
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
     ) -> None:
         await trainer.push(2, weights)
-        plan, stream = await trainer.begin_delta(5, 1, old, new)
+        plan, parts = await trainer.begin_delta(5, 1, old, new)
         await trainer.push(3, weights)
         await trainer.push(4, weights)
         assert log.versions() == [1, 3, 4]
-        await trainer.send(plan, stream)
+        await trainer.send_parts(plan, parts)
         await ingest.commit(5, CommitUpload())
         require_stored(log, 5, new)
         assert log.versions() == [4, 5]
@@ -307,9 +361,9 @@ class TestBase:
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
     ) -> None:
         await trainer.push(2, weights)
-        plan, stream = await trainer.begin_delta(3, 1, old, new)
+        plan, parts = await trainer.begin_delta(3, 1, old, new)
         log.drop(1)
-        await trainer.send(plan, stream)
+        await trainer.send_parts(plan, parts)
         await ingest.commit(3, CommitUpload())
         require_stored(log, 3, new)
 
@@ -412,13 +466,11 @@ class TestCorrupted:
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
     ) -> None:
         one = {**old, UP_PROJ: new[UP_PROJ]}
-        announced, stream = delta_of(2, 1, old, one)
-        assert announced.delta is not None
+        announced, changes = delta_of(2, 1, old, one)
+        honest = changes[UP_PROJ]
         for what, damage in DAMAGE.items():
-            damaged = damage(stream)
-            changes = [each and each.model_copy(update={"nbytes": len(damaged)}) for each in announced.delta.changes]
-            lie = announced.delta.model_copy(update={"changes": tuple(changes)})
-            await trainer.send(await ingest.begin(announced.model_copy(update={"delta": lie})), damaged)
+            damaged = honest._replace(encoded=memoryview(damage(bytes(honest.encoded))))
+            await trainer.send_changes(announced, {UP_PROJ: damaged})
             with pytest.raises(
                 InvalidDelta, match=f"version 2: the changes of {UP_PROJ} since version 1 .*push the wh"
             ):
@@ -433,7 +485,7 @@ class TestCorrupted:
     ) -> None:
         codes = tensor_bytes(new[UP_PROJ])
         at = next(i for i, (a, b) in enumerate(zip(tensor_bytes(old[UP_PROJ]), codes, strict=True)) if a != b)
-        announced, stream = delta_of(2, 1, old, {**old, UP_PROJ: new[UP_PROJ]})
+        announced, changes = delta_of(2, 1, old, {**old, UP_PROJ: new[UP_PROJ]})
         if at_fault == "base":
             stored = next(tensor for tensor in log.manifest(1).tensors if tensor.name == UP_PROJ)
             with (log.folder(1) / stored.file).open("r+b") as file:
@@ -441,17 +493,13 @@ class TestCorrupted:
                 file.write(bytes([(0x7F - codes[at] + tensor_bytes(old[UP_PROJ])[at]) % 256]))
             error, what = DeltaBaseGone, rf"{UP_PROJ} in {stored.file}: chunk 0 of 1"
         else:
-            (segment,) = delta.changed_segments(memoryview(stream), len(codes), 1)
+            (segment,) = delta.changed_segments(changes[UP_PROJ].encoded, len(codes), 1)
             positions, differences = delta.decode_changes(segment, len(codes), 1)
             differences[0] = (int(differences[0]) + 0x7F - codes[at]) % 256
-            stream = delta.encode_changes(positions, differences, len(codes)) or b""
-            change = announced.delta and next(each for each in announced.delta.changes if each is not None)
-            assert announced.delta is not None and change is not None
-            longer = change.model_copy(update={"nbytes": len(stream)})
-            changes = tuple(each and longer for each in announced.delta.changes)
-            announced = announced.model_copy(update={"delta": announced.delta.model_copy(update={"changes": changes})})
+            damaged = delta.encode_changes(positions, differences, len(codes)) or b""
+            changes[UP_PROJ] = changes[UP_PROJ]._replace(encoded=memoryview(damaged))
             error, what = InvalidDelta, f"the changes of {UP_PROJ} since version 1 make a tensor that hashes to"
-        await trainer.send(await ingest.begin(announced), stream)
+        await trainer.send_changes(announced, changes)
         with pytest.raises(error, match=what):
             await ingest.commit(2, CommitUpload())
         await trainer.push(2, new)
@@ -461,8 +509,9 @@ class TestCorrupted:
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
     ) -> None:
         one = {**old, NORM: new[NORM]}
-        plan, stream = await trainer.begin_delta(2, 1, old, one)
-        await trainer.send(plan, b"\x07" + stream[1:])
+        announced, changes = delta_of(2, 1, old, one)
+        damaged = changes[NORM]._replace(encoded=memoryview(b"\x07" + changes[NORM].encoded[1:]))
+        await trainer.send_changes(announced, {NORM: damaged})
         with pytest.raises(
             InvalidDelta,
             match=rf"version 2: the changes of {NORM} since version 1 cannot be decoded: segment 0: it begins with 7",
@@ -479,16 +528,9 @@ class TestCorrupted:
     async def test_a_result_other_than_announced_fails_the_version_by_name(
         self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored, name: str
     ) -> None:
-        announced, stream = delta_of(2, 1, old, new)
-        assert announced.delta is not None
-        index = list(new).index(name)
-        changes = list(announced.delta.changes)
-        honest = changes[index]
-        assert honest is not None
-        changes[index] = honest.model_copy(update={"digest": "ab" * 16})
-        lie = announced.delta.model_copy(update={"changes": tuple(changes)})
-        plan = await ingest.begin(announced.model_copy(update={"delta": lie}))
-        await trainer.send(plan, stream)
+        announced, changes = delta_of(2, 1, old, new)
+        honest = changes[name]
+        await trainer.send_changes(announced, {**changes, name: honest._replace(digest="ab" * 16)})
         said = f"the changes of {name} since version 1 make a tensor that hashes to {honest.digest}, and not to abab"
         with pytest.raises(InvalidDelta, match=re.escape(said)):
             await ingest.commit(2, CommitUpload())
@@ -502,61 +544,156 @@ class TestCorrupted:
         with pytest.raises(QuantizationError, match=rf"{NORM}\[3\] is nan"):
             await trainer.push_delta(2, 1, old, broken)
 
+    async def test_a_tensor_that_is_told_as_unchanged_is_that_of_the_base(
+        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        announced, changes = delta_of(2, 1, old, new)
+        del changes[NORM]
+        await trainer.send_changes(announced, changes)
+        await ingest.commit(2, CommitUpload())
+        require_stored(log, 2, {**new, NORM: old[NORM]})
+
     async def test_announcements_that_cannot_be(self, old: Stored, new: Stored) -> None:
-        announced, _ = delta_of(2, 1, old, new)
-        assert announced.delta is not None
-        first = announced.delta.changes[0]
-        assert first is not None
-        known = announced.model_dump()
-
-        def with_delta(**lies: object) -> dict[str, object]:
-            return {**known, "delta": {**known["delta"], **lies}}
-
-        huge = first.model_copy(update={"nbytes": 2 * announced.tensors[0].nbytes}).model_dump()
+        known = delta_of(2, 1, old, new)[0].model_dump()
         for lie, complaint in (
-            (with_delta(changes=known["delta"]["changes"][1:]), r"entries for \d+ tensors"),
-            (with_delta(changes=[huge, *known["delta"]["changes"][1:]]), "more than the tensor itself"),
-            (with_delta(base=2), "version 2 cannot be a delta of version 2"),
-            (with_delta(changes=[{"nbytes": 0, "digest": first.digest}] * len(new)), "greater than 0"),
-            (
-                {**with_delta(changes=[]), "tensors": [], "source": {"path": "/tmp/weights"}},
-                "give tensors, and no source",
-            ),
+            ({"delta": {**known["delta"], "base": 2}}, "version 2 cannot be a delta of version 2"),
+            ({"delta": {**known["delta"], "changes": []}}, "Extra inputs are not permitted"),
+            ({"tensors": [], "source": {"path": "/tmp/weights"}}, "give tensors, and no source"),
         ):
             with pytest.raises(ValidationError, match=complaint):
-                BeginUpload.model_validate(lie)
+                BeginUpload.model_validate({**known, **lie})
+
+
+class TestUnsoundParts:
+    """Each is refused as it comes, and leaves the version what it was: the sound part may follow."""
+
+    @pytest.mark.parametrize(
+        ("unsound", "complaint"),
+        [
+            (
+                lambda parts: parts[2],
+                r"it is about \d+ tensors from number \d+ on, and is to be about \d+ from number",
+            ),
+            (lambda parts: parts[1][:5], "it has 5 bytes, fewer than its header"),
+            (lambda parts: parts[1][:12], "it has 12 bytes, fewer than its header"),
+            (lambda parts: parts[1][:-1], r"it has \d+ bytes, and by its header \d+"),
+            (lambda parts: parts[1] + b"\x00", r"it has \d+ bytes, and by its header \d+"),
+            (lambda parts: parts[1][:4] + b"\xff" * 4 + parts[1][8:], "it is about 4294967295 tensors"),
+            (lambda parts: parts[1][:8] + b"\xff" * 8 + parts[1][16:], r"it has \d+ bytes, and by its header \d+"),
+        ],
+        ids=["another", "no header", "half a header", "cut off", "longer", "too many", "too large"],
+    )
+    async def test_it_is_refused_by_name(
+        self,
+        trainer: DeltaTrainer,
+        ingest: Ingest,
+        log: WeightLog,
+        old: Stored,
+        new: Stored,
+        unsound: Callable[[Sequence[bytes]], bytes],
+        complaint: str,
+    ) -> None:
+        plan, parts = await trainer.begin_delta(2, 1, old, new)
+        reply = await trainer.put(2, 1, unsound(parts))
+        assert reply.status_code == 422
+        error = reply.json()["error"]
+        assert error["type"] == "InvalidDelta" and error["detail"] == {"version": 2, "base": 1, "part": 1}
+        assert re.search(f"version 2: part 1 of its changes since version 1 cannot be read: {complaint}", str(error))
+        assert (await ingest.status(2)).missing_parts == plan.missing_parts
+        await trainer.send_parts(plan, parts)
+        await ingest.commit(2, CommitUpload())
+        require_stored(log, 2, new)
+
+    async def test_more_changes_than_the_tensor_has_bytes(
+        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
+    ) -> None:
+        announced, _ = delta_of(2, 1, old, new)
+        await ingest.begin(announced)
+        number, tensors = next((i, part) for i, part in enumerate(announced.delta_parts) if len(part) > 2)
+        told = [announced.tensors[at] for at in tensors]
+        least = min(told, key=lambda tensor: tensor.nbytes)
+        longer = {least.name: Change(memoryview(bytes(least.nbytes + least.nbytes // 1024 + 2)), "ab" * 16)}
+        reply = await trainer.put(2, number, part_of(announced, longer, number))
+        assert reply.status_code == 422 and f"bytes of changes, more than its own {least.nbytes}" in reply.text
+        most = delta_parts.most_bytes([tensor.nbytes for tensor in told])
+        reply = await trainer.put(2, number, bytes(most + 1))
+        assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": most}
+
+    async def test_a_part_of_which_nobody_says_how_long_it_is(
+        self, trainer: DeltaTrainer, old: Stored, new: Stored
+    ) -> None:
+        _, parts = await trainer.begin_delta(2, 1, old, new)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield parts[0]
+
+        headers = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+        reply = await trainer.http.put("/v1/weights/2/parts/0", content=chunks(), headers=headers)
+        assert reply.status_code == 422 and "say in Content-Length" in reply.text
 
 
 class TestAgain:
     async def test_the_same_delta_goes_on_and_another_conflicts(
         self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
     ) -> None:
-        plan, stream = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send(plan, stream, plan.missing_parts[:3])
+        plan, parts = await trainer.begin_delta(2, 1, old, new)
+        await trainer.send_parts(plan, parts, plan.missing_parts[:3])
         again, _ = await trainer.begin_delta(2, 1, old, new)
         assert again.missing_parts == plan.missing_parts[3:]
-        with pytest.raises(VersionConflict, match="version 2 is staged with a delta of other bytes"):
-            await trainer.begin_delta(2, 1, old, {**new, NORM: old[NORM]})
+        _, others = await trainer.begin_delta(2, 1, old, old)
+        reply = await trainer.put(2, 1, others[1])
+        assert reply.status_code == 409 and "part 1 of version 2 came with digest" in reply.text
         with pytest.raises(VersionConflict, match="version 2 is staged with tensors where one has a delta"):
             await ingest.begin(begin_of(2, new))
-        await trainer.send(again, stream)
+        await trainer.send_parts(again, parts)
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
         committed, _ = await trainer.begin_delta(2, 1, old, new)
         assert (committed.state, committed.missing_parts, len(committed.digests)) == ("committed", (), plan.num_parts)
+        assert (await trainer.put(2, 1, parts[1])).status_code == 200
+        reply = await trainer.put(2, 1, others[1])
+        assert reply.status_code == 409 and "version 2 is committed, and its part 1 hashes to" in reply.text
+
+    async def test_a_delta_of_another_base_conflicts(
+        self, trainer: DeltaTrainer, weights: Weights, old: Stored, new: Stored
+    ) -> None:
+        await trainer.push(2, old)
+        await trainer.begin_delta(3, 1, old, new)
+        with pytest.raises(VersionConflict, match="version 3 is staged with a delta of another base"):
+            await trainer.begin_delta(3, 2, old, new)
+
+    async def test_what_an_older_service_has_staged_is_dropped_and_what_it_has_committed_is_read(
+        self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, old: Stored, new: Stored
+    ) -> None:
+        await trainer.push_delta(2, 1, old, new)
+        plan, parts = await trainer.begin_delta(3, 2, new, old)
+        await trainer.send_parts(plan, parts, [0])
+        told = [None, {"nbytes": 7, "digest": "ab" * 16}, {"nbytes": 5, "digest": "cd" * 16}]
+        for folder in (log.folder(2), log.root / "staging" / "3.parts"):
+            record = json.loads(read_sealed(folder / RECORD_FILE) or "")
+            record["begin"]["delta"]["changes"] = told
+            record.pop("delta_bytes", None)
+            write_sealed(folder / RECORD_FILE, json.dumps(record))
+        ingest = await restarted()
+        status = await ingest.status(2)
+        assert (status.delta_of, status.uploaded_bytes) == (1, 12)
+        with pytest.raises(NotFound, match=r"(?s)3\.parts cannot be taken up again: .* as an older service took them"):
+            await ingest.status(3)
+        await DeltaTrainer(ingest).push_delta(3, 2, new, old)
+        require_stored(log, 3, old)
 
     @pytest.mark.parametrize("parts", [0, 3, None], ids=["none", "some", "all"])
     async def test_a_restarted_ingest_goes_on_with_the_parts_that_are_there(
         self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, old: Stored, new: Stored, parts: int | None
     ) -> None:
-        plan, stream = await trainer.begin_delta(2, 1, old, new)
-        await trainer.send(plan, stream, plan.missing_parts[:parts])
+        plan, every = await trainer.begin_delta(2, 1, old, new)
+        await trainer.send_parts(plan, every, plan.missing_parts[:parts])
         ingest = await restarted()
         left = () if parts is None else plan.missing_parts[parts:]
         assert (await ingest.status(2)).missing_parts == left
         other = DeltaTrainer(ingest)
         again, _ = await other.begin_delta(2, 1, old, new)
-        await other.send(again, stream)
+        await other.send_parts(again, every)
         assert (await ingest.commit(2, CommitUpload())).state == "committed"
         require_stored(log, 2, new)
         assert (await other.push(3, new)).digest == (await ingest.status(2)).digest
@@ -565,8 +702,8 @@ class TestAgain:
         self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, weights: Weights, old: Stored, new: Stored
     ) -> None:
         await trainer.push(2, weights)
-        plan, stream = await trainer.begin_delta(3, 1, old, new)
-        await trainer.send(plan, stream)
+        plan, parts = await trainer.begin_delta(3, 1, old, new)
+        await trainer.send_parts(plan, parts)
         log.drop(1)
         ingest = await restarted()
         with pytest.raises(NotFound, match=r"3\.parts cannot be taken up again: .*version 1 is not in the log"):

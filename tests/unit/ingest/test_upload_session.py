@@ -27,7 +27,7 @@ from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, spread
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
+from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe, part_size
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
@@ -294,7 +294,7 @@ class TestSeveralThreads:
             begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
             staged = staged_version(begin, tmp_path / "1", model, executor)
             other = staged.incoming_path(0)
-            other.write_bytes(b"\x01" * staged.part_size(0))
+            other.write_bytes(b"\x01" * part_size(0, begin.nbytes, staged.part_bytes))
             staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
             accept_all(staged, weights, uploader="first")
             await staged.finish()

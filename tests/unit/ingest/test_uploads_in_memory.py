@@ -11,7 +11,7 @@ import torch
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.upload import UPLOADER_HEADER, CommitUpload
+from rollout_service.protocol.upload import UPLOADER_HEADER, CommitUpload, part_size
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
 
@@ -63,7 +63,7 @@ async def test_what_a_crash_leaves_of_a_file_that_is_used_again_is_no_part(
     await Trainer(before).upload(2, changed(weights, 0.5), order=[0])
     staged = before.staged(2)
     path = staged.incoming_path(1)
-    incoming = staged.space.receive(path, staged.part_size(1))
+    incoming = staged.space.receive(path, part_size(1, staged.begin.nbytes, staged.part_bytes))
     assert incoming.memory is not None and any(incoming.memory)  # of version 1
     await before.stop()  # nobody releases what was being received: so does a crash leave it
     after = Ingest(config)

@@ -1,0 +1,142 @@
+"""The parts of a delta: which are there, and what each says of its tensors (``protocol/delta_parts.py``)."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rollout_service.errors import InvalidDelta
+from rollout_service.ingest.sources.parts import Arrival, left_behind, take_in
+from rollout_service.ingest.sources.source import as_tensor
+from rollout_service.model.convert import tensor_bytes
+from rollout_service.protocol.delta_parts import PartHeader, decode_header, most_header_bytes
+from rollout_service.protocol.upload import BeginUpload
+
+
+class Change(NamedTuple):
+    """What a part says of a tensor that has changed."""
+
+    encoded: memoryview
+    """The changes, see ``protocol/delta.py``."""
+    digest: str
+    """That the tensor must have then."""
+
+
+class _Told(NamedTuple):
+    """A part that is there."""
+
+    digest: str
+    uploader: str
+    header: PartHeader
+    path: Path
+    nbytes: int
+    data: memoryview | None
+    """All of it; None: it is in its file alone."""
+    unconverted: int
+    """Of its tensors."""
+
+
+class ReceivedChanges:
+    """Those of one upload, as ``ReceivedParts``.
+
+    Lives in the ingest's event loop, but for ``read`` and ``converted``.
+    """
+
+    def __init__(self, folder: Path, begin: BeginUpload) -> None:
+        self._folder, self._begin = folder, begin
+        self.missing = set(range(len(begin.delta_parts)))
+        """Numbers of the parts that have not come."""
+        self._names = [tensor.name for tensor in begin.tensors]
+        self._part_of = {self._names[i]: part for part, tensors in enumerate(begin.delta_parts) for i in tensors}
+        self._place_of = {self._names[i]: i - tensors.start for tensors in begin.delta_parts for i in tensors}
+        self._told: dict[int, _Told] = {}
+        self._changing = threading.Lock()
+        """Of what was told."""
+
+    @property
+    def empty(self) -> list[str]:
+        """Tensors that need no part: parts say of all whether they have changed."""
+        return []
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Of the parts that are there."""
+        return {part: told.digest for part, told in self._told.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parts that are there."""
+        return sum(told.nbytes for told in self._told.values())
+
+    def came_from(self, part: int) -> str | None:
+        """Who sent the part that is there; None: it is not there."""
+        return self._told[part].uploader if part in self._told else None
+
+    def left_behind(self) -> Iterator[tuple[int, str, Path]]:
+        """See ``parts.left_behind``."""
+        return left_behind(self._folder)
+
+    def add(
+        self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
+    ) -> Arrival:
+        """Take in a file as the whole part. ``data``: memory that begins with the same bytes, if it has them still.
+
+        Raises InvalidDelta if it is no part about the tensors that it is to be about.
+        """
+        tensors, nbytes = self._begin.delta_parts[part], received.stat().st_size
+        try:
+            header = decode_header(
+                _begin_of(received, most_header_bytes(len(tensors))) if data is None else data[:nbytes],
+                nbytes,
+                tensors,
+                [self._begin.tensors[number].nbytes for number in tensors],
+            )
+        except ValueError as error:
+            assert self._begin.delta is not None
+            raise InvalidDelta(
+                f"version {self._begin.version}: part {part} of its changes since version {self._begin.delta.base} "
+                f"cannot be read: {error}: push the whole version; the one before stays live",
+                {"version": self._begin.version, "base": self._begin.delta.base, "part": part},
+            ) from error
+        path = take_in(self._folder, part, digest, received)
+        with self._changing:
+            before = self._told.get(part)
+            self._told[part] = _Told(digest, uploader, header, path, nbytes, data, len(tensors))
+        self.missing.discard(part)
+        return Arrival([self._names[number] for number in tensors], None if before is None else before.path)
+
+    def read(self, names: Sequence[str]) -> Iterator[Change | None]:
+        """What has changed in each of these tensors, whose parts must be there; None: nothing. Raises OSError."""
+        for name in names:
+            told, place = self._told[self._part_of[name]], self._place_of[name]
+            change = told.header.changes[place]
+            if change is None:
+                yield None
+                continue
+            yield Change(_piece(told, told.header.starts[place], change.nbytes), change.digest)
+
+    def converted(self, names: Sequence[str]) -> None:
+        """Nobody reads these tensors any more: parts that no other needs leave memory."""
+        with self._changing:
+            for part, count in Counter(self._part_of[name] for name in names).items():
+                told = self._told[part]
+                left = told.unconverted - count
+                self._told[part] = told._replace(unconverted=left, data=told.data if left > 0 else None)
+
+
+def _begin_of(path: Path, nbytes: int) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(file.read(nbytes))
+
+
+def _piece(told: _Told, start: int, nbytes: int) -> memoryview:
+    if told.data is not None:
+        # it holds on to all of the memory, which comes back when nobody refers to that (``BufferPool``)
+        return tensor_bytes(as_tensor(told.data, "int8", (nbytes,), start))
+    with told.path.open("rb") as file:
+        found = os.pread(file.fileno(), nbytes, start)
+    if len(found) != nbytes:
+        raise OSError(f"{told.path} is shorter than when it came")
+    return memoryview(found)
