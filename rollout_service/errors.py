@@ -5,7 +5,7 @@
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
     │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
     │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
-    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or make another one than was announced
+    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or make another one than was told
     │   └── BadRequest            400  the same, on routes that OpenAI or Anthropic define, where it is a 400
     │       └── ContextTooLong    400  a prompt and its completion do not fit the model's context
     ├── MalformedRequest          400  not JSON, or cut off
@@ -83,7 +83,7 @@ class DigestMismatch(InvalidRequest):
 
 
 class InvalidDelta(InvalidRequest):
-    """Changes of a tensor that cannot be decoded, or do not make the tensor that was announced."""
+    """Changes of a tensor that cannot be decoded, or do not make the tensor that their part says."""
 
 
 class BadRequest(InvalidRequest):

@@ -21,6 +21,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.model.convert import Converter
+from rollout_service.protocol.delta_parts import decode_header
 from rollout_service.protocol.upload import BeginUpload, CommitUpload
 from rollout_service.store.log import WeightLog
 
@@ -219,12 +220,15 @@ async def corrupted_delta(ground: Ground) -> None:
     made: list[Part] = []
     if sent.changes_to(new, made=made.append) is None:
         raise NotRefused("canary weights differ in too much to be a delta")
-    await ground.client._uploader.begin(BeginUpload(version=version, tensors=sent.table, delta=sent.as_base()))
+    begin = BeginUpload(version=version, tensors=sent.table, delta=sent.as_base())
+    await ground.client._uploader.begin(begin)
     damaged = max(made, key=lambda part: part.nbytes)
     for part in made:
         data = bytearray(part.data)
         if part is damaged:
-            data[-len(data) // 4] ^= 0x10  # behind the header
+            sizes = [sent.table[number].nbytes for number in begin.delta_parts[part.index]]
+            header = decode_header(memoryview(data), len(data), begin.delta_parts[part.index], sizes)
+            data[(header.starts[0] + len(data)) // 2] ^= 0x10
         await ground.put_part(version, part.index, bytes(data), xxhash.xxh3_128_hexdigest(data))
     with refused(InvalidDelta):
         await ground.client._uploader.commit(version, CommitUpload())

@@ -474,7 +474,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 ``none``: once it is committed.
             timeout_s: How long ``wait`` waits.
             parallel_parts: Uploads at once, each by a thread and a connection of its own.
-            progress: Called with (bytes that the service has, bytes of all) after each part.
+            progress: Called with (bytes that the service has, bytes of all) after each part; of a ``delta``, bytes of
+                tensors of which it knows what has changed.
             send: False: only take part in the gathers, and return None.
 
         Raises:

@@ -72,20 +72,20 @@ async def test_an_fp8_push_has_half_the_bytes_and_the_same_version(
 async def test_a_delta_reaches_every_replica_and_is_the_version_that_all_bytes_make(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
-    model, sent = service.config.model.path, list[int]()
+    model, done = service.config.model.path, list[tuple[int, int]]()
     for version in (next_version, next_version + 1):
         pushed = await client.push_weights(
             version,
             canary_weights(model, version),
             transport="delta",
-            progress=lambda _, total: sent.append(total),
+            progress=lambda *at: done.append(at),
         )
-        assert pushed.state == "live"
+        assert pushed.state == "live" and done[-1] == (pushed.total_bytes, pushed.total_bytes)
         rollouts = await client.generate_batch([[5, 6]] * 16, max_tokens=4, temperature=0.0)
         for completion in (rollout.completions[0] for rollout in rollouts):
             assert completion.versions == (version,)
             assert_pure(completion)
-    assert sent[0] == pushed.total_bytes and sent[-1] < 0.01 * pushed.total_bytes
+    assert pushed.uploaded_bytes is not None and 0 < pushed.uploaded_bytes < 0.01 * pushed.total_bytes
     whole = await client.push_weights(next_version + 2, canary_weights(model, next_version + 1))
     assert whole.digest == pushed.digest
 

@@ -118,8 +118,10 @@ class TestPush:
         for version in (1, 2, 3):
             if version == 3:
                 service.ingest._uploads._tables = AnnouncedTables()  # as of one that has just started
-            await client.push_weights(version, changed(weights, 2.0**-version), transport=transport, wait="none")
+            new = {**weights, "model.norm.weight": weights["model.norm.weight"] + version}
+            await client.push_weights(version, new, transport=transport, wait="none")
         assert [bool(each.announced_tensors) for each in announced] == [True, False, False, True]
+        assert [each.delta is not None for each in announced] == [False, *3 * [transport == "delta"]]
         assert announced[1].table == announced[2].table is not None
         service.log.verify(service.log.manifest(3))
 
