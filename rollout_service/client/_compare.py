@@ -154,6 +154,8 @@ class Comparison:
         self._part_of = {tensor: part for part, tensors in enumerate(old.parts) for tensor in tensors}
         self._lacking = [sum(tensor in self._ends for tensor in tensors) for tensors in old.parts]
         """Of each part, tensors that are not compared to their ends."""
+        self._telling = ThreadPoolExecutor(1, "delta-parts")
+        """Not one of the threads that compare: a part does not wait behind what these have to do yet."""
         self._told: list[tuple[range, Future[list[Changed | None]]]] = []
 
     def __enter__(self) -> Self:
@@ -161,6 +163,7 @@ class Comparison:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._telling.shutdown(cancel_futures=True)
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
         """The next tensor of the table, at that place in it, as it is now."""
@@ -205,8 +208,7 @@ class Comparison:
             self._tell(part, changes)
             return changes
 
-        # after the threads' earlier work, of which some makes the digests
-        self._told.append((tensors, self._pool.submit(tell)))
+        self._told.append((tensors, self._telling.submit(tell)))
 
     def _found(self, tensor: int) -> Callable[[], Changed | None]:
         """What became of a tensor that was compared, or has no byte; waits for its digest when it is called."""
