@@ -131,6 +131,12 @@ BENCHMARKS = (
     Benchmark(
         "gpu_tests",
         headlines.gpu_tests,
+        "--name tests_gpu_plans tests/gpu/test_soundness.py tests/gpu/test_cuda_ipc.py",
+        result="tests_gpu_plans",
+    ),
+    Benchmark(
+        "gpu_tests",
+        headlines.gpu_tests,
         "--name tests_gpu_engine tests/gpu/test_engine.py tests/gpu/test_staging.py tests/gpu/test_sleep.py",
         result="tests_gpu_engine",
     ),

@@ -167,7 +167,7 @@ class Case:
     pause_s: float = 0.0
     """Before each push."""
     sent_gbytes: float = 0.0
-    """What the trainer's files or parts hold."""
+    """What the trainer's files or parts hold; of a delta, its changes. 0: not kept."""
     gbytes: float = 0.0
     """Of the stored version, which a replica loads."""
     first_push_s: list[float] = field(default_factory=list)
@@ -264,7 +264,8 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     ended = time.perf_counter()
     if last.at is None or status.state != "live":
         raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
-    case.sent_gbytes, case.gbytes = last.nbytes / 1e9, (status.total_bytes or 0) / 1e9
+    sent_bytes = (status.uploaded_bytes or 0) if case.door == Transport.DELTA else last.nbytes
+    case.sent_gbytes, case.gbytes = sent_bytes / 1e9, (status.total_bytes or 0) / 1e9
     case.push_s.append(ended - started)
     case.all_live_s.append(ended - last.at)
     replicas = (await client.fleet()).replicas

@@ -55,7 +55,8 @@ def label_of(case: dict[str, Any], machine: str) -> str:
     gpu = machine.rpartition("x-")[2].partition("-")[0].upper()
     gpus = f"one {gpu}" if case.get("gpus", 1) == 1 else f"{case['gpus']} {gpu}s"
     beside = ", ingest beside the trainer" if case.get("ingest_beside") == "trainer" else ""
-    return f"{case['door']}\n{case['sent_gbytes']:.3g} GB, {staging}, {gpus}{beside}"
+    sent = f"{case['sent_gbytes']:.3g} GB, " if case["sent_gbytes"] else ""
+    return f"{case['door']}\n{sent}{staging}, {gpus}{beside}"
 
 
 def draw(cases: list[dict[str, Any]], labels: list[str], picture: Path) -> None:
