@@ -101,12 +101,11 @@ class Uploads:
         self._converter, self._recipe = converter, recipe
         self._served = served or ServedNumbers(log)
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
-        # of the GPU's memory each takes twice what it converts at once, 128 MB of parts and what that becomes
-        self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-parts")
+        self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-gpu")
         self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
         """Of a log in memory; None: the log is on a disk."""
-        self._trainer_memory = TrainerMemory(self._registered)
+        self._trainer_memory = TrainerMemory(self._registered, self._gpu_executor)
         self._tables = AnnouncedTables()
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}

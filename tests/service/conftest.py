@@ -32,7 +32,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> ServiceCo
     token.write_text(TOKEN)
     overrides = {
         "model": {"path": folder / "tiny-qwen3"},
-        "engine": {"admission_limit": 64, "version_wait_s": 4.0, "enable_sleep_mode": True},
+        # a context in which no completion comes to its end before a test has seen it running and ended it
+        "engine": {"admission_limit": 64, "version_wait_s": 4.0, "enable_sleep_mode": True, "max_model_len": 2048},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "weights": {
             "root": folder / "weights",

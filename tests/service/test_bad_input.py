@@ -14,8 +14,8 @@ BAD_REQUESTS = {
     "an empty prompt": (GENERATE, {"token_ids": []}, 422, "prompt is empty"),
     "no prompt": (GENERATE, {"sampling_params": {}}, 422, "token_ids or prompt"),
     "ids and text": (GENERATE, {"token_ids": [5], "prompt": "5"}, 422, "token_ids or prompt"),
-    "a prompt longer than the context": (GENERATE, {"token_ids": [5] * 600}, 400, "maximum context length of 512"),
-    "too many tokens": (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 512}}, 400, "512"),
+    "a prompt longer than the context": (GENERATE, {"token_ids": [5] * 2100}, 400, "maximum context length of 2048"),
+    "too many tokens": (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 2048}}, 400, "2048"),
     "n=0": (GENERATE, {"token_ids": [5], "sampling_params": {"n": 0}}, 422, "sampling_params.n"),
     "many greedy": (GENERATE, {"token_ids": [5], "sampling_params": {"n": 2, "temperature": 0}}, 422, "n=2 greedy"),
     "a negative temperature": (

@@ -61,7 +61,7 @@ async def test_prime_rl_s_controller_finds_each_engine_s_load(http: httpx.AsyncC
     assert len(sizes) == 2 and all(int(size) > 1000 for size in sizes)
 
 
-LONG = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
+LONG = {"temperature": 1.0, "max_new_tokens": 1900, "ignore_eos": True}
 SHORT = {"max_tokens": 8, "ignore_eos": True}
 
 
@@ -104,7 +104,7 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
     assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
     for task in under_way:
         meta = (await task).json()["meta_info"]
-        assert meta["finish_reason"]["type"] == "abort" and meta["completion_tokens"] < 400
+        assert meta["finish_reason"]["type"] == "abort" and meta["completion_tokens"] < 1900
         assert {span["version"] for span in meta["weight_versions"]} <= {str(telltale)}
     assert (await http.get("/flush_cache")).status_code == 200
     body = {"model_path": str(folder), "weight_version": str(version)}
@@ -118,8 +118,7 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
 @pytest.mark.client("slime")
 async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient, http: httpx.AsyncClient) -> None:
     under_way = asyncio.create_task(
-        # longer than the other tests': what is seen running must not have come to its end before the abort does
-        http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "max_new_tokens": 500, "n": 8}})
+        http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "n": 8}})
     )
     await running(client, 8)
     assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200

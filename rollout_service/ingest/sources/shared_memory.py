@@ -6,7 +6,7 @@ takes no address that belongs to a GPU which this process does not see.
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -35,9 +35,9 @@ _HOST_BYTES, GPU_BYTES = 32 << 20, 384 << 20
 """What one thread converts at a time, unless a trainer sends less at once. Of the host's memory: hashing is what takes
 longest. Of a GPU's: launches, and a wait for a GPU that others use, too, lasts until its turn comes."""
 GPU_THREADS = 3
-"""That convert what comes from a GPU: one launches while the GPU does what the others have queued. Each takes of the
-GPU's memory what it converts, and what that becomes: 1.8 GB in all if BF16 becomes FP8, more if a tensor is larger than
-``GPU_BYTES``. What is small is stored from another copy that is packed (``ingest/rooms.py``)."""
+"""That convert what a GPU has, or reads from parts: one launches while the GPU does what the others have queued. Each
+takes of the GPU's memory what it converts, and what that becomes: 1.8 GB in all if BF16 becomes FP8, more if a tensor
+is larger than ``GPU_BYTES``."""
 
 
 class MappedMemory(Protocol):
@@ -78,9 +78,9 @@ class _HostMemory:
 class GpuMemory:
     """Of a GPU."""
 
-    def __init__(self, page: SharedMemory, memory: OtherGpuMemory, executor: Executor) -> None:
+    def __init__(self, page: SharedMemory, memory: OtherGpuMemory, executor: Executor | None) -> None:
         self.nbytes, self.group_bytes = memory.nbytes, GPU_BYTES
-        self.executor: Executor | None = executor
+        self.executor = executor
         self._page, self._memory = page, memory
 
     def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,10 +135,13 @@ class _Opened:
 class TrainerMemory:
     """The memories of trainers that are mapped here, by name. Threads may share it."""
 
-    def __init__(self, registered: Registered | None = None) -> None:
-        """``registered``: registers memory with the GPU that quantizes; None: there is none."""
-        self._registered = registered
-        self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, "quantize-gpu")
+    def __init__(self, registered: Registered | None = None, gpu_executor: Executor | None = None) -> None:
+        """
+        Args:
+            registered: registers memory with the GPU that quantizes; None: there is none.
+            gpu_executor: whose threads convert what comes from a GPU; None: those that convert all else.
+        """
+        self._registered, self._gpu_executor = registered, gpu_executor
         self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
 
@@ -200,7 +203,6 @@ class TrainerMemory:
 
     def close(self) -> None:
         """Let go of all of it. Nothing may be read from it any more."""
-        self._gpu_executor.shutdown()
         with self._lock:
             for opened in self._opened.values():
                 opened.memory.close()
