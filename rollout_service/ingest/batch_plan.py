@@ -29,7 +29,7 @@ from rollout_service.quant.formats import CODE_DTYPES
 from rollout_service.quant.soundness import CODES, FINITE_SCALES, FINITE_WEIGHTS, Allowed, Numbers, scales, table_of
 from rollout_service.ring import aligned
 from rollout_service.store.manifest import CHUNK_BYTES
-from rollout_service.store.tensor_places import TensorPlace
+from rollout_service.store.tensor_places import TensorPlace, neighbours
 
 _MOST_TENSORS = 100_000
 """Of the plans that are kept: five times those of a 30B-A3B, 0.3 KB each."""
@@ -196,28 +196,15 @@ def _laid_out(places: Sequence[TensorPlace], coded: frozenset[str]) -> tuple[lis
     """
     stretches: list[Stretch] = []
     made: dict[str, int] = {}
-    end = 0
-    for several in _neighbours(places):
-        start = several[0].offset
+    end = taken = 0
+    for count, file, start, file_end in neighbours(places):
+        several = places[taken : (taken := taken + count)]
         first = next((place.offset - start for place in several if place.name in coded), 0)
         begin = aligned(end) + -first % ALIGNED_BYTES
         made |= {place.name: begin + place.offset - start for place in several}
-        nbytes = several[-1].offset + several[-1].nbytes - start
-        stretches.append(Stretch(several[0].file, start, nbytes, begin))
-        end = begin + nbytes
+        stretches.append(Stretch(file, start, file_end - start, begin))
+        end = begin + file_end - start
     return stretches, made, end
-
-
-def _neighbours(places: Sequence[TensorPlace]) -> Iterable[list[TensorPlace]]:
-    """Those, in the order of the files, that follow one another."""
-    several: list[TensorPlace] = []
-    for place in places:
-        if several and (several[-1].file, several[-1].offset + several[-1].nbytes) != (place.file, place.offset):
-            yield several
-            several = []
-        several.append(place)
-    if several:
-        yield several
 
 
 class _Work:

@@ -5,7 +5,7 @@ To work it out takes 20 µs a tensor, 0.7 s for the 37 000 of a 30B-A3B, so it i
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.tensor_places import TensorPlace, TensorPlaces, safetensors_header
@@ -30,7 +30,7 @@ class Layout:
         self.places: dict[str, TensorPlace] = {}
         """By name, in the order of the files."""
         self.files: list[LaidOutFile] = []
-        for number, group in enumerate(_groups(slots, max_file_bytes), start=1):
+        for number, group in enumerate(groups_of(slots, max_file_bytes), start=1):
             name = f"weights-{number:05d}.safetensors"
             header, data_bytes = safetensors_header(group)
             self.files.append(LaidOutFile(name, header, len(header) + data_bytes))
@@ -56,14 +56,23 @@ class Layout:
         return TensorPlaces.of(tuple(self.places.values())).digest
 
 
-def _groups(slots: Iterable[TensorSlot], max_file_bytes: int) -> Iterator[list[TensorSlot]]:
-    group: list[TensorSlot] = []
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Item = TypeVar("_Item", bound=_Sized)
+
+
+def groups_of(items: Iterable[_Item], most_bytes: int) -> Iterator[list[_Item]]:
+    """All of them, in their order, in lists of at most ``most_bytes``, or of one that is larger."""
+    group: list[_Item] = []
     size = 0
-    for slot in slots:
-        if group and size + slot.nbytes > max_file_bytes:
+    for item in items:
+        if group and size + item.nbytes > most_bytes:
             yield group
             group, size = [], 0
-        group.append(slot)
-        size += slot.nbytes
+        group.append(item)
+        size += item.nbytes
     if group:
         yield group

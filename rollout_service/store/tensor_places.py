@@ -7,7 +7,7 @@ second to compute. So all versions of a process that agree in these share one ob
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -31,6 +31,33 @@ class TensorPlace(NamedTuple):
     offset: int
     """First byte in that file."""
     nbytes: int
+
+
+class Neighbours(NamedTuple):
+    """Tensors that follow one another in a file."""
+
+    tensors: int
+    """How many."""
+    file: str
+    start: int
+    """The first one's first byte."""
+    end: int
+    """One past the last one's last."""
+
+
+def neighbours(places: Iterable[TensorPlace]) -> Iterator[Neighbours]:
+    """All of these tensors, in their order: as many as follow one another are one."""
+    count, file, start, end = 0, "", 0, 0
+    for _, _, _, here, offset, nbytes in places:
+        if count and (offset != end or here != file):
+            yield Neighbours(count, file, start, end)
+            count = 0
+        if not count:
+            file, start = here, offset
+        count += 1
+        end = offset + nbytes
+    if count:
+        yield Neighbours(count, file, start, end)
 
 
 class Slot(Protocol):

@@ -19,7 +19,7 @@ from rollout_service.store.layout import LaidOutFile, Layout
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
-from rollout_service.store.tensor_places import TensorPlace
+from rollout_service.store.tensor_places import TensorPlace, neighbours
 from rollout_service.store.upload_progress import UploadProgress
 from rollout_service.threads import in_threads
 
@@ -108,16 +108,7 @@ class VersionWriter:
         """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one, with the
         number of these.
         """
-        count, file, start, end = 0, "", 0, 0
-        for _, _, _, here, offset, nbytes in places:
-            if count and (offset != end or here != file):
-                yield count, self._mapped[file][start:end]
-                count = 0
-            if not count:
-                file, start = here, offset
-            count += 1
-            end = offset + nbytes
-        if count:
+        for count, file, start, end in neighbours(places):
             yield count, self._mapped[file][start:end]
 
     def room_as_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview | None:

@@ -14,6 +14,7 @@ from rollout_service.ingest.sources.source import of_dtype
 from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 from rollout_service.ring import aligned
+from rollout_service.store.layout import groups_of
 from rollout_service.views import view_at
 
 _ALIGNED_BYTES = 16
@@ -63,7 +64,7 @@ class RegisteredParts:
 
         They are copied ``BATCH_BYTES`` at a time, or one that is larger, when the first of those is asked for.
         """
-        for several in _stretches(wanted):
+        for several in groups_of(wanted, BATCH_BYTES):
             yield from self._copied(several)
 
     def _copied(self, several: Sequence[InStream]) -> Iterator[Named]:
@@ -95,19 +96,6 @@ class RegisteredParts:
             memory = None if data is None else torch.frombuffer(data, dtype=torch.uint8)
             self._known[part] = memory if memory is not None and is_registered(memory) else None
         return self._known[part]
-
-
-def _stretches(wanted: Sequence[InStream]) -> Iterator[Sequence[InStream]]:
-    several: list[InStream] = []
-    nbytes = 0
-    for each in wanted:
-        if several and nbytes + each.nbytes > BATCH_BYTES:
-            yield several
-            several, nbytes = [], 0
-        several.append(each)
-        nbytes += each.nbytes
-    if several:
-        yield several
 
 
 def _laid_out(several: Sequence[InStream]) -> tuple[list[_Run], list[int]]:
