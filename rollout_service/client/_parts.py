@@ -76,7 +76,7 @@ class Part:
 
 
 def cut_parts(
-    stream: Iterable[torch.Tensor] | Iterable[memoryview],
+    stream: Iterable[torch.Tensor],
     part_bytes: int,
     free: list[torch.Tensor] | None = None,
     *,
@@ -85,12 +85,11 @@ def cut_parts(
     """Cut a stream into parts. What they hold is a copy, which a GPU may be making still, or a held tensor on the CPU.
 
     Args:
-        stream: tensors uint8 [N], see ``bytes_of_each``, or bytes, one after the other.
+        stream: tensors uint8 [N], one after the other, see ``bytes_of_each``.
         free: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
         held: the tensors stay what they are until the parts are sent: those on the CPU are not copied, if it is
             ``VIEWED_BYTES`` or more that a part has of one. If not held, one is copied before the next is made.
     """
-    import numpy as np
     import torch
 
     index, filled = 0, 0
@@ -99,10 +98,10 @@ def cut_parts(
     pieces: list[torch.Tensor] = []
     devices: set[torch.device] = set()
     for flat in stream:
-        start, count, from_gpu = 0, flat.nbytes, isinstance(flat, torch.Tensor) and flat.is_cuda
+        start, count, from_gpu = 0, flat.nbytes, flat.is_cuda
         while start < count:
             taken = min(count - start, part_bytes - filled)
-            if held and isinstance(flat, torch.Tensor) and not from_gpu and taken >= VIEWED_BYTES:
+            if held and not from_gpu and taken >= VIEWED_BYTES:
                 pieces += _copied(memory, begun, used)
                 pieces.append(flat[start : start + taken])
                 begun = used
@@ -110,19 +109,16 @@ def cut_parts(
                 if memory is None:
                     memory = free.pop() if free else host_memory(part_bytes, pinned=from_gpu)
                 room = memory[used : used + taken]
-                if isinstance(flat, torch.Tensor):
-                    # torch copies with several threads, and with Python's lock free
-                    room.copy_(flat if taken == count else flat[start : start + taken], non_blocking=from_gpu)
-                    if from_gpu:
-                        devices.add(flat.device)
-                else:
-                    np.copyto(room.numpy(), np.frombuffer(flat, np.uint8)[start : start + taken])
+                # torch copies with several threads, and with Python's lock free
+                room.copy_(flat if taken == count else flat[start : start + taken], non_blocking=from_gpu)
+                if from_gpu:
+                    devices.add(flat.device)
                 used += taken
             filled, start = filled + taken, start + taken
             if filled == part_bytes:
                 yield Part(index, [*pieces, *_copied(memory, begun, used)], memory, map(_recorded, devices))
                 index, memory, filled, begun, used, pieces, devices = index + 1, None, 0, 0, 0, [], set()
-        if isinstance(flat, torch.Tensor) and from_gpu and not held:
+        if from_gpu and not held:
             torch.cuda.current_stream(flat.device).synchronize()
         del flat  # before the next is made
     if filled:
