@@ -8,11 +8,13 @@ host, and all that is written lies in buffers that stay where they are, so that 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
 import triton.language as tl
 
+from rollout_service.engine.attention.launching import RepeatedLaunch
 from rollout_service.engine.attention.reads import KVReads
 
 MAX_PAGES = (1 << 20) - 1
@@ -221,7 +223,7 @@ class Grouped(Entries):
         """Of the batch, padding included."""
         return len(self.own_rows)
 
-    @property
+    @cached_property
     def shared(self) -> Entries:
         """The shared entries alone, whose rows are at most ``sequences``."""
         count = len(self) - self.sequences
@@ -267,6 +269,10 @@ class Grouping:
         self._page_tokens, self._chunk, self._min_pages = page_tokens, chunk, min_pages
         self._steps = max_pages.bit_length()
         self._width = triton.next_power_of_2(max_sequences)  # the same for every batch: the kernels are compiled once
+        self._choose = RepeatedLaunch(choose_prefixes, num_warps=max(4, self._width // 64))
+        self._form, self._fill = RepeatedLaunch(form_chunks, num_warps=4), RepeatedLaunch(fill_batch, num_warps=4)
+        self._views: dict[int, Grouped] = {}
+        """By sequences: making these views would take as long as launching a kernel."""
         entries = max_sequences // 2 + max_sequences
 
         def buffer(*shape: int) -> torch.Tensor:
@@ -293,26 +299,28 @@ class Grouping:
                 f"{count} sequences of {pages} pages, and there are buffers for {len(self._keys)} of "
                 f"{self._tables.shape[1]}"
             )
-        n = self._width
-        entries = count // 2 + count
         given = (tables, tables.stride(0), lengths, count, self._page_tokens)
-        choose_prefixes[(count,)](
-            *given, self._min_pages, self._keys, CHUNK=self._chunk, STEPS=self._steps, N=n, num_warps=max(4, n // 64)
-        )
-        form_chunks[(count,)](
-            self._keys, count, self._heads, self._places, self._sizes, CHUNK=self._chunk, N=n, num_warps=4
-        )
-        fill_batch[(entries,)](
-            *given, self._keys, self._heads, self._places, self._sizes,
+        # all other arguments are the same each time, or numbers that Triton does not look at
+        alike = (tables.dtype, tables.data_ptr() % 16, tables.stride(0), lengths.dtype, lengths.data_ptr() % 16)
+        self._choose(count, alike, *given, self._min_pages, self._keys, self._chunk, self._steps, self._width)
+        self._form(count, None, self._keys, count, self._heads, self._places, self._sizes, self._chunk, self._width)
+        self.last = self._batch_of(count)
+        self._fill(
+            len(self.last), alike, *given, self._keys, self._heads, self._places, self._sizes,
             self._starts, self._lengths, self._tables, self._tables.stride(0), self._shared_rows, self._own_rows,
-            self.reads.counts, COPY=_COPY, N=n, num_warps=4,
+            self.reads.counts, _COPY, self._width,
         )  # fmt: skip
-        self.last = Grouped(
-            self._starts[: entries + 1],
-            self._lengths[:entries],
-            self._tables[:entries],
-            self._chunk,
-            self._shared_rows[:count],
-            self._own_rows[:count],
-        )
         return self.last
+
+    def _batch_of(self, count: int) -> Grouped:
+        if (known := self._views.get(count)) is None:
+            entries = count // 2 + count
+            known = self._views[count] = Grouped(
+                self._starts[: entries + 1],
+                self._lengths[:entries],
+                self._tables[:entries],
+                self._chunk,
+                self._shared_rows[:count],
+                self._own_rows[:count],
+            )
+        return known
