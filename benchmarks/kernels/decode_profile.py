@@ -36,18 +36,24 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.fleet.autoscaling import RUNNING, WAITING
 
-KINDS = {
-    "writing the KV cache": r"reshape_and_cache|cache_kernel|concat_and_cache",
-    "group attention": r"^(choose_prefixes|form_chunks|fill_batch|spread_queries|merge_rows|decode_part|merge_parts)\b",
-    "quantizing activations": r"per_token_group|quant",
-    "FlashAttention": r"flash",
-    "attention": r"fmha|attention|splitkv",
-    "experts": r"fused_moe|moe_|topk_gating|expert|silu_and_mul",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|wgmma|matmul|splitK",
-    "sampling": r"sampl|gumbel|logprob|topk|top_k|softmax|argmax|logits|ranks|temperature|sort|penalt",
-    "norms, rotations, activations": r"triton_|norm|rotary|act_and_mul",
-}
-"""What a kernel does → what its name contains; the first that matches."""
+NORMS = "norms, rotations, activations"
+KINDS = (
+    # what Inductor compiles has the names of all that was in it, also of what is called with its result
+    (NORMS, r"^triton_(poi|red|per|tem)_"),
+    ("writing the KV cache", r"reshape_and_cache|cache_kernel|concat_and_cache"),
+    (
+        "group attention",
+        r"^(choose_prefixes|form_chunks|fill_batch|spread_queries|merge_rows|decode_part|merge_parts)\b",
+    ),
+    ("quantizing activations", r"per_token_group|quant"),
+    ("FlashAttention", r"flash"),
+    ("attention", r"fmha|attention|splitkv"),
+    ("experts", r"fused_moe|moe_|topk_gating|expert|silu_and_mul"),
+    ("matrix products", r"gemm|nvjet|cutlass|cublas|wgmma|matmul|splitK"),
+    ("sampling", r"sampl|gumbel|logprob|topk|top_k|softmax|argmax|logits|ranks|temperature|sort|penalt"),
+    (NORMS, r"triton_|norm|rotary|act_and_mul"),
+)
+"""What a kernel does, and what its name contains; the first that matches."""
 
 
 class ProfileOptions(Options):
@@ -85,7 +91,7 @@ class ProfiledEngine(EngineOptions):
 
 def kind_of(kernel: str) -> str:
     """Which of ``KINDS``; else ``other``."""
-    return next((kind for kind, names in KINDS.items() if re.search(names, kernel, re.IGNORECASE)), "other")
+    return next((kind for kind, names in KINDS if re.search(names, kernel, re.IGNORECASE)), "other")
 
 
 def summary(events: Iterable[Json], top: int = 30) -> Json:

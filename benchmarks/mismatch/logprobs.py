@@ -17,8 +17,10 @@ Trainers:
 - ``routes replayed``: each token goes to the experts that the engine chose (``examples/routing_replay.py``); on a GPU.
 
 Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
-are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``. On a GPU linear
-layers are CUTLASS's, where DeepGEMM's are not named, and several engines are started at once: nothing is timed.
+are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``, which has vLLM's
+own fusions; ``SiLU apart`` and ``quantized by Inductor`` are ``act_unfused`` and ``inductor_quant`` of
+``benchmarks.rollout.decode_step``. On a GPU linear layers are CUTLASS's, where DeepGEMM's are not named, and several
+engines are started at once: nothing is timed.
 """
 
 import asyncio
@@ -44,6 +46,7 @@ from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine, commit, load_version
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.mismatch.repeating import PERIOD, repeating, train
+from benchmarks.rollout.decode_step import SIDES
 from examples.routing_replay import replayed
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
@@ -89,6 +92,8 @@ class Engine(StrEnum):
     FP8KV = "fp8_block, fp8 kv"
     FP8KV_MEASURED = "fp8_block, fp8 kv, measured scales"
     FP8_COMPILED = "fp8_block, compiled"
+    FP8_SILU_APART = "fp8_block, compiled, SiLU apart"
+    FP8_INDUCTOR = "fp8_block, compiled, quantized by Inductor"
     DEEP_GEMM_E8M0 = "fp8_block, DeepGEMM E8M0"
 
 
@@ -108,6 +113,7 @@ class Trainer(StrEnum):
 
 BF16_CACHE: dict[str, Any] = {"kv_cache": {"dtype": "bfloat16"}}
 NOT_QUANTIZED: dict[str, Any] = BF16_CACHE | {"quant": {"weights": "none"}}
+COMPILED: dict[str, Any] = {"enforce_eager": False, "cuda_graph_sizes": [8]}
 SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.BF16: NOT_QUANTIZED,
     Engine.BF16_FP32_HEAD: NOT_QUANTIZED | {"engine": {"lm_head": "float32"}},
@@ -117,7 +123,9 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.FP8_FP32_HEAD: BF16_CACHE | {"engine": {"lm_head": "float32"}},
     Engine.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Engine.FP8KV_MEASURED: {"kv_cache": {"dtype": "fp8_e4m3"}},
-    Engine.FP8_COMPILED: BF16_CACHE | {"engine": {"enforce_eager": False, "cuda_graph_sizes": [8]}},
+    Engine.FP8_COMPILED: BF16_CACHE | {"engine": COMPILED},
+    Engine.FP8_SILU_APART: BF16_CACHE | {"engine": COMPILED | SIDES["act_unfused"]},
+    Engine.FP8_INDUCTOR: BF16_CACHE | {"engine": COMPILED | SIDES["inductor_quant"]},
     Engine.DEEP_GEMM_E8M0: BF16_CACHE | {"engine": {"linear_backend": "deep_gemm"}},
 }
 TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
@@ -129,10 +137,12 @@ TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
         Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
     ),
     Engine.FP8KV: (Trainer.FP32, Trainer.FAKE_QUANT),
-    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
+    **dict.fromkeys(
+        (Engine.FP8_COMPILED, Engine.FP8_SILU_APART, Engine.FP8_INDUCTOR), (Trainer.FP32, Trainer.FAKE_QUANT)
+    ),
 }  # fmt: skip
 """Of engines that are not here, the one in fp32 alone."""
-ON_A_GPU = {Engine.FP8_COMPILED, Engine.DEEP_GEMM_E8M0}
+ON_A_GPU = {Engine.FP8_COMPILED, Engine.FP8_SILU_APART, Engine.FP8_INDUCTOR, Engine.DEEP_GEMM_E8M0}
 OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
 REPLAYED = {Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED}
 

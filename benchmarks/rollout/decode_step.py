@@ -18,7 +18,8 @@ First, before there are engines, the GPU's limits are measured: a copy, a sum, a
 - a recording of ``--steps`` steps by torch's profiler: milliseconds of a step by kinds of kernels, and the roofline of
   those very steps. Launches take longer while it records, so *idle* is an upper bound.
 
-With ``inductor_quant`` activations are quantized within kernels of *norms, rotations, activations*: compare the sum.
+What Inductor compiles counts as *norms, rotations, activations*; with ``inductor_quant`` that quantizes, too, and with
+``act_unfused`` SiLU is there and not in a kernel of *quantizing activations*: compare the sum.
 What there is of a case is written as soon as it is there; nothing is begun that would not end by ``--limit-s``.
 """
 

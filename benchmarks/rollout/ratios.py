@@ -17,7 +17,7 @@ def ratios(cases: list[Json]) -> dict[str, float]:
 
     ``http_to_bare`` and ``handle_to_bare``: within one run, without an envelope; of several such pairs the lowest.
     ``fp8kv_to_bf16_80gb_…``: bare engines in 80 GB with the same work, and the attention that the service chooses; the
-    last pair.
+    last pair. ``auto_to_flash_attn_80gb``: that attention and FlashAttention, all else alike; the last pair.
     """
     found: dict[str, float] = {}
     for name, side in SIDES.items():
@@ -28,6 +28,8 @@ def ratios(cases: list[Json]) -> dict[str, float]:
         pairs = [(a, b) for a in cases for b in cases if a["model"] == model and _is_fp8kv_and_bf16(a, b)]
         if pairs:
             found[name] = _rate(pairs[-1][0]) / _rate(pairs[-1][1])
+    if pairs := [(a, b) for a in cases for b in cases if _is_auto_and_flash(a, b)]:
+        found["auto_to_flash_attn_80gb"] = _rate(pairs[-1][0]) / _rate(pairs[-1][1])
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -37,10 +39,24 @@ def _is_service_and_bare(a: Json, b: Json, side: str) -> bool:
 
 
 def _is_fp8kv_and_bf16(a: Json, b: Json) -> bool:
+    as_shipped = _attention(a) == _attention(b) == "auto"
+    return _are_bare_in_80_gb(a, b) and as_shipped and (a["mode"], b["mode"]) == ("fp8kv", "bf16")
+
+
+def _is_auto_and_flash(a: Json, b: Json) -> bool:
+    others = [{name: value for name, value in case["engine"].items() if name != "attention_backend"} for case in (a, b)]
+    alike = a["mode"] == b["mode"] and others[0] == others[1]
+    return _are_bare_in_80_gb(a, b) and alike and (_attention(a), _attention(b)) == ("auto", "FLASH_ATTN")
+
+
+def _are_bare_in_80_gb(a: Json, b: Json) -> bool:
     same = all(a[field] == b[field] for field in ("model", "work", "layers"))
-    bare = a["side"] == b["side"] == "bare" and a["envelope_gb"] == b["envelope_gb"] == ENVELOPE_GB
-    as_shipped = all(case["engine"].get("attention_backend", "auto") == "auto" for case in (a, b))
-    return same and bare and as_shipped and (a["mode"], b["mode"]) == ("fp8kv", "bf16")
+    return same and a["side"] == b["side"] == "bare" and a["envelope_gb"] == b["envelope_gb"] == ENVELOPE_GB
+
+
+def _attention(case: Json) -> str:
+    chosen: str = case["engine"].get("attention_backend", "auto")
+    return chosen
 
 
 def _rate(case: Json) -> float:

@@ -74,7 +74,8 @@ def kernels_of(model: nn.Module) -> Kernels:
 def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> EngineRoundings:
     """Have a transformers causal language model round where vLLM does, from now on.
 
-    ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``.
+    ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``. Those of
+    ``cuda_compiled`` are not yet all that a compiled engine has (docs/numerics.md, "On a GPU").
 
     Between decoder layers goes the sum in fp32, four bytes a channel in place of two, that gradient checkpointing keeps
     as well. FSDP2 rounds it, and with it a part of the gain, unless its ``MixedPrecisionPolicy`` has

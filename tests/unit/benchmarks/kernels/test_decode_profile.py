@@ -19,6 +19,7 @@ def test_kernels_are_named_by_what_they_do() -> None:
         "fused_moe_kernel": "experts",
         "vllm::reshape_and_cache_flash_kernel": "writing the KV cache",
         "triton_red_fused_add_mean_pow": "norms, rotations, activations",
+        "triton_red_fused__to_copy_abs_clamp_clone_cutlass_scaled_mm_div_mul": "norms, rotations, activations",
         "_gumbel_sample_kernel": "sampling",
         "_combine_sampled_and_draft_tokens_kernel": "sampling",
         "void flash::prepare_varlen_num_blocks_kernel<16, false>": "FlashAttention",

@@ -15,6 +15,10 @@ def _envelope(mode: str, rate: float, **fields: Any) -> dict[str, Any]:
     return _case("bare", rate, **{"mode": mode, "envelope_gb": 80.0, **fields})
 
 
+def _engine(attention: str, block_size: int) -> dict[str, Any]:
+    return {"attention_backend": attention, "block_size": block_size}
+
+
 def test_a_case_replaces_the_one_that_measured_the_same() -> None:
     first = [_case("bare", 100.0), _case("http", 98.0)]
     again = _case("http", 99.0, run="second")
@@ -50,6 +54,20 @@ def test_envelopes_are_compared_by_model_and_work_over_runs() -> None:
         _envelope("fp8kv", 300.0, model="qwen3-30b-a3b"),
     ]
     assert ratios(cases) == {"fp8kv_to_bf16_80gb_8b": 1.5, "fp8kv_to_bf16_80gb_30b": 3.0}
+
+
+def test_the_services_attention_is_compared_with_flash_attention_where_all_else_is_alike() -> None:
+    def with_attention(name: str, rate: float, **fields: Any) -> dict[str, Any]:
+        return _envelope(**{"mode": "fp8kv", "rate": rate, "engine": _engine(name, 64), **fields})
+
+    cases = [
+        with_attention("auto", 130.0),
+        with_attention("FLASH_ATTN", 100.0),
+        with_attention("FLASH_ATTN", 10.0, work={"groups": 32}),
+        with_attention("FLASH_ATTN", 10.0, mode="bf16"),
+        with_attention("FLASH_ATTN", 10.0, engine=_engine("FLASH_ATTN", 16)),
+    ]
+    assert ratios(cases) == {"auto_to_flash_attn_80gb": 1.3}
 
 
 def test_one_side_alone_has_no_ratio() -> None:
