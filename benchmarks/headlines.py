@@ -245,10 +245,12 @@ def lm_head(result: Json) -> str:
 
 
 def logprobs(result: Json) -> str:
-    """Of ``mismatch.logprobs``: those of some engines that were measured."""
+    """Of ``mismatch.logprobs``: of these engines, those that were measured. Raises ValueError if none was."""
     engines = ("bf16", "fp8_block", "fp8_block, fp8 kv", "fp8_block, compiled")
     measured = {case["engine"]: case["k3"] for case in matching(result["cases"], model="qwen3")}
     k3 = "; ".join(f"{engine} {measured[engine]:.1e}" for engine in engines if engine in measured)
+    if not k3:
+        raise ValueError(f"no case of qwen3 has one of the engines {engines}")
     return f"k3 of qwen3 against fp32: {k3}"
 
 

@@ -15,7 +15,8 @@ a CPU, in CUDA kernels (``engine.enforce_eager``) and in what torch.compile make
 - attention of a CPU engine: in fp32 from rounded queries, keys and values to a rounded result (on processors without
   AMX). Elsewhere the trainer's own attention is called, with rounded queries and keys.
 
-Read in vLLM 0.32; what holds on a GPU was not compared with an engine yet. All of it is differentiated as it is
+Read in vLLM 0.32. On a GPU it was compared with engines: those in CUDA kernels compute so, but for the last bits of
+attention and experts, and compiled ones do not yet (docs/numerics.md, "On a GPU"). All of it is differentiated as it is
 computed. A model in fp32 computes as before: nothing rounds.
 """
 
@@ -74,8 +75,7 @@ def kernels_of(model: nn.Module) -> Kernels:
 def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> EngineRoundings:
     """Have a transformers causal language model round where vLLM does, from now on.
 
-    ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``. Those of
-    ``cuda_compiled`` are not yet all that a compiled engine has (docs/numerics.md, "On a GPU").
+    ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``.
 
     Between decoder layers goes the sum in fp32, four bytes a channel in place of two, that gradient checkpointing keeps
     as well. FSDP2 rounds it, and with it a part of the gain, unless its ``MixedPrecisionPolicy`` has
