@@ -11,8 +11,8 @@ from rollout_service.client._generate import Prompt, request_of, token_ids_of
 from rollout_service.client._http import Http
 from rollout_service.client._partial import PartialBatch, PartialRollout
 from rollout_service.client._stream import RolloutStream
-from rollout_service.errors import InvalidRequest, NotReady, Overloaded
-from rollout_service.fleet.continuation import joined
+from rollout_service.errors import InvalidRequest, NotReady, Overloaded, TooEarly
+from rollout_service.fleet.continuation import is_version_gone, joined, min_version_of_rest
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -100,14 +100,27 @@ class Group:
 
     async def _read(self, index: int | None, slots: asyncio.Semaphore) -> None:
         async with slots:
-            request = self._whole_request() if index is None else self._rest_request(self._completions[index])
-            stream = self._streams[index] = RolloutStream(self._http, request)
-            async with stream:
-                try:
-                    async for _ in stream:
-                        pass
-                except _CUT as error:
-                    raise _StreamCut(error) from error
+            if index is None:
+                await self._read_stream(None, self._whole_request())
+                return
+            request = self._rest_request(self._completions[index])
+            asked = self._about.get("min_weight_version")
+            try:
+                await self._read_stream(index, request)
+            except TooEarly as refusal:
+                wanted = request.min_weight_version
+                if wanted == asked or isinstance(wanted, str) or not is_version_gone(refusal, wanted):
+                    raise
+                await self._read_stream(index, request.model_copy(update={"min_weight_version": asked}))
+
+    async def _read_stream(self, index: int | None, request: GenerateRequest) -> None:
+        stream = self._streams[index] = RolloutStream(self._http, request)
+        async with stream:
+            try:
+                async for _ in stream:
+                    pass
+            except _CUT as error:
+                raise _StreamCut(error) from error
         self._replica_id = stream.rollout.replica_id
 
     def _whole_request(self) -> GenerateRequest:
@@ -120,13 +133,16 @@ class Group:
         changes: dict[str, object] = {"n": 1}
         if sampling.seed not in (None, -1):
             changes["seed"] = ((sampling.seed or 0) + partial.index) % LARGEST_SEED
+        about = dict(self._about)
+        if not isinstance(asked := about.get("min_weight_version"), str):  # a label stands for a number unknown here
+            about["min_weight_version"] = min_version_of_rest(asked if isinstance(asked, int) else None, partial)
         return request_of(
             self._prompt_token_ids or (),
             sampling.model_copy(update=changes),
             partial_token_ids=partial.token_ids,
             request_id=f"{self._before.request_id[:200]}-{partial.index}-{done}",
             output_mode="tokens" if self._before.prompt is None else "text",
-            **self._about,
+            **about,
         )
 
     def _settle(self) -> None:

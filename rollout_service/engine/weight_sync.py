@@ -172,7 +172,13 @@ class WeightSync:
         )
 
     async def wait_version(self, version: int, timeout_s: float) -> bool:
-        """Wait until this replica serves ``version`` or newer; False after ``timeout_s``."""
+        """Wait until this replica serves ``version`` or newer; False after ``timeout_s``.
+
+        A replica that sleeps loads the newest version as it wakes. If that is new enough, requests may wait in its
+        engine, and this returns True at once.
+        """
+        if self.version is None and self._newest_is(version):
+            return True
         async with self._moved:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -180,6 +186,13 @@ class WeightSync:
             except TimeoutError:
                 return False
         return True
+
+    def _newest_is(self, version: int) -> bool:
+        """Return True if the newest version of the log, as it was last read, is ``version`` or newer."""
+        try:
+            return self._log.newest().version >= version
+        except LogCorrupt:
+            return False
 
     async def caught_up(self) -> None:
         """Return once the newest version in the log is being served. Raises LogCorrupt or EngineFailed if it cannot."""

@@ -6,6 +6,7 @@ from typing import TypeVar
 import xxhash
 
 from rollout_service.config.engine import EngineConfig
+from rollout_service.errors import TooEarly
 from rollout_service.protocol.rollout import Completion, Rollout, merged
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -25,8 +26,8 @@ _INCOMPLETE = "\ufffd"
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
     """The request for the tokens that ``partial``, one of the call's completions, still lacks.
 
-    Experts are asked for from the last token on, which no engine has read; from where the call wants them, if
-    ``partial`` came without any.
+    Its ``min_weight_version`` is at least the version of the last token of ``partial``. Experts are asked for from the
+    last token on, which no engine has read; from where the call wants them, if ``partial`` came without any.
     """
     done = len(partial.token_ids)
     sampling = call.sampling
@@ -40,9 +41,26 @@ def remainder(call: GenerateCall, partial: Completion, attempt: int) -> Generate
             "request_id": f"{call.request_id}-{partial.index}-{attempt}",
             "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
             "partial_tokens": call.partial_tokens + done,
+            "min_weight_version": min_version_of_rest(call.min_weight_version, partial),
             "sampling": sampling_of_the_rest(sampling, partial.index, done).model_copy(update=changes),
         }
     )
+
+
+def min_version_of_rest(asked: int | None, partial: Completion) -> int | None:
+    """Return the oldest weight version that may continue ``partial``: no older than its last token, nor than asked."""
+    if not partial.spans:
+        return asked
+    return max(asked or 0, partial.spans[-1].version)
+
+
+def is_version_gone(refusal: TooEarly, version: int | None) -> bool:
+    """Return True if the refusal says that the log's newest version is older than ``version``, which was served before.
+
+    A log in memory ends with its host: the service then goes on from the newest version that was saved.
+    """
+    latest = refusal.detail.get("latest_version")
+    return isinstance(latest, int) and version is not None and latest < version
 
 
 def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:

@@ -6,6 +6,7 @@ replica, and then goes on from those that the replica had told (``fleet/progress
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rollout_service.fleet.continuation import (
     Decode,
     StopSearch,
     ended_at,
+    is_version_gone,
     joined,
     named,
     nothing_of,
@@ -32,6 +34,8 @@ from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.rpc import EngineCalls, IngestCalls
 from rollout_service.tasks import raise_first_failure
+
+logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.25
 """Between two rounds of asking all replicas."""
@@ -78,10 +82,10 @@ class Dispatcher:
 
         With ``on_abort="return"``, when attempts are used up, or when a pause that returns what it aborts was the
         cause, an aborted completion comes back with the tokens it has and ``finish_reason="abort"``. So does one whose
-        replica was lost. ``live``: somebody who reads along.
+        replica was lost, and one whose rest is refused or fails. ``live``: somebody who reads along.
 
-        Raises Overloaded, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed when every attempt
-        lost its replica.
+        Raises Overloaded, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed when no completion has
+        a token.
         """
         progress = _Progress()
         call = call.model_copy(update={"origin": self._origin, "live": live is not None})
@@ -98,7 +102,10 @@ class Dispatcher:
                 group.create_task(self._finished(call, completion, rollout.replica_id, progress, live))
                 for completion in rollout.completions
             ]
-        completions, replicas, attempts = zip(*(rest.result() for rest in rests), strict=True)
+        completions, replicas, attempts, failures = zip(*(rest.result() for rest in rests), strict=True)
+        if not any(completion.token_ids for completion in completions):
+            for failure in filter(None, failures):
+                raise failure
         last = max(range(len(rests)), key=lambda i: attempts[i])
         return rollout.model_copy(
             update={"completions": completions, "replica_id": replicas[last], "attempts": attempts[last]}
@@ -106,9 +113,12 @@ class Dispatcher:
 
     async def _finished(
         self, call: GenerateCall, completion: Completion, replica_id: str, so_far: _Progress, live: LiveRollout | None
-    ) -> tuple[Completion, str, int]:
-        """``completion``, gone on with until it ends by itself or attempts are used up; who made its end; attempts."""
-        progress = replace(so_far)
+    ) -> tuple[Completion, str, int, RolloutServiceError | None]:
+        """Continue ``completion`` until it ends by itself, attempts are used up, or its rest fails.
+
+        Returns the completion, the replica that sampled its last token, the attempts, and why its rest failed.
+        """
+        progress, failure = replace(so_far), None
         while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
             progress.attempts += 1
             record(table.CONTINUATIONS, cause=progress.cut_short_by)
@@ -121,14 +131,29 @@ class Dispatcher:
 
             progress.cut_short_by = "abort"
             try:
-                rollout = await self._generated(remainder(call, base, progress.attempts), progress, watch)
-            except (EngineFailed, NotReady):
-                break  # what there is goes back to the caller rather than nothing
+                rollout = await self._rest(call, base, progress, watch)
+            except RolloutServiceError as error:
+                # the caller gets every token there is, of this completion and of the prompt's others
+                logger.warning("completion %d of %s stays unfinished: %s", base.index, call.request_id, error)
+                failure = error
+                break
             completion, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
             completion = self._stopped_after(call, completion, len(base.token_ids))
             if rollout.returned:
                 break
-        return completion, replica_id, progress.attempts
+        return completion, replica_id, progress.attempts, failure
+
+    async def _rest(self, call: GenerateCall, base: Completion, progress: _Progress, watch: Watch) -> Rollout:
+        """Generate what ``base`` lacks, with weights that are not older than those of its last token."""
+        request = remainder(call, base, progress.attempts)
+        try:
+            return await self._generated(request, progress, watch)
+        except TooEarly as refusal:
+            wanted = request.min_weight_version
+            if wanted == call.min_weight_version or not is_version_gone(refusal, wanted):
+                raise
+        request = request.model_copy(update={"min_weight_version": call.min_weight_version})
+        return await self._generated(request, progress, watch)
 
     def _search(self, call: GenerateCall, base: tuple[int, ...]) -> StopSearch | None:
         """For stop strings in what follows ``base`` that began before. None: there are none to look for."""

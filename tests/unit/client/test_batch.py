@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from rollout_service.client import PartialRollout, RolloutClient, SyncRolloutClient
-from rollout_service.errors import EngineFailed, InvalidRequest, RolloutServiceError
+from rollout_service.errors import EngineFailed, InvalidRequest, RolloutServiceError, TooEarly
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 
 URL = "http://service"
@@ -206,6 +206,27 @@ async def test_what_cannot_be_carried_on_is_refused_by_name_before_anything_is_s
             with pytest.raises(ValueError, match=f"until={until} groups of 2 prompts"):
                 await client.generate_batch([[1], [2]], until=until)
     assert not scripted.bodies
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(None, 3), (1, 3), (5, 5), ("step-2", "step-2")])
+async def test_a_rest_asks_for_weights_no_older_than_its_own(asked: int | str | None, wanted: int | str) -> None:
+    scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
+    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
+    async with RolloutClient(URL, transport=scripted) as client:
+        await client.generate_batch([partial], min_weight_version=asked)
+    assert [body["min_weight_version"] for body in scripted.bodies] == [wanted]
+
+
+async def test_a_rest_goes_on_in_a_service_without_its_version() -> None:
+    def script(body: Body) -> list[Step]:
+        if "min_weight_version" in body:
+            return [TooEarly("no replica serves it", {"latest_version": 0})]
+        return [choice(0, 0, 8, end="stop", version=0), LAST]
+
+    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
+    async with RolloutClient(URL, transport=Scripted(script)) as client:
+        [rollout] = await client.generate_batch([partial])
+    assert rollout.completions[0].versions == (3, 0)
 
 
 def test_the_blocking_client_does_the_same() -> None:

@@ -191,5 +191,13 @@ class TestWaitingForAVersion:
         await push(log, ingest, 2)
         assert await asyncio.wait_for(waiting, LONG_S)
 
+    async def test_a_sleeping_replica_takes_calls_that_it_can_answer(
+        self, weight_sync: WeightSync, ingest: FakeIngest
+    ) -> None:
+        await ingest.change(paused=True, asleep=True)
+        await ingest.reported(lambda s: s.state == "asleep")
+        assert await weight_sync.wait_version(0, timeout_s=LONG_S)
+        assert not await weight_sync.wait_version(1, timeout_s=0.01)
+
     async def test_waiting_in_vain_ends_with_false(self, weight_sync: WeightSync) -> None:
         assert not await weight_sync.wait_version(1, timeout_s=0.01)

@@ -77,6 +77,17 @@ def test_the_remainder_continues_the_tokens_in_the_length_left() -> None:
     assert rest.request_id == "r-2-2"
 
 
+@pytest.mark.parametrize(("asked", "spans", "wanted"), [
+    (None, ((4, 1), (5, 2)), 5), (3, ((4, 1), (5, 2)), 5), (7, ((4, 1), (5, 2)), 7), (7, (), 7), (None, (), None),
+])  # fmt: skip
+def test_the_rest_is_of_weights_no_older_than_its_beginning(
+    asked: int | None, spans: tuple[tuple[int, int], ...], wanted: int | None
+) -> None:
+    partial = piece((6, 7, 8)[: sum(length for _, length in spans)], *spans)
+    asking = CALL.model_copy(update={"min_weight_version": asked})
+    assert remainder(asking, partial, 2).min_weight_version == wanted
+
+
 def test_a_minimum_that_is_reached_stays_reached() -> None:
     assert remainder(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
 

@@ -12,6 +12,7 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import (
     EngineFailed,
     InvalidRequest,
+    NonFiniteLogprob,
     NotReady,
     Overloaded,
     RolloutServiceError,
@@ -359,6 +360,61 @@ class TestAbort:
         assert (rollout.completions[0].versions, rollout.attempts) == ((3, 4), 3)
         hopeless = await dispatcher(Script([made(4, end="abort"), DIED, DIED])).complete(call())
         assert (hopeless.completions[0].finish_reason, len(hopeless.completions[0].token_ids)) == ("abort", 4)
+
+
+def one_cut_short(*lengths: int) -> Step:
+    """Return an answer whose last completion was aborted; the others have ended."""
+    whole = made(*lengths)
+
+    def step(call: GenerateCall) -> Rollout:
+        rollout = whole(call)  # type: ignore[operator]
+        *ended, last = rollout.completions
+        return rollout.model_copy(update={"completions": (*ended, last.model_copy(update={"finish_reason": "abort"}))})
+
+    return step
+
+
+class TestFailedRest:
+    @pytest.mark.parametrize(
+        "error",
+        [Overloaded, TooEarly, NotReady, NonFiniteLogprob, InvalidRequest, EngineFailed],
+        ids=lambda e: e.__name__,
+    )
+    async def test_one_rest_that_fails_loses_no_other_completion(self, error: type[RolloutServiceError]) -> None:
+        engine = Script([one_cut_short(9, 9, 9, 4), *[refusal(error, "b")] * 4])
+        rollout = await dispatcher(engine).complete(call(n=4))
+        assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [
+            ("length", 9), ("length", 9), ("length", 9), ("abort", 4),
+        ]  # fmt: skip
+
+    async def test_a_rest_that_cannot_start_anew_leaves_the_tokens(self) -> None:
+        engine = Script([one_cut_short(9, 4), refusal(Overloaded, "b"), refusal(Overloaded, "b")])
+        sampling = Sampling(n=2, max_tokens=9, structured_outputs={"json_object": True})
+        rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
+        assert [len(c.token_ids) for c in rollout.completions] == [9, 4]
+
+    async def test_a_rollout_without_any_token_raises_the_error(self) -> None:
+        engine = Script([made(0, 0, end="abort"), *[refusal(Overloaded, "b")] * 4])
+        with pytest.raises(Overloaded):
+            await dispatcher(engine).complete(call(n=2))
+
+
+class TestVersionOfTheRest:
+    async def test_a_rest_waits_for_the_version_of_its_beginning(self) -> None:
+        engine = Script([made(4, end="abort"), made(5, version=4)])
+        await dispatcher(engine).complete(call(min_weight_version=1))
+        assert [c.min_weight_version for c in engine.calls] == [1, 3]
+
+    async def test_a_rest_of_a_version_that_no_log_has_takes_another(self) -> None:
+        engine = Script([made(4, version=9, end="abort"), *[refusal(TooEarly, "a")] * 2, made(5, version=4)])
+        rollout = await dispatcher(engine).complete(call(min_weight_version=2))
+        assert [c.min_weight_version for c in engine.calls] == [2, 9, 9, 2]
+        assert rollout.completions[0].versions == (9, 4) and rollout.attempts == 2
+
+    async def test_a_rest_never_takes_weights_older_than_asked(self) -> None:
+        engine = Script([made(4, version=4, end="abort"), *[refusal(TooEarly, "a")] * 2])
+        rollout = await dispatcher(engine).complete(call(min_weight_version=4))
+        assert rollout.completions[0].finish_reason == "abort" and len(rollout.completions[0].token_ids) == 4
 
 
 def returned(step: Step) -> Step:
