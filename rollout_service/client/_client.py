@@ -442,12 +442,14 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 whose bytes have changed since are replaced.
             named_tensors: A module (its ``state_dict``), a mapping, or pairs. A generator is consumed once, one
                 tensor at a time, if ``tensor_table`` is given. Without, it is first read to its end to learn names
-                and shapes: parameters and ``DTensor`` are held as they are, other tensors in host memory.
+                and shapes: parameters and ``DTensor`` are held as they are, other tensors are copied to host memory.
+                A generator may fill one buffer anew for each tensor, except for parameters that it yields without a
+                table: ValueError then names one that was overwritten, and nothing is committed.
             tensor_table: What the generator will yield, in that order.
             quantize: ``service``: send tensors as they are. ``trainer``: quantize them here, on the device they are
                 on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
-                tensors are quantized at once, so a generator may not reuse a tensor's memory for the next. None:
-                ``trainer`` for a ``delta``, otherwise ``service``.
+                tensors are quantized at once; those of a generator are copied for that. None: ``trainer`` for a
+                ``delta``, otherwise ``service``.
             transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
                 machine, as one user and outside of separate containers. It holds 1 GiB, or 512 MiB beside the largest
                 tensor if that is more, and is kept for the next push. ``cuda_ipc``: likewise through memory of this

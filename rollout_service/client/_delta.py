@@ -118,7 +118,7 @@ class DeltaPushes:
         async with self._turn, every_rank_gathers(source, push.thread) as gathering:
             converter, table = await push.uploader.quantizing(source.table, push.thread, CONVERTED_BYTES)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
-            tensors = gathering.begin()
+            tensors = gathering.begin(own_memory=True)
             await self.settled()
             sent, self._sent = self._sent, None
             if sent is not None:

@@ -322,7 +322,8 @@ def fill(
                 usable = memory.nbytes // SHARED_ALIGNMENT * SHARED_ALIGNMENT
                 whole = of_dtypes[tensor.dtype] = memory.room(0, usable).view(tensor.dtype)
             room = view_at(whole, offset // tensor.element_size(), entry.shape)
-            room.copy_(tensor.detach(), non_blocking=True)
+            # not of the host's pinned memory: a generator may fill it anew before the GPU has read it
+            room.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 gpus.add(tensor.device)
             if room.is_cuda:

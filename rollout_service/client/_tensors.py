@@ -38,7 +38,9 @@ class TensorSource:
         last: tuple[UploadTensor, ...] = (),
     ) -> None:
         """``last``: the table of the push before, which this one's is if it has the same tensors."""
-        self._pairs = _pairs(named_tensors, known=table is not None)
+        self._checksums: dict[str, torch.Tensor] = {}
+        """Of tensors that an iterator gave and that are not copied: a later tensor may overwrite their memory."""
+        self._pairs = _pairs(named_tensors, self._checksums, known=table is not None)
         self.held = isinstance(self._pairs, list | tuple)
         """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
         self.table = tuple(table) if table is not None else _table(self._pairs, last)
@@ -51,16 +53,34 @@ class TensorSource:
         return iter(self._pairs) is not self._pairs and not other_ranks_gather()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._checked(own_memory=False)
+
+    def in_own_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate as usual; a tensor keeps its values when the generator makes the next one."""
+        return self._checked(own_memory=not self.held)
+
+    def _checked(self, *, own_memory: bool) -> Iterator[tuple[str, torch.Tensor]]:
         expected = iter(self.table)
+        are_same: dict[str, torch.Tensor] = {}
         for name, tensor in self._pairs:
             entry = next(expected, None)
             if entry is None or not _is(entry, name, tensor):
                 found = _spell(describe(name, tensor))
                 raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, then came {found}")
-            yield name, gather(tensor)
-            del tensor  # before a generator makes the next
+            if (before := self._checksums.get(name)) is not None:
+                are_same[name] = (before == checksum(tensor)).all()
+            whole = gather(tensor)
+            yield name, whole.detach().clone() if own_memory and _shares_memory(whole, tensor) else whole
+            del tensor, whole  # before a generator makes the next
         if (entry := next(expected, None)) is not None:
             raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, but the tensors ended")
+        # At the end, because each answer waits for the GPU, and other ranks wait for this one's gathers.
+        if overwritten := [name for name, is_same in are_same.items() if not is_same]:
+            raise ValueError(
+                f"{len(overwritten)} tensors, such as {overwritten[0]}, were overwritten after the iterator yielded "
+                "them, so nothing is committed: yield copies, or give tensor_table so that each is sent before the "
+                "next is made"
+            )
 
 
 class TensorThread:
@@ -135,9 +155,9 @@ class Gathering:
         self.tensors = iter(source)
         """Those that are left."""
 
-    def begin(self) -> Iterator[Named]:
-        """All of them, from the first on."""
-        self.tensors = iter(self._source)
+    def begin(self, *, own_memory: bool = False) -> Iterator[Named]:
+        """Yield all of them from the first on. ``own_memory``: see ``TensorSource.in_own_memory``."""
+        self.tensors = self._source.in_own_memory() if own_memory else iter(self._source)
         return self.tensors
 
 
@@ -161,23 +181,57 @@ def drain(tensors: Iterable[object]) -> None:
         pass
 
 
-def _pairs(named_tensors: NamedTensors, *, known: bool) -> Iterable[tuple[str, torch.Tensor]]:
+def _pairs(
+    named_tensors: NamedTensors, checksums: dict[str, torch.Tensor], *, known: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
     import torch
 
     if isinstance(named_tensors, torch.nn.Module):
         # Not named_parameters(): that leaves out one name of two tied weights, and persistent buffers.
         named_tensors = named_tensors.state_dict()
-    if isinstance(named_tensors, Mapping):
+    if isinstance(named_tensors, dict):
         return list(named_tensors.items())
-    one_shot = iter(named_tensors) is named_tensors
-    return [(name, _hold(tensor)) for name, tensor in named_tensors] if one_shot and not known else named_tensors
+    if isinstance(named_tensors, Mapping):
+        named_tensors = named_tensors.items()  # which may make each tensor when its turn comes
+    if known or iter(named_tensors) is not named_tensors:
+        return named_tensors
+    return [(name, _hold(name, tensor, checksums)) for name, tensor in named_tensors]
 
 
-def _hold(tensor: torch.Tensor) -> torch.Tensor:
+def _hold(name: str, tensor: torch.Tensor, checksums: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that stays what it is while the iterator goes on, or note the checksum of one that may not."""
     import torch
 
-    owned_by_the_trainer = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "full_tensor")
-    return tensor if owned_by_the_trainer else tensor.cpu()
+    if isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "full_tensor"):
+        checksums[name] = checksum(tensor)
+        return tensor
+    # A generator may fill one buffer anew for each of its tensors.
+    return tensor.cpu() if tensor.is_cuda else tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums over the tensor's bits, int64 [N] on its device, N about ``nbytes`` / 8192. Does not wait for a GPU.
+
+    Of a ``DTensor``, this rank's part.
+    """
+    import torch
+
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    flat = local.detach().reshape(-1).view(torch.uint8)
+    # Words of 8 bytes, since torch widens smaller integers in memory before it adds them up.
+    words = flat[: flat.numel() // 8 * 8]
+    words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
+    rows = words[: words.numel() // 1024 * 1024].view(-1, 1024).sum(dim=1)
+    rest = words[rows.numel() * 1024 :].sum()
+    return torch.cat([rows, rest.view(1), flat[words.numel() * 8 :].sum(dtype=torch.int64).view(1)])
+
+
+def _shares_memory(whole: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return True if a gathered tensor may lie where the trainer's own does."""
+    if whole is tensor:
+        return True
+    to_local = getattr(tensor, "to_local", None)
+    return to_local is None or bool(whole.data_ptr() == to_local().data_ptr())
 
 
 def _are_on_gpu(pairs: Iterable[tuple[str, torch.Tensor]]) -> bool:

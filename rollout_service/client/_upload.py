@@ -207,13 +207,14 @@ class Uploader:
         for weights that the trainer is to quantize.
         """
         async with every_rank_gathers(source, thread) as gathering:
-            table, stored = source.table, gathering.begin()
-            if quantize == "trainer":
+            table, by_trainer = source.table, quantize == "trainer"
+            stored = gathering.begin(own_memory=by_trainer)
+            if by_trainer:
                 converter, table = await self.quantizing(table, thread)
             ways = self._ways_of(source, transport, table)
             for kind in ways:
                 verdicts: Verdicts | None = None
-                if quantize == "trainer":
+                if by_trainer:
                     from rollout_service.quant.verdicts import Verdicts  # needs torch
 
                     # the host's memory takes codes from the CPU, a GPU's and a part from wherever they are
@@ -235,10 +236,10 @@ class Uploader:
                     raise staged_still(version, error) from error
                 if sent is not None:
                     return sent
-                stored = gathering.begin()
+                stored = gathering.begin(own_memory=by_trainer)
                 if self._shared[kind].reached:  # but the service has dropped what it had: in parts, which it keeps
                     break
-            if quantize == "trainer":
+            if by_trainer:
                 stored = converter.convert(gathering.tensors, to_cpu=False)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             cut = partial(cut_parts, bytes_of_each(stored), held=source.held)

@@ -106,8 +106,8 @@ class RolloutServiceWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Upload the pairs of ``iterator`` as the next version; returns once every live replica serves it.
 
-        The first time, the tensors are held in host memory until names and shapes of all are known, unless they are
-        there already; after that, one at a time. They must not change until this returns.
+        The first time, the tensors are copied to host memory until names and shapes of all are known; after that, one
+        is held at a time. Parameters are not copied, and must not change until this returns.
 
         ``iterator`` is read to its end on other ranks too (FSDP: each tensor is gathered by all). If sending fails,
         this rank takes part in the gathers that are left before it raises, so that no other rank hangs in one.

@@ -134,6 +134,36 @@ class TestSameVersion:
         status = await push(moe_client, 1, source, tensor_table=table)
         assert status.digest == (await moe_client.weights(0)).digest
 
+    @pytest.mark.parametrize("knows_table", [True, False], ids=["table", "no table"])
+    @pytest.mark.parametrize(
+        ("transport", "quantize"),
+        [*product(["http", "shared_memory"], ["service", "trainer"]), ("delta", "trainer")],
+        ids=str,
+    )
+    async def test_a_generator_with_one_buffer_makes_the_same_version(
+        self,
+        moe_client: RolloutClient,
+        models: dict[str, Path],
+        transport: str,
+        quantize: str,
+        knows_table: bool,
+    ) -> None:
+        """The second push of a delta sends changes."""
+        tensors = load_file(models["qwen3_moe"] / "model.safetensors")
+        table = [describe(name, tensor) for name, tensor in tensors.items()] if knows_table else None
+        buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()), dtype=torch.bfloat16)
+
+        def through_one_buffer() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors.items():
+                yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+        for version in (1, 3):
+            source = through_one_buffer()
+            status = await push(moe_client, version, source, tensor_table=table, transport=transport, quantize=quantize)
+            right = await push(moe_client, version + 1, tensors, transport="http", quantize="service")
+            assert status.digest == right.digest
+            tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+
     async def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
         threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
         with SyncRolloutClient(threaded_service.url) as client:

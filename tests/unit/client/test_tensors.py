@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import xxhash
 
 from rollout_service.client import _parts
 from rollout_service.client._parts import bytes_of_each, cut_parts
-from rollout_service.client._tensors import TensorSource, describe
+from rollout_service.client._tensors import TensorSource, checksum, describe
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.upload import UploadTensor
 
@@ -169,3 +170,73 @@ class TestTable:
     ) -> None:
         with pytest.raises(ValueError, match=complaint):
             list(TensorSource(iter(tensors.items()), TABLE))
+
+
+def through_one_buffer(
+    tensors: dict[str, torch.Tensor], kind: type[torch.Tensor] = torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor in the same memory, as trainers gather them."""
+    buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))
+    for name, tensor in tensors.items():
+        view = buffer[: tensor.numel()].view(tensor.shape)
+        view.copy_(tensor)
+        yield name, torch.nn.Parameter(view) if kind is torch.nn.Parameter else view
+
+
+class TestOneBuffer:
+    WEIGHTS: ClassVar = {"a": torch.rand(40, 50), "b": torch.rand(2000), "c": torch.rand(7)}
+
+    def test_a_generator_that_reuses_a_buffer_is_read_right(self) -> None:
+        source = TensorSource(through_one_buffer(self.WEIGHTS), None)
+        assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in source)
+
+    def test_tensors_in_own_memory_outlive_the_next_one(self) -> None:
+        table = tuple(describe(name, tensor) for name, tensor in self.WEIGHTS.items())
+        kept = dict(TensorSource(through_one_buffer(self.WEIGHTS), table).in_own_memory())
+        assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in kept.items())
+
+    def test_a_mapping_that_makes_its_tensors_is_read_right(self) -> None:
+        class Gathered(Mapping[str, torch.Tensor]):
+            buffer = torch.empty(2000)
+
+            def __getitem__(self, name: str) -> torch.Tensor:
+                tensor = TestOneBuffer.WEIGHTS[name]
+                return self.buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+            def __iter__(self) -> Iterator[str]:
+                return iter(TestOneBuffer.WEIGHTS)
+
+            def __len__(self) -> int:
+                return len(TestOneBuffer.WEIGHTS)
+
+        kept = dict(TensorSource(Gathered(), None).in_own_memory())
+        assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in kept.items())
+
+    def test_parameters_in_one_buffer_are_refused_by_name(self) -> None:
+        source = TensorSource(through_one_buffer(self.WEIGHTS, torch.nn.Parameter), None)
+        with pytest.raises(ValueError, match=r"2 tensors, such as a, were overwritten .*nothing is committed"):
+            list(source)
+
+    def test_parameters_that_share_their_memory_are_taken(self) -> None:
+        tied = torch.nn.Parameter(torch.rand(4, 6))
+        source = TensorSource(
+            iter([("embed", tied), ("head", tied), ("half", torch.nn.Parameter(tied.data[:2]))]), None
+        )
+        assert [tensor.data_ptr() for _, tensor in source] == [tied.data_ptr()] * 3
+
+    def test_a_parameter_in_place_needs_no_copy(self) -> None:
+        module = torch.nn.Linear(3, 2)
+        assert [t.data_ptr() for _, t in TensorSource(module.named_parameters(), None)] == [
+            p.data_ptr() for p in module.parameters()
+        ]
+
+    @pytest.mark.parametrize("count", [0, 1, 3, 4, 4100])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+    def test_a_checksum_is_of_every_element(self, count: int, dtype: torch.dtype) -> None:
+        tensor = torch.ones(count + 1).to(dtype)[1:]  # not at a word's border
+        before = checksum(tensor)
+        assert torch.equal(before, checksum(tensor.clone()))
+        for place in {0, count // 2, count - 1} & set(range(count)):
+            other = tensor.clone()
+            other[place] = 2
+            assert not torch.equal(before, checksum(other))
