@@ -8,8 +8,16 @@
 """
 
 from rollout_service.client._client import RolloutClient
-from rollout_service.client._partial import PartialBatch, PartialRollout
+from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
 from rollout_service.client._stream import RolloutStream, StreamPiece
 from rollout_service.client._sync import SyncRolloutClient
 
-__all__ = ["PartialBatch", "PartialRollout", "RolloutClient", "RolloutStream", "StreamPiece", "SyncRolloutClient"]
+__all__ = [
+    "BatchFailed",
+    "PartialBatch",
+    "PartialRollout",
+    "RolloutClient",
+    "RolloutStream",
+    "StreamPiece",
+    "SyncRolloutClient",
+]

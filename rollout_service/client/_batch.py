@@ -3,15 +3,24 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import httpx
 
 from rollout_service.client._generate import Prompt, request_of, token_ids_of
 from rollout_service.client._http import Http
-from rollout_service.client._partial import PartialBatch, PartialRollout
+from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
 from rollout_service.client._stream import RolloutStream
-from rollout_service.errors import InvalidRequest, NotReady, Overloaded, TooEarly
+from rollout_service.errors import (
+    EngineFailed,
+    InvalidRequest,
+    NonFiniteLogprob,
+    NotReady,
+    Overloaded,
+    RolloutServiceError,
+    TooEarly,
+)
 from rollout_service.fleet.continuation import is_version_gone, joined, min_version_of_rest
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout
@@ -20,6 +29,36 @@ from rollout_service.tasks import raise_first_failure
 
 _CUT = (httpx.NetworkError, httpx.RemoteProtocolError, NotReady, Overloaded)
 """How a stream may end whose tokens can be gone on from."""
+
+
+_OF_ONE_PROMPT = (InvalidRequest, NonFiniteLogprob, EngineFailed)
+"""Errors after which the other prompts of a batch go on. After any other error the service is asked no more."""
+
+
+class Failures:
+    """The errors of a batch's prompts, by index, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, Exception] = {}
+
+    @contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Note an error of this prompt. Raises it if it is not of this prompt alone."""
+        try:
+            yield
+        except (RolloutServiceError, httpx.TransportError) as error:
+            self.errors[index] = error
+            if not isinstance(error, _OF_ONE_PROMPT):
+                raise
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Catch an error that ``of`` has noted: the batch ends with it."""
+        try:
+            yield
+        except (RolloutServiceError, httpx.TransportError) as error:
+            if error not in self.errors.values():
+                raise
 
 
 class _StreamCut(Exception):
@@ -199,6 +238,7 @@ async def first_groups(
     slots = asyncio.Semaphore(most_requests)
     done: dict[int, Rollout] = {}
     tasks: list[asyncio.Task[None]] = []
+    failures = Failures()
 
     def note(index: int) -> None:
         if len(done) == until or not groups[index].is_complete:
@@ -211,13 +251,22 @@ async def first_groups(
                 task.cancel()
 
     async def work(index: int) -> None:
-        await groups[index].run(slots)
-        note(index)
+        with failures.of(index):
+            await groups[index].run(slots)
+            note(index)
 
     for index in range(len(groups)):  # those that were complete before
         note(index)
     if len(done) < until:
-        async with raise_first_failure() as group:
-            tasks += [group.create_task(work(index)) for index in range(len(groups)) if index not in done]
-    partial = {index: group.partial() for index, group in enumerate(groups) if index not in done}
-    return PartialBatch(dict(sorted(done.items())), partial)
+        with failures.noted():
+            async with raise_first_failure() as group:
+                tasks += [group.create_task(work(index)) for index in range(len(groups)) if index not in done]
+    done = dict(sorted(done.items()))
+    partial = {
+        index: group.partial()
+        for index, group in enumerate(groups)
+        if index not in done and not isinstance(failures.errors.get(index), InvalidRequest)
+    }
+    if failures.errors:
+        raise BatchFailed.of(done, partial, failures.errors, len(groups)) from next(iter(failures.errors.values()))
+    return PartialBatch(done, partial)

@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 import httpx
 
-from rollout_service.client._batch import Group, first_groups
+from rollout_service.client._batch import Failures, Group, first_groups
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
 from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_of, rollout_of, sampling_of
 from rollout_service.client._http import Http, parse
 from rollout_service.client._mismatch import MismatchCalls
-from rollout_service.client._partial import PartialBatch, PartialRollout
+from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
@@ -312,7 +312,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
     ) -> list[Rollout] | PartialBatch:
         """``generate`` for many prompts at once; rollouts in the order of the prompts.
 
-        The first error cancels the rest, here and on the service, and is raised.
+        A prompt that the service refuses, or that fails on every replica, does not end the others: ``BatchFailed`` is
+        raised when they are done, with their rollouts and with the error of each prompt that failed. Any other error
+        cancels the rest, here and on the service.
 
         Args:
             prompts: Text, token ids, or what an earlier call handed back: such a group keeps the completions that have
@@ -327,6 +329,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
             progress: Called with (rollouts done, prompts) after each; with (groups complete, ``until``).
             **options: As for ``generate``, the same for all prompts. Not with ``until`` or partial rollouts:
                 ``return_routed_experts``, ``routed_experts_prompt_start``.
+
+        Raises:
+            BatchFailed: Some prompts failed; it has the others' rollouts, and is of the class of its first error.
+            InvalidRequest: An option that the service does not take, for any prompt.
         """
         waiting = _prompt_list(prompts)
         if until is not None and not 1 <= until <= len(waiting):
@@ -336,28 +342,34 @@ class RolloutClient(ControlCalls, MismatchCalls):
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency={concurrency}: at least one request at a time is needed")
         most_requests = min(concurrency or self._max_connections, self._max_connections)
+        sampling = sampling_of(**given)
         if until is not None:
-            sampling = sampling_of(**given)
             groups = [Group(self._data, prompt, sampling, about) for prompt in waiting]
             return await first_groups(groups, until, most_requests, progress)
         rollouts: dict[int, Rollout] = {}
+        failures = Failures()
         queue = iter(enumerate(waiting))
 
         async def work() -> None:
             slot = asyncio.Semaphore(1)
             for index, prompt in queue:
-                if isinstance(prompt, PartialRollout):
-                    group = Group(self._data, prompt, sampling_of(**given), about)
-                    await group.run(slot)
-                    rollouts[index] = group.rollout()
-                else:
-                    rollouts[index] = await self.generate(prompt, **options)
-                if progress is not None:
-                    progress(len(rollouts), len(waiting))
+                with failures.of(index):
+                    if isinstance(prompt, PartialRollout):
+                        group = Group(self._data, prompt, sampling, about)
+                        await group.run(slot)
+                        rollouts[index] = group.rollout()
+                    else:
+                        rollouts[index] = await self.generate(prompt, **options)
+                    if progress is not None:
+                        progress(len(rollouts), len(waiting))
 
-        async with raise_first_failure() as group:
-            for _ in range(min(most_requests, len(waiting))):
-                group.create_task(work())
+        with failures.noted():
+            async with raise_first_failure() as group:
+                for _ in range(min(most_requests, len(waiting))):
+                    group.create_task(work())
+        if failures.errors:
+            first = next(iter(failures.errors.values()))
+            raise BatchFailed.of(rollouts, {}, failures.errors, len(waiting)) from first
         return [rollouts[index] for index in range(len(waiting))]
 
     @overload

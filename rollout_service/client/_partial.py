@@ -1,5 +1,6 @@
 """Rollouts that are not complete, which a later call carries on."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pydantic import model_validator
@@ -61,3 +62,47 @@ class PartialBatch(NamedTuple):
     """The first K groups that were complete: each completion has ended by itself."""
     partial: dict[int, PartialRollout]
     """The rest, to be carried on: pass them, and new prompts, to the next call."""
+
+
+class BatchFailed(Exception):
+    """Some prompts of ``generate_batch`` failed. Nothing that was made is lost.
+
+    The exception is also of the class of its first error: ``except ContextTooLong`` holds as well.
+    """
+
+    rollouts: dict[int, Rollout]
+    """The rollouts that are complete, by the prompt's index in ``prompts``."""
+    partial: dict[int, PartialRollout]
+    """With ``until``: the groups that can be carried on, as in ``PartialBatch``."""
+    errors: dict[int, Exception]
+    """Why each of the other prompts failed. A prompt in none of the three was not begun, or was cancelled."""
+    num_prompts: int
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Mapping[int, Rollout],
+        partial: Mapping[int, PartialRollout],
+        errors: Mapping[int, Exception],
+        num_prompts: int,
+    ) -> "BatchFailed":
+        """Make the exception; ``errors`` has at least one, the first that happened first."""
+        first = next(iter(errors.values()))
+        of_both: type[BatchFailed] = type(cls.__name__, (cls, type(first)), {"__module__": cls.__module__})
+        made = of_both.__new__(of_both)
+        vars(made).update(vars(first))  # what its class has, such as ``detail``
+        made.rollouts, made.partial, made.errors = dict(rollouts), dict(partial), dict(errors)
+        made.num_prompts = num_prompts
+        return made
+
+    def __str__(self) -> str:
+        index, first = next(iter(self.errors.items()))
+        others = sorted(self.errors.keys() - {index})
+        also = f"; {len(others)} more prompts failed, see .errors" if others else ""
+        return (
+            f"prompt {index} of {self.num_prompts}, counted from 0: {first}{also}; the {len(self.rollouts)} rollouts "
+            "that are complete are in .rollouts"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BatchFailed.of, (self.rollouts, self.partial, self.errors, self.num_prompts)

@@ -21,8 +21,15 @@ from rollout_service.gateway.generate import (
     token_counts,
     usage,
 )
-from rollout_service.gateway.prompts import DATA_ERRORS, model_name, roll_out, text_of, tokenize
-from rollout_service.gateway.routes import OpenRoute
+from rollout_service.gateway.prompts import (
+    DATA_ERRORS,
+    check_prompts,
+    model_name,
+    roll_out_prompt,
+    text_of,
+    tokenize,
+)
+from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import (
     EVENT_STREAM,
     Spans,
@@ -54,7 +61,7 @@ from rollout_service.protocol.sampling import (
 )
 from rollout_service.tasks import raise_first_failure
 
-router = APIRouter(tags=["completions"], route_class=OpenRoute)
+router = APIRouter(tags=["completions"], route_class=PromptsRoute)
 
 Prompt = (
     str
@@ -205,15 +212,18 @@ async def completions(
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling, options = body.sampling(), body.options(x_session_id)
     prompts = await _prompts(body, services)
+    check_prompts(prompts, sampling, services)
     if body.stream:
         common = {"id": identity, "object": "text_completion", "created": int(time.time()), "model": model}
         return await event_stream(_chunks(prompts, common, body, sampling, options, services))
     async with raise_first_failure() as group:
         tasks = [
             group.create_task(
-                roll_out(prompt, sampling, services, options.model_copy(update={"request_id": f"{identity}-{i}"}))
+                roll_out_prompt(
+                    i, prompts, sampling, services, options.model_copy(update={"request_id": f"{identity}-{i}"})
+                )
             )
-            for i, prompt in enumerate(prompts)
+            for i in range(len(prompts))
         ]
     rollouts = [task.result() for task in tasks]
     return {

@@ -20,7 +20,7 @@ from rollout_service.gateway.prompts import (
     tokenize,
     with_experts,
 )
-from rollout_service.gateway.routes import OpenRoute
+from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces
 from rollout_service.protocol.generate import (
     DetachedRollout,
@@ -33,7 +33,7 @@ from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.web.errors import documented
 
-router = APIRouter(tags=["generate"], route_class=OpenRoute)
+router = APIRouter(tags=["generate"], route_class=PromptsRoute)
 
 
 @router.post(
@@ -87,7 +87,7 @@ _EXPERTS_OF_A_TOKEN = 8
 def _most_kept(prompt: int, sampling: Sampling, max_model_len: int) -> int:
     """The most that a reply may hold, in tokens: those of the prompt and of its completions, and as one token more each
     of the likeliest beside them."""
-    longest = sampling.max_tokens or max_model_len - prompt
+    longest = min(sampling.max_tokens or max_model_len, max_model_len - prompt)
     kept = prompt * (1 + (sampling.prompt_logprobs or 0)) + sampling.n * longest * (1 + (sampling.logprobs or 0))
     start = sampling.routed_experts_prompt_start
     return kept if start is None else kept + sampling.n * (prompt - start + longest) * _EXPERTS_OF_A_TOKEN

@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from rollout_service.errors import (
     ContextTooLong,
@@ -13,6 +14,7 @@ from rollout_service.errors import (
     NotFound,
     NotReady,
     Overloaded,
+    RolloutServiceError,
     TooEarly,
 )
 from rollout_service.fleet.continuation import sampling_of_the_rest
@@ -21,7 +23,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
-from rollout_service.protocol.sampling import GenerateCall, Reasoning, Sampling
+from rollout_service.protocol.sampling import FEW, MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling
 from rollout_service.tracing import describe
 from rollout_service.web.errors import documented
 
@@ -57,14 +59,15 @@ async def tokenize(texts: Sequence[str], services: Services, add_special_tokens:
     if tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer: send token ids instead of text")
     limit = BYTES_PER_TOKEN * services.max_model_len
-    for text in texts:
+    for index, text in enumerate(texts):
         nbytes = len(text.encode(errors="surrogatepass"))
         if nbytes > limit:
-            raise ContextTooLong(
+            too_long = ContextTooLong(
                 f"the prompt has {nbytes} bytes of text, and this model's maximum context length of "
                 f"{services.max_model_len} tokens holds at most {limit}: shorten it, or send its token ids",
                 {"prompt_bytes": nbytes, "limit_bytes": limit, "max_model_len": services.max_model_len},
             )
+            raise of_prompt(too_long, [index], len(texts))
 
     def encode() -> list[tuple[int, ...]]:
         return [tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
@@ -104,9 +107,8 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
     if not prompt:
         raise InvalidRequest("the prompt is empty: send at least one token")
     _check_length(len(prompt), sampling, services.max_model_len)
-    outside = next(((i, t) for i, t in enumerate(prompt) if not 0 <= t < services.vocab_size), None)
-    if outside is not None:
-        position, token = outside
+    if min(prompt) < 0 or max(prompt) >= services.vocab_size:
+        position, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < services.vocab_size)
         raise InvalidRequest(
             f"token id {token} at position {position} is outside the vocabulary [0, {services.vocab_size})",
             {"position": position, "token_id": token, "vocab_size": services.vocab_size},
@@ -125,17 +127,68 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
         _check_mask(sampling)
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, services: Services) -> None:
+    """Check all prompts of a request before any is sampled. Raises the error of the first bad prompt, with its index.
+
+    ``detail["prompts"]`` has the indices of all bad prompts, so that the caller can send the others at once.
+    """
+    first: InvalidRequest | None = None
+    bad: list[int] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            check_prompt(prompt, sampling, services)
+        except InvalidRequest as error:
+            first = first or error
+            bad.append(index)
+    if first is not None:
+        raise of_prompt(first, bad, len(prompts))
+
+
+_Error = TypeVar("_Error", bound=RolloutServiceError)
+
+
+def of_prompt(error: _Error, indices: Sequence[int], count: int) -> _Error:
+    """Return ``error``, the error of prompt ``indices[0]`` of ``count``, with the indices of all prompts that fail."""
+    if count == 1:
+        return error
+    also = f" (so are prompts {', '.join(map(str, indices[1 : FEW + 1]))})" if len(indices) > 1 else ""
+    if len(indices) > FEW + 1:
+        also = f"{also[:-1]} and {len(indices) - FEW - 1} more)"
+    message = f"prompt {indices[0]} of {count}, counted from 0: {error.message}{also}"
+    return type(error)(message, {**error.detail, "prompts": list(indices[:MOST_COMPLETIONS])})
+
+
+async def roll_out_prompt(
+    index: int,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    services: Services,
+    options: RolloutOptions,
+) -> Rollout:
+    """``roll_out`` of one of several prompts. An error names the prompt's index."""
+    try:
+        return await roll_out(prompts[index], sampling, services, options)
+    except RolloutServiceError as error:
+        raise of_prompt(error, [index], len(prompts)) from error
+
+
+def within_context(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> Sampling:
+    """Return ``sampling`` with ``max_tokens`` bounded by what the prompt leaves of the context, as vLLM bounds it."""
+    left = max_model_len - prompt_tokens
+    if sampling.max_tokens is not None and sampling.max_tokens <= left:
+        return sampling
+    return sampling.model_copy(update={"max_tokens": left})
+
+
 def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> None:
-    wanted = prompt_tokens + (sampling.max_tokens or 1)
-    if wanted > max_model_len:
-        asked = "at least 1" if sampling.max_tokens is None else f"max_tokens={sampling.max_tokens}"
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens, and with {asked} that is more than this model's maximum context "
-            f"length of {max_model_len} tokens: shorten one of them",
-            {"prompt_tokens": prompt_tokens, "max_tokens": sampling.max_tokens, "max_model_len": max_model_len},
-        )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(f"min_tokens={sampling.min_tokens} is above max_tokens={sampling.max_tokens}")
+    if prompt_tokens >= max_model_len:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens, which leave no room for a completion in this model's maximum "
+            f"context length of {max_model_len} tokens: shorten the prompt",
+            {"prompt_tokens": prompt_tokens, "max_model_len": max_model_len},
+        )
     if prompt_tokens + sampling.min_tokens > max_model_len:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens, and with min_tokens={sampling.min_tokens} that is more than this "
@@ -212,8 +265,7 @@ async def roll_out(
         prompt, sampling = _from_partial(prompt, partial, sampling, services)
     check_prompt(prompt, sampling, services)
     sampling = with_experts(prompt, sampling, services, options.return_routed_experts)
-    if sampling.max_tokens is None:
-        sampling = sampling.model_copy(update={"max_tokens": services.max_model_len - len(prompt)})
+    sampling = within_context(len(prompt), sampling, services.max_model_len)
     request = GenerateCall(
         request_id=options.request_id or uuid.uuid4().hex,
         prompt_token_ids=prompt,

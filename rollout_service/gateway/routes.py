@@ -53,6 +53,7 @@ class OpenRoute(APIRoute):
             self.admit(request)
             if self.body_field is not None:
                 body = await read_body(request, self.body_bytes)
+                self.check_body(request, body)
                 request = _ReadRequest(request, body, _parse(request, body) if body else None)
             return await handle(request)
 
@@ -60,6 +61,30 @@ class OpenRoute(APIRoute):
 
     def admit(self, request: Request) -> None:
         """Raise what a caller gets that may not call this route."""
+
+    def check_body(self, request: Request, body: bytes) -> None:
+        """Raise PayloadTooLarge for a body that would take too much memory once it is parsed."""
+
+
+class PromptsRoute(OpenRoute):
+    """An open route whose body may hold a whole training step's prompts."""
+
+    body_bytes = 64 << 20
+    """Maximum body size: 1024 prompts of 8000 token ids, of up to 8 bytes each."""
+    most_values: ClassVar[int] = 2 << 20
+    """Maximum number of strings, lists and objects in a body above ``OpenRoute.body_bytes``."""
+
+    def check_body(self, request: Request, body: bytes) -> None:
+        """Raise PayloadTooLarge for a large body of small values: 64 MiB of ``[]`` take 2 GB once they are parsed."""
+        if len(body) <= OpenRoute.body_bytes:
+            return
+        values = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
+        if values > self.most_values:
+            raise PayloadTooLarge(
+                f"{_name(request)}: a body of more than {OpenRoute.body_bytes} bytes has at most {self.most_values} "
+                f"strings, lists and objects, and this one has {values}: send the prompts in several requests",
+                {"limit_values": self.most_values},
+            )
 
 
 class GuardedRoute(OpenRoute):

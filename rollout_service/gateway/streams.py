@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
 from rollout_service.fleet.live import LivePiece, LiveRollout
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.prompts import detokenize, roll_out, text_of
+from rollout_service.gateway.prompts import detokenize, of_prompt, roll_out, text_of
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
 from rollout_service.protocol.sampling import Reasoning, Sampling
@@ -110,8 +110,11 @@ async def side_by_side(
 
     async def read(number: int, stream: AsyncGenerator[LivePiece | Rollout]) -> None:
         async with aclosing(stream):
-            async for item in stream:
-                await taken.put((number, item))
+            try:
+                async for item in stream:
+                    await taken.put((number, item))
+            except RolloutServiceError as error:
+                raise of_prompt(error, [number], len(streams)) from error
 
     async def read_all() -> None:
         try:

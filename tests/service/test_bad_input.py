@@ -15,7 +15,7 @@ BAD_REQUESTS = {
     "no prompt": (GENERATE, {"sampling_params": {}}, 422, "token_ids or prompt"),
     "ids and text": (GENERATE, {"token_ids": [5], "prompt": "5"}, 422, "token_ids or prompt"),
     "a prompt longer than the context": (GENERATE, {"token_ids": [5] * 2100}, 400, "maximum context length of 2048"),
-    "too many tokens": (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 2048}}, 400, "2048"),
+    "no room for a token": (GENERATE, {"token_ids": [5] * 2048}, 400, "maximum context length of 2048"),
     "n=0": (GENERATE, {"token_ids": [5], "sampling_params": {"n": 0}}, 422, "sampling_params.n"),
     "many greedy": (GENERATE, {"token_ids": [5], "sampling_params": {"n": 2, "temperature": 0}}, 422, "n=2 greedy"),
     "a negative temperature": (
@@ -54,7 +54,7 @@ BAD_REQUESTS = {
     "completions of no prompts": (COMPLETIONS, {"prompt": []}, 422, "prompt is empty"),
     "completions with echo": (COMPLETIONS, {"prompt": "1", "echo": True}, 422, "echo"),
     "completions with an unknown field": (COMPLETIONS, {"prompt": "1", "suffix": "2"}, 422, "suffix"),
-    "one bad prompt among good ones": (COMPLETIONS, {"prompt": [[5], [4096]]}, 422, "token id 4096"),
+    "one bad prompt among good ones": (COMPLETIONS, {"prompt": [[5], [4096]]}, 422, "prompt 1 of 2"),
     "a version of nothing": (WEIGHTS, {"version": 900}, 422, "tensors"),
     "a version that is negative": (WEIGHTS, {"version": -1, "source": {"path": "x"}}, 422, "version"),
     "a version that is no number": (WEIGHTS, {"version": "new", "source": {"path": "x"}}, 422, "version"),

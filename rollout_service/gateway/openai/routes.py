@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
-from rollout_service.errors import BadRequest, NotFound, RolloutServiceError
+from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import spans
 from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, current
@@ -38,6 +38,8 @@ OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "
 """Fields of OpenAI's responses for what a server keeps between requests."""
 TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Kinds of tools of OpenAI's responses that the caller runs itself. All others are a server's own."""
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""Names of the maximum length of a completion."""
 JsonObject = dict[str, Any]
 
 
@@ -52,7 +54,7 @@ async def chat_completions(
 async def chat(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
     """The reply to a chat of OpenAI's."""
     serving, vllm = await _serving(services)
-    parsed = _parse(vllm.ChatCompletionRequest, body, request)
+    parsed = _parse(vllm.ChatCompletionRequest, body, request, services)
     _begin(exchange, parsed)
     reply = await _answer(serving.chat.create_chat_completion(parsed, request), exchange)
     if isinstance(reply, BaseModel):
@@ -71,7 +73,7 @@ async def responses(
 async def respond(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
     """The reply to a request of OpenAI's Responses API."""
     serving, vllm = await _serving(services)
-    parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request)
+    parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request, services)
     _refuse_tools_that_nobody_runs(parsed.tools)
     _begin(exchange, parsed)
     reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
@@ -91,7 +93,7 @@ async def messages(
 async def anthropic(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
     """The reply to messages of Anthropic's."""
     serving, vllm = await _serving(services)
-    parsed = _parse(vllm.AnthropicMessagesRequest, body, request)
+    parsed = _parse(vllm.AnthropicMessagesRequest, body, request, services)
     _begin(exchange, parsed)
     reply = await _answer(serving.messages.create_messages(parsed, request), exchange)
     if isinstance(reply, BaseModel):
@@ -103,7 +105,7 @@ async def anthropic(request: Request, services: Services, body: JsonObject, exch
 async def count_tokens(request: Request, services: Here, body: JsonObject = Body()) -> Response:
     """How many tokens Anthropic's messages are."""
     serving, vllm = await _serving(services)
-    parsed = _parse(vllm.AnthropicCountTokensRequest, body, request)
+    parsed = _parse(vllm.AnthropicCountTokensRequest, body, request, services)
     current.set(exchange := Exchange())
     reply = await _answer(serving.messages.count_tokens(parsed, request), exchange)
     return JSONResponse(reply.model_dump(mode="json", exclude_none=True))
@@ -115,7 +117,8 @@ async def tokenize(request: Request, services: Here, body: JsonObject = Body()) 
     serving, vllm = await _serving(services)
     model = vllm.TokenizeChatRequest if "messages" in body else vllm.TokenizeCompletionRequest
     current.set(exchange := Exchange())
-    reply = await _answer(serving.tokenization.create_tokenize(_parse(model, body, request), request), exchange)
+    parsed = _parse(model, body, request, services)
+    reply = await _answer(serving.tokenization.create_tokenize(parsed, request), exchange)
     return JSONResponse(reply.model_dump(mode="json"))
 
 
@@ -123,7 +126,7 @@ async def tokenize(request: Request, services: Here, body: JsonObject = Body()) 
 async def detokenize(request: Request, services: Here, body: JsonObject = Body()) -> Response:
     """The text of token ids."""
     serving, vllm = await _serving(services)
-    parsed = _parse(vllm.DetokenizeRequest, body, request)
+    parsed = _parse(vllm.DetokenizeRequest, body, request, services)
     reply = await _answer(serving.tokenization.create_detokenize(parsed, request), Exchange())
     return JSONResponse(reply.model_dump(mode="json"))
 
@@ -137,7 +140,7 @@ async def _serving(services: Services) -> tuple[Serving, Any]:
     return serving, vllm_serving
 
 
-def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
+def _parse(model: type[Any], body: JsonObject, request: Request, services: Services) -> Any:
     """Raises BadRequest for a body that the API does not define, or that has more than is implemented, by name."""
     route = f"{request.method} {request.url.path}"
     try:
@@ -148,6 +151,14 @@ def _parse(model: type[Any], body: JsonObject, request: Request) -> Any:
         raise _as_ours(error) from error
     if getattr(parsed, "use_beam_search", False):  # vLLM would drive it through what an engine in the process has
         raise BadRequest(f"{route}: use_beam_search is not implemented: leave it out")
+    for name in _LENGTHS:
+        if (asked := vars(parsed).get(name)) is not None:  # getattr warns that the older name is deprecated
+            if asked < 1:
+                raise BadRequest(
+                    f"{route}: {name}={asked}: a completion has at least 1 token: raise it, or leave it out"
+                )
+            # vLLM bounds a length by what the prompt leaves of the context, but refuses one above the context itself
+            setattr(parsed, name, min(asked, services.max_model_len))
     extra = {name: value for name, value in (parsed.model_extra or {}).items() if value is not None}
     unknown = sorted(set(extra) - IDLE - set(OURS))
     if unknown:
@@ -245,6 +256,10 @@ def _as_ours(error: Exception) -> Exception:
 
     if isinstance(error, VLLMNotFoundError):
         return NotFound(str(error))
+    if getattr(error, "parameter", None) == "max_tokens":  # _parse has refused such values, so the prompt left none
+        return ContextTooLong(
+            "the conversation fills this model's maximum context length, and no room is left for a reply: shorten it"
+        )
     client_errors = (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError)
     of_a_template = any(cls.__name__ == "TemplateError" for cls in type(error).__mro__)
     return BadRequest(str(error)) if isinstance(error, client_errors) or of_a_template else error
@@ -253,6 +268,8 @@ def _as_ours(error: Exception) -> Exception:
 def _refusal(status: int, message: str) -> RolloutServiceError:
     if status == 404:
         return NotFound(message)
+    if "max_model_len" in message:  # of the Responses API
+        return ContextTooLong(f"no room is left for a reply in this model's maximum context length: {message}")
     return BadRequest(message) if status < 500 else RolloutServiceError(message)
 
 

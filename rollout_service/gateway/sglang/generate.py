@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.generate import spans
-from rollout_service.gateway.prompts import DATA_ERRORS, roll_out, text_of, tokenize
+from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, roll_out_prompt, text_of, tokenize
 from rollout_service.gateway.sglang.replies import DataRoute
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.generate import RolloutOptions, TokenIds
@@ -157,11 +157,14 @@ async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey
     began = time.monotonic()
     prompts = await _prompts(body, services)
     sampling = body.sampling_params.sampling()
+    check_prompts(prompts, sampling, services)
     options = RolloutOptions(session_id=routing_key or None, priority=body.priority, on_abort="return")
     async with raise_first_failure() as group:
         tasks = [
-            group.create_task(roll_out(prompt, sampling, services, _named(options, body.rid, i, len(prompts))))
-            for i, prompt in enumerate(prompts)
+            group.create_task(
+                roll_out_prompt(i, prompts, sampling, services, _named(options, body.rid, i, len(prompts)))
+            )
+            for i in range(len(prompts))
         ]
     elapsed_s = time.monotonic() - began
     made = [

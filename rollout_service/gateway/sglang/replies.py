@@ -9,14 +9,14 @@ from pydantic import BaseModel
 
 from rollout_service.errors import Forbidden, InvalidRequest, MalformedRequest, RolloutServiceError, Unauthorized
 from rollout_service.gateway.folder_updates import is_worth_repeating
-from rollout_service.gateway.routes import GuardedRoute, OpenRoute
+from rollout_service.gateway.routes import GuardedRoute, PromptsRoute
 from rollout_service.web.errors import ErrorResponse, validation_error
 
 
-class DataRoute(OpenRoute):
+class DataRoute(PromptsRoute):
     """Anyone may call it. What a request asks for that cannot be done is a 400, as from SGLang."""
 
-    errors = (*OpenRoute.errors, MalformedRequest)
+    errors = (*PromptsRoute.errors, MalformedRequest)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """FastAPI's hook: what answers a request."""

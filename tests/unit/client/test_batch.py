@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_service.client import PartialRollout, RolloutClient, SyncRolloutClient
+from rollout_service.client import BatchFailed, PartialRollout, RolloutClient, SyncRolloutClient
 from rollout_service.errors import EngineFailed, InvalidRequest, RolloutServiceError, TooEarly
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 
@@ -183,6 +183,19 @@ async def test_a_connection_that_keeps_breaking_and_other_errors_are_raised(end:
     assert max(len(body.get("partial_token_ids", ())) for body in scripted.bodies) == (
         2 if isinstance(end, httpx.ReadError) else 0
     )
+
+
+async def test_until_hands_back_all_but_the_bad_prompt() -> None:
+    def script(body: Body) -> list[Step]:
+        if body["token_ids"] == [2]:
+            return [InvalidRequest("token id 2 is bad")]
+        return [choice(0, 0, 7, end="stop" if body["token_ids"] == [1] else "abort"), LAST]
+
+    async with RolloutClient(URL, transport=Scripted(script)) as client:
+        with pytest.raises(BatchFailed, match="prompt 1 of 3, counted from 0: token id 2 is bad") as failed:
+            await client.generate_batch([[1], [2], [3]], until=3, max_tokens=9, on_abort="return")
+    assert list(failed.value.rollouts) == [0] and list(failed.value.errors) == [1]
+    assert {index: each.num_tokens for index, each in failed.value.partial.items()} == {2: 1}
 
 
 async def test_one_that_was_cut_short_for_good_is_handed_back() -> None:

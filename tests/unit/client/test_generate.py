@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_service.client import RolloutClient
+from rollout_service.client import BatchFailed, RolloutClient
 from rollout_service.client._generate import GenerateOptions
 from rollout_service.errors import (
+    ContextTooLong,
     EngineFailed,
     InvalidRequest,
     NotReady,
@@ -268,22 +270,49 @@ class TestBatch:
             await client.generate_batch([[i] for i in range(8)], concurrency=concurrency)
         assert crowd.most == 2
 
-    async def test_the_first_error_of_a_batch_cancels_the_rest(self, service: Service, client: RolloutClient) -> None:
+    async def test_one_bad_prompt_does_not_lose_the_others(self, service: Service, client: RolloutClient) -> None:
+        async def refuse_57(request: Request) -> Response:
+            body = await request.json()
+            if body["token_ids"] == [57]:
+                raise ContextTooLong("the prompt has 9 tokens", {"prompt_tokens": 9})
+            return JSONResponse(generate_reply(body))
+
+        service.generate = refuse_57
+        with pytest.raises(BatchFailed, match="prompt 57 of 121, counted from 0: the prompt has 9 tokens") as failed:
+            await client.generate_batch([[i] for i in range(121)], concurrency=8)
+        assert sorted(failed.value.rollouts) == [i for i in range(121) if i != 57]
+        assert failed.value.rollouts[120].prompt_token_ids == (120,)
+        assert isinstance(failed.value, ContextTooLong) and failed.value.detail == {"prompt_tokens": 9}
+        [(index, error)] = failed.value.errors.items()
+        assert index == 57 and type(error) is ContextTooLong
+        assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
+
+    async def test_an_error_of_the_service_ends_the_batch(self, service: Service) -> None:
         others_running, cancelled = asyncio.Event(), asyncio.Event()
 
         async def fail_the_second(request: Request) -> Response:
-            if (await request.json())["token_ids"] == [2]:
+            body = await request.json()
+            if body["token_ids"] == [1]:
+                return JSONResponse(generate_reply(body))
+            if body["token_ids"] == [2]:
                 await others_running.wait()
-                raise InvalidRequest("prompt 2 is bad")
+                raise TooEarly("no replica serves 5")
             others_running.set()
             await until_disconnected(request)
             cancelled.set()
             return Response()
 
         service.generate = fail_the_second
-        with pytest.raises(InvalidRequest, match="prompt 2 is bad"):
-            await client.generate_batch([[1], [2]])
+        async with RolloutClient(service.url, retries=0) as client:
+            with pytest.raises(TooEarly, match="prompt 1 of 3, counted from 0: no replica serves 5") as failed:
+                await client.generate_batch([[1], [2], [3]], concurrency=2)
         await cancelled.wait()
+        assert isinstance(failed.value, BatchFailed) and list(failed.value.rollouts) == [0]
+
+    async def test_options_no_prompt_can_have_are_refused_once(self, service: Service, client: RolloutClient) -> None:
+        with pytest.raises(InvalidRequest, match="n=0") as refused:
+            await client.generate_batch([[1], [2]], n=0)
+        assert not isinstance(refused.value, BatchFailed) and not service.bodies
 
     async def test_an_empty_batch_gives_no_rollouts(self, client: RolloutClient) -> None:
         assert await client.generate_batch([]) == []

@@ -1,14 +1,20 @@
 """The request and the reply of ``/v1/completions``."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
-from rollout_service.errors import InvalidRequest
+from rollout_service.config.engine import EngineConfig
+from rollout_service.errors import ContextTooLong, InvalidRequest, NonFiniteLogprob, from_wire
+from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.completions import CompletionRequest, completions
 from rollout_service.gateway.dependencies import Services
-from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.unit.gateway.fakes import EchoEngine
 
 
@@ -103,9 +109,44 @@ class TestRequest:
         with pytest.raises(InvalidRequest, match="prompt is empty"):
             await completions(request(prompt=prompt), services)
 
-    async def test_one_bad_prompt_fails_the_request_with_its_own_error(self, services: Services) -> None:
-        with pytest.raises(InvalidRequest, match="token id 4096 at position 0"):
-            await completions(request(prompt=[[5], [4096], [6]]), services)
+    @pytest.mark.parametrize(
+        ("bad", "says"),
+        [
+            ([4096], "prompt 57 of 121, counted from 0: token id 4096 at position 0"),
+            ([5] * 64, "prompt 57 of 121, counted from 0: the prompt has 64 tokens"),
+            ([], "prompt 57 of 121, counted from 0: the prompt is empty"),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_bad_prompt_is_named_before_any_is_sampled(
+        self, services: Services, engine: EchoEngine, bad: list[int], says: str, stream: bool
+    ) -> None:
+        prompts = [[5]] * 57 + [bad] + [[6]] * 42 + [bad] + [[7]] * 20
+        with pytest.raises(InvalidRequest, match=says) as refused:
+            await completions(request(prompt=prompts, stream=stream), services)
+        assert refused.value.detail["prompts"] == [57, 100] and "so are prompts 100" in refused.value.message
+        assert engine.calls == []
+
+    async def test_a_text_that_is_too_long_is_named(self, services: Services, engine: EchoEngine) -> None:
+        for text in ("a" * 70, "a" * 70_000):
+            with pytest.raises(ContextTooLong, match="prompt 1 of 3, counted from 0: the prompt has 70"):
+                await completions(request(prompt=["ab", text, "c"]), services)
+        assert engine.calls == []
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_prompt_that_fails_later_is_named(self, services: Services, stream: bool) -> None:
+        class Fails(EchoEngine):
+            async def generate(self, call: GenerateCall) -> Rollout:
+                if call.prompt_token_ids == (6,):
+                    raise NonFiniteLogprob("token 3 has logprob nan")
+                return await super().generate(call)
+
+        services = replace(services, dispatcher=Dispatcher(Fails(), ingest=None, limits=EngineConfig()))
+        with pytest.raises(NonFiniteLogprob, match="prompt 1 of 2, counted from 0: token 3"):
+            reply = await completions(request(prompt=[[5], [6]], stream=stream), services)
+            assert isinstance(reply, StreamingResponse)  # the other prompt's tokens came first: an event says it
+            text = "".join([str(line) async for line in reply.body_iterator])
+            raise from_wire(500, json.loads(text.split("data: ")[-2]))
 
 
 class TestReply:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import anthropic
 import httpx
@@ -137,6 +138,32 @@ class TestRefusals:
     async def test_a_conversation_that_is_too_long_is_a_400(self, sdk: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 600}])
+
+    @pytest.mark.parametrize(
+        ("path", "length", "body"),
+        [
+            ("chat/completions", "max_tokens", {"messages": HELLO}),
+            ("chat/completions", "max_completion_tokens", {"messages": HELLO}),
+            ("responses", "max_output_tokens", {"input": "hi"}),
+            ("messages", "max_tokens", {"messages": HELLO}),
+        ],
+    )
+    @pytest.mark.parametrize("asked", [500, 512, 10**6])
+    async def test_a_length_is_bounded_by_the_context(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, length: str, body: Any, asked: int
+    ) -> None:
+        reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", length: asked, **body})
+        assert reply.status_code == 200, reply.text
+        assert scripted.calls[0].sampling.max_tokens == min(asked, 512 - len(PROMPT))
+
+    @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+    async def test_a_prompt_that_fills_the_context_is_named(self, chat_http: httpx.AsyncClient, path: str) -> None:
+        full = [{"role": "user", "content": "h" * (512 - len(PROMPT) + 2)}]
+        body = {"model": "tiny", "messages": full} | ({"max_tokens": 9} if path == "messages" else {})
+        if path == "responses":
+            body = {"model": "tiny", "input": full}
+        reply = await chat_http.post(f"/v1/{path}", json=body)
+        assert reply.status_code == 400 and "maximum context length" in reply.json()["error"]["message"], reply.text
 
     @pytest.mark.parametrize("stream", [False, True])
     async def test_errors_of_the_service_keep_their_status(

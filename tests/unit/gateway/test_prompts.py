@@ -141,29 +141,11 @@ class TestCheckPrompt:
         with pytest.raises(InvalidRequest, match=r"stop_token_ids \[-1, 128\] are outside the vocabulary \[0, 128\)"):
             check_prompt((5,), Sampling(stop_token_ids=(-1, 3, 128)), services)
 
-    @pytest.mark.parametrize(
-        ("prompt_tokens", "max_tokens", "fits"),
-        [
-            (CONTEXT - 1, None, True),
-            (CONTEXT, None, False),
-            (CONTEXT - 1, 1, True),
-            (CONTEXT - 1, 2, False),
-            (1, CONTEXT - 1, True),
-            (1, CONTEXT, False),
-        ],
-    )
-    def test_prompt_and_completion_must_fit_the_context(
-        self, services: Services, prompt_tokens: int, max_tokens: int | None, fits: bool
-    ) -> None:
-        prompt, sampling = (5,) * prompt_tokens, Sampling(max_tokens=max_tokens)
-        if fits:
-            check_prompt(prompt, sampling, services)
-            return
-        message = f"the prompt has {prompt_tokens} tokens.*maximum context length of {CONTEXT}"
-        with pytest.raises(ContextTooLong, match=message) as refused:
-            check_prompt(prompt, sampling, services)
-        detail = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "max_model_len": CONTEXT}
-        assert refused.value.detail == detail
+    def test_a_prompt_that_leaves_no_room_is_refused(self, services: Services) -> None:
+        check_prompt((5,) * (CONTEXT - 1), Sampling(max_tokens=CONTEXT), services)
+        with pytest.raises(ContextTooLong, match=f"{CONTEXT} tokens.*maximum context length of {CONTEXT}") as refused:
+            check_prompt((5,) * CONTEXT, Sampling(max_tokens=1), services)
+        assert refused.value.detail == {"prompt_tokens": CONTEXT, "max_model_len": CONTEXT}
 
     def test_a_minimum_above_the_maximum_is_refused(self, services: Services) -> None:
         check_prompt((5,), Sampling(min_tokens=3, max_tokens=3), services)
@@ -177,11 +159,18 @@ class TestCheckPrompt:
 
 
 class TestRollOut:
-    async def test_without_max_tokens_a_completion_may_fill_the_context(
-        self, services: Services, engine: EchoEngine
+    @pytest.mark.parametrize(
+        ("asked", "granted"), [(None, CONTEXT - 2), (CONTEXT - 3, CONTEXT - 3), (CONTEXT - 1, CONTEXT - 2), (10**6, 62)]
+    )
+    async def test_a_completion_gets_what_the_context_leaves(
+        self, services: Services, engine: EchoEngine, asked: int | None, granted: int
     ) -> None:
-        await roll_out((5, 6), Sampling(), services)
-        assert engine.calls[0].sampling.max_tokens == CONTEXT - 2
+        await roll_out((5, 6), Sampling(max_tokens=asked), services)
+        assert engine.calls[0].sampling.max_tokens == granted
+
+    async def test_a_continued_completion_gets_what_is_left(self, services: Services, engine: EchoEngine) -> None:
+        await roll_out((5, 6), Sampling(max_tokens=10**6), services, partial=(7, 8, 9))
+        assert engine.calls[0].sampling.max_tokens == CONTEXT - 5
 
     async def test_a_rollout_hands_on_what_was_asked(self, services: Services, engine: EchoEngine) -> None:
         sampling = Sampling(n=2, max_tokens=4, temperature=0.5)

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from rollout_service.gateway.routes import GuardedRoute, OpenRoute
+from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import PROBLEMS_LISTED
 from tests.unit.gateway.fakes import EchoEngine
@@ -160,7 +160,7 @@ async def refused(services: Services, path: str, body: object) -> dict[str, Any]
     return error
 
 
-GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,28 @@ async def test_problems_beyond_those_told_are_counted(services: Services) -> Non
     assert len(error["detail"]["fields"]) == PROBLEMS_LISTED
 
 
-@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
-async def test_a_body_too_long_is_refused_before_all_of_it_arrives(services: Services, path: str) -> None:
+async def test_a_step_of_1024_long_prompts_is_one_body(services: Services, engine: EchoEngine) -> None:
+    """TRL's server mode sends a generation batch in one request."""
+    body = json.dumps({"prompt": [[123456] * 2000] * 1024, "max_tokens": 1})
+    assert len(body) > OpenRoute.body_bytes
+    async with client(replace(services, vocab_size=151_936, max_model_len=4096)) as http:
+        reply = await http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 200 and len(reply.json()["choices"]) == 1024
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, "/generate"])
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'""'])
+async def test_a_large_body_of_small_values_is_refused(services: Services, path: str, value: bytes) -> None:
+    body = b'{"prompt": [' + b",".join([value] * (PromptsRoute.most_values + 1)).ljust(OpenRoute.body_bytes) + b"]}"
+    async with client(services) as http:
+        reply = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413 and "strings, lists and objects" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "limit"), [(GENERATE, PromptsRoute), (COMPLETIONS, PromptsRoute), (CHAT, OpenRoute)])
+async def test_a_body_too_long_is_refused_before_all_of_it_arrives(
+    services: Services, path: str, limit: type[OpenRoute]
+) -> None:
     sent = 0
 
     async def body() -> Any:
@@ -210,7 +230,7 @@ async def test_a_body_too_long_is_refused_before_all_of_it_arrives(services: Ser
     async with client(services) as http:
         reply = await http.post(path, content=body(), headers={"Content-Type": "application/json"})
     assert reply.status_code == 413 and reply.json()["error"]["type"] == "PayloadTooLarge"
-    assert sent == OpenRoute.body_bytes // (1 << 20) + 1
+    assert sent == limit.body_bytes // (1 << 20) + 1
 
 
 async def test_too_many_completions_are_refused_before_any_begins(services: Services, engine: EchoEngine) -> None:

@@ -192,6 +192,11 @@ async def test_how_a_completion_ended_is_told_and_trimmed(
     assert reply["text"] == text and reply["output_ids"] == list(ids)
 
 
+async def test_max_new_tokens_is_bounded_by_the_context(services: Services, engine: EchoEngine) -> None:
+    reply = await post(services, {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 10**6}})
+    assert reply.status_code == 200 and engine.calls[0].sampling.max_tokens == 62
+
+
 @pytest.mark.parametrize("tokens", ["1234", ""])
 async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tokens: str) -> None:
     ids = tuple(services.tokenizer.encode(tokens)) if tokens else ()
@@ -221,7 +226,8 @@ async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tok
         ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"sampling_params": [{"n": 1}]}, "sampling_params"),
         ({"input_ids": [10**6]}, "token id 1000000 at position 0 is outside the vocabulary"),
-        ({"sampling_params": {"max_new_tokens": 10**6}}, "is more than this model's maximum context length"),
+        ({"input_ids": [5] * 64}, "leave no room for a completion in this model's maximum context length"),
+        ({"input_ids": [[5], [10**6]]}, "prompt 1 of 2, counted from 0: token id 1000000 at position 0"),
     ],
 )
 async def test_what_cannot_be_done_is_a_400_by_name(
