@@ -17,6 +17,9 @@ A trainer that has begun to broadcast waits for us, without a limit where it spe
 announcement, a name that the model does not have or no start before it, its tensors are received before it is refused.
 Only what does not say how many bytes will come is refused at once, and the receiver ends with it.
 
+vLLM 0.33's trainer announces its tensors once. Later rounds have empty tables, and repeat the last round that the
+trainer finished. A group therefore keeps the tables of its last finished update, one for each request.
+
 A version is whole: vLLM itself would leave what was not sent as it was, and an update that is finished with tensors
 missing fails here and names them.
 """
@@ -71,8 +74,12 @@ class Versions(Protocol):
 class Update:
     """One version between start and finish."""
 
-    def __init__(self, staged: UploadSession) -> None:
-        self.staged = staged
+    def __init__(self, staged: UploadSession, group: "Group", repeatable: Sequence[TensorsToCome]) -> None:
+        self.staged, self.group = staged, group
+        self.repeatable = repeatable
+        """The tables of an earlier update, in order; an empty announcement repeats the one in its place."""
+        self.tables: list[TensorsToCome] = []
+        """The table of each request of this update, in order."""
         self.announced: dict[str, UploadTensor] = {}
         self.failure: RolloutServiceError | None = None
         """Why it cannot be finished."""
@@ -106,6 +113,8 @@ class Reception(NamedTuple):
     update: Update | None
     """None: nobody has started one, and what comes is dropped."""
     tensors: TensorsToCome
+    is_repeat: bool
+    """It was announced by an empty table."""
     task: asyncio.Task[None]
 
 
@@ -118,6 +127,8 @@ class Group:
         self.receiver = Receiver()
         self.joining = _task(self.receiver.join(init, backend))
         self.last: Reception | None = None
+        self.finished_tables: Sequence[TensorsToCome] = ()
+        """The tables of the last update that was finished."""
 
     @property
     def joined(self) -> bool:
@@ -203,7 +214,9 @@ class WeightTransfer:
                 if not update.announced and update.failure is None:
                     return
                 await self._drop(update)
-            self._update = Update(await self._versions.begin_broadcast())
+            # while no update was finished, the tables of one that failed are all that can be meant
+            failed = update.tables if update is not None and update.group is group else ()
+            self._update = Update(await self._versions.begin_broadcast(), group, group.finished_tables or failed)
             self._error = None
 
     async def update(self, announced: object) -> None:
@@ -214,15 +227,23 @@ class WeightTransfer:
         Raises InvalidRequest if it cannot be told what will come, InvalidManifest or WeightTransferFailed, and what
         converting the tensors before raised.
         """
-        tensors = await self._tensors(announced)
+        announcement = await self._tensors(announced)
         async with self._turn:
             group = self._joined_group()
             update = self._update if self._update is not None and self._update.open else None
+            is_repeat = not announcement.names
+            try:
+                tensors = _repeated(group, update, announcement) if is_repeat else announcement
+            except InvalidRequest as error:
+                await self._leave_group(error.message)
+                raise
             last = group.last
             if last is None or not self._is_same(last, update, tensors):
                 if group.receiving:
                     raise WeightTransferFailed("tensors of another POST /update_weights are being received")
-                last = Reception(update, tensors, _task(self._receive(group, update, tensors)))
+                if update is not None:
+                    update.tables.append(tensors)
+                last = Reception(update, tensors, is_repeat, _task(self._receive(group, update, tensors)))
                 group.last, group.used = last, True
         await asyncio.shield(last.task)
 
@@ -312,7 +333,9 @@ class WeightTransfer:
             if update.failure is not None:
                 raise update.failure
             self._versions.check_broadcast(tuple(update.announced.values()), whole=True)
-            return await self._versions.commit_broadcast(update.staged, label)
+            status = await self._versions.commit_broadcast(update.staged, label)
+            update.group.finished_tables = update.tables
+            return status
         except CommitTimeout:
             raise  # it is committed, and replicas go on trying
         except RolloutServiceError as error:
@@ -369,6 +392,26 @@ class WeightTransfer:
     def _failed(self, why: str) -> WeightTransferFailed:
         self._error = why
         return WeightTransferFailed(why)
+
+
+def _repeated(group: Group, update: Update | None, announcement: TensorsToCome) -> TensorsToCome:
+    """Return the table that an empty ``announcement`` stands for. Raises InvalidRequest if there is none.
+
+    The first request of a round repeats the first of the round before, the second the second. vLLM's trainer engine
+    sends one a round.
+    """
+    last, tables = group.last, group.finished_tables if update is None else update.repeatable
+    place = 0 if update is None else len(update.tables)
+    if last is not None and last.update is update and last.is_repeat and (group.receiving or place >= len(tables)):
+        return last.tensors  # its reply was lost, and the trainer has sent it again
+    if place < len(tables):
+        return announcement.as_before(tables[place])
+    had = "this group has had none" if not tables else f"that round had {len(tables)}"
+    raise InvalidRequest(
+        f"POST /update_weights: names is empty, so request {place + 1} of this round repeats the tensors of the round "
+        f"before, and {had}. The group is left: POST /init_weight_transfer_engine, and send names, dtype_names and "
+        "shapes in the first round"
+    )
 
 
 def _upload_tensors(tensors: TensorsToCome) -> Iterator[UploadTensor]:

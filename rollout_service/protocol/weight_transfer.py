@@ -1,6 +1,6 @@
 """What a trainer says on vLLM's weight-transfer routes, and how the bytes that it broadcasts are cut. Needs no torch.
 
-vLLM 0.32, ``vllm/entrypoints/rl/online/api_router.py`` and ``vllm/distributed/weight_transfer``:
+vLLM 0.32 and 0.33, ``vllm/entrypoints/rl/online/api_router.py`` and ``vllm/distributed/weight_transfer``:
 
     POST /init_weight_transfer_engine      {"init_info": TransferInit}    both join a group; the trainer is rank 0
     POST /start_weight_update              StartUpdate or nothing
@@ -92,12 +92,15 @@ class StartUpdate(Frozen):
 
 
 class TensorsToCome(Frozen):
-    """Which tensors the trainer is about to broadcast, in order: vLLM's ``NCCLWeightTransferUpdateInfo``."""
+    """The tensors that the trainer broadcasts next, in order: vLLM's ``NCCLWeightTransferUpdateInfo``.
 
-    names: tuple[str, ...]
-    dtype_names: tuple[str, ...]
+    vLLM 0.33's trainer leaves the three lists empty in a round that repeats the tensors of the round before.
+    """
+
+    names: tuple[str, ...] = ()
+    dtype_names: tuple[str, ...] = ()
     """As torch spells them without its name: ``bfloat16``."""
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
     packed: bool | None = None
     """Where trainers for vLLM below 0.28 say it; None: as the group was joined."""
     packed_buffer_size_bytes: int | None = Field(default=None, ge=1, le=LARGEST_PACKED_BUFFER_BYTES)
@@ -113,6 +116,11 @@ class TensorsToCome(Frozen):
         if any(size < 0 for shape in self.shapes for size in shape):
             raise ValueError("shapes has a negative size")
         return self
+
+    def as_before(self, before: "TensorsToCome") -> "TensorsToCome":
+        """Return the table of ``before``, packed as this announcement says, or else as ``before`` was."""
+        packing = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
+        return before.model_copy(update=self.model_dump(include=packing, exclude_none=True))
 
     @property
     def sizes(self) -> list[int]:

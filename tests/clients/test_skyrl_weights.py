@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer import nccl_engine
 
 from rollout_service.client import RolloutClient
 from tests.clients.lines import ClientProcess
-from tests.support.gloo_trainer import Tensors, trainer_info, use_gloo
+from tests.support.gloo_trainer import AnnouncesOnce, Tensors, trainer_info, use_gloo
 from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = pytest.mark.client("SkyRL")
@@ -31,12 +31,17 @@ def source() -> Tensors:
     return Tensors()
 
 
-@pytest.fixture
-async def trainer(skyrl: ClientProcess, source: Tensors, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=["0.32", "0.33"])
+async def trainer(
+    skyrl: ClientProcess, source: Tensors, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Any:
     """vLLM's engine, which SkyRL's subclasses without a change to what it sends."""
     use_gloo(monkeypatch)
     begin = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
-    return await asyncio.to_thread(begin, trainer_info(), client=WeightClient(skyrl), source=source)
+    client: Any = WeightClient(skyrl)
+    if request.param == "0.33":
+        client = AnnouncesOnce(client)
+    return await asyncio.to_thread(begin, trainer_info(), client=client, source=source)
 
 
 async def test_skyrls_client_pushes_versions_that_are_served(

@@ -1,37 +1,22 @@
 """A broadcast over NCCL: the trainer is this process on GPU 1, the receiver a process on GPU 0."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.weight_transfer import TransferInit
-from tests.support.gloo_trainer import free_port
+from tests.support.gloo_trainer import AnnouncesOnce, Tensors, free_port
 from tests.support.models import make_model, random_weights
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import config_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one host")
-
-
-class OnTheGpu(WeightSource):
-    """Weights in the trainer's memory."""
-
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.weights = {name: tensor.cuda(1) for name, tensor in weights.items()}
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.weights.items())
 
 
 class InThisProcess:
@@ -73,7 +58,9 @@ async def test_a_broadcast_becomes_the_version_of_an_upload(tmp_path: Path, pack
 
     def push() -> None:
         torch.cuda.set_device(1)  # of this thread
-        engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=OnTheGpu(weights))
+        source = Tensors()
+        source.weights = {name: tensor.cuda(1) for name, tensor in weights.items()}
+        engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=AnnouncesOnce(client), source=source)
         for _ in range(2):
             engine.send_weights()
         engine.shutdown()

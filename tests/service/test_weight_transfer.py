@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from tests.service.conftest import TOKEN
-from tests.support.gloo_trainer import Tensors, trainer_info, use_gloo
+from tests.support.gloo_trainer import AnnouncesOnce, Tensors, trainer_info, use_gloo
 from tests.support.telltale import assert_pure, canary_weights
 
 pytestmark = pytest.mark.client("vLLM's `HTTPVLLMWeightSyncClient`")
@@ -65,6 +65,22 @@ async def test_vllms_trainer_engine_pushes_versions_that_are_served(
         source.weights = canary_weights(service.config.model.path, version)
         await asyncio.to_thread(trainer.send_weights)
         await assert_served(client, version)
+
+
+async def test_a_trainer_of_vllm_033_announces_its_tensors_once(
+    service: LocalService,
+    client: RolloutClient,
+    vllm_client: HTTPVLLMWeightSyncClient,
+    trainer: Any,
+    source: Tensors,
+    next_version: int,
+) -> None:
+    once = trainer.client = AnnouncesOnce(vllm_client)
+    for version in (next_version, next_version + 1, next_version + 2):
+        source.weights = canary_weights(service.config.model.path, version)
+        await asyncio.to_thread(trainer.send_weights)
+        await assert_served(client, version)
+    assert [bool(said["names"]) for said in once.announced] == [True, False, False]
 
 
 async def test_a_trainer_may_name_the_version(

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cached_property
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -51,17 +52,60 @@ def use_gloo(patch: pytest.MonkeyPatch, module: ModuleType = nccl_engine) -> Non
     patch.setattr(module, "packed_nccl_broadcast_producer", packed_broadcast)
 
 
+def _described(source: "Tensors") -> list[ParamMeta]:
+    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source.weights.items()]
+
+
 class Tensors(WeightSource):
-    """The weights that vLLM's trainer engine sends next."""
+    """The weights that vLLM's trainer engine sends next, as vLLM 0.32 asks for them and as 0.33 does."""
+
+    # 0.33 reads a cached property, 0.32 calls a method
+    metadata: Any = cached_property(_described) if hasattr(WeightSource, "iter_full") else _described
 
     def __init__(self) -> None:
-        self.weights: Weights = {}
+        self._weights: Weights = {}
 
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights.items()]
+    @property
+    def weights(self) -> Weights:
+        """Those of the next round."""
+        return self._weights
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._weights = weights
+        self.__dict__.pop("metadata", None)  # the cached one of the round before
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.weights.items())
+
+    __iter__ = iter_full
+
+
+class AnnouncesOnce:
+    """A client of vLLM's trainer engine, 0.32, that says what 0.33's says.
+
+    The table of the last finished round is replaced by an empty one.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._sent: dict[str, Any] | None = None
+        self._finished: dict[str, Any] | None = None
+        self.announced: list[dict[str, Any]] = []
+        """What was sent in each round."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._sent = update_info
+        said = {key: [] for key in update_info} if update_info == self._finished else update_info
+        self.announced.append(said)
+        self._client.update_weights(said)
+
+    def finish_weight_update(self, *version: str) -> None:
+        self._client.finish_weight_update(*version)
+        self._finished = self._sent
 
 
 class GlooTrainer:

@@ -17,17 +17,26 @@ async def join(ingest: Ingest, trainer: GlooTrainer) -> None:
     await asyncio.gather(ingest.transfer.init(init), asyncio.to_thread(trainer.join))
 
 
-async def send(ingest: Ingest, trainer: GlooTrainer, weights: Weights) -> None:
-    """One ``/update_weights`` beside its broadcasts; raises what the ingest answers when all have been sent."""
-    receiving = asyncio.create_task(ingest.transfer.update(update_info(weights)))
+AS_BEFORE = {"names": [], "dtype_names": [], "shapes": []}
+"""The announcement of vLLM 0.33's trainer in a round that repeats the tensors of the round before."""
+
+
+async def send(ingest: Ingest, trainer: GlooTrainer, weights: Weights, announced: object = None) -> None:
+    """One ``/update_weights`` beside its broadcasts; raises what the ingest answers when all have been sent.
+
+    ``announced``: the body, if it is not the table of ``weights``.
+    """
+    receiving = asyncio.create_task(ingest.transfer.update(announced or update_info(weights)))
     await asyncio.to_thread(trainer.broadcast, weights.items())
     await receiving
 
 
-async def push(ingest: Ingest, trainer: GlooTrainer, weights: Weights, label: str | None = None) -> WeightStatus:
+async def push(
+    ingest: Ingest, trainer: GlooTrainer, weights: Weights, label: str | None = None, announced: object = None
+) -> WeightStatus:
     """A whole update."""
     await ingest.transfer.start()
-    await send(ingest, trainer, weights)
+    await send(ingest, trainer, weights, announced)
     return await ingest.transfer.finish(label)
 
 

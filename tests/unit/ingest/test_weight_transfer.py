@@ -23,7 +23,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
 from tests.support.gloo_trainer import GlooTrainer, update_info
 from tests.unit.ingest import expected
-from tests.unit.ingest.broadcasting import join, push, receive_nothing, send
+from tests.unit.ingest.broadcasting import AS_BEFORE, join, push, receive_nothing, send
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -99,6 +99,80 @@ class TestWholeUpdates:
         status = await push(ingest, joined, weights, None if label is None else label.format(version))
         assert status.version == version == (await ingest.versions())[-1].version
         assert status.label == ("step-9" if label == "step-9" else None)
+
+
+class TestEmptyTables:
+    """vLLM 0.33's trainer sends its table once, and empty ones in the rounds that repeat it."""
+
+    @pytest.mark.parametrize("empty", [AS_BEFORE, [AS_BEFORE], [{}]], ids=["vLLM", "a list", "no fields"])
+    async def test_an_empty_table_repeats_the_round_before(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str, empty: object
+    ) -> None:
+        await push(ingest, joined, weights)
+        for version in (newest + 2, newest + 3):
+            sent = changed(weights, version / 8)
+            status = await push(ingest, joined, sent, announced=empty)
+            assert (status.version, status.digest) == (version, expected.digest(sent, fingerprint))
+
+    async def test_an_empty_table_repeats_the_packing_too(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
+    ) -> None:
+        for announced in ({**update_info(weights), "packed": False}, AS_BEFORE):
+            await ingest.transfer.start()
+            receiving = asyncio.create_task(ingest.transfer.update(announced))
+            await asyncio.to_thread(joined.broadcast, weights.items(), packed=False)
+            await receiving
+            assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
+
+    async def test_a_changed_table_takes_the_place_of_the_first(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
+    ) -> None:
+        await push(ingest, joined, weights)
+        reordered = dict(reversed(weights.items()))
+        for announced in (None, AS_BEFORE):
+            status = await push(ingest, joined, reordered, announced=announced)
+            assert status.digest == expected.digest(weights, fingerprint)
+
+    async def test_requests_of_a_round_repeat_those_of_the_last(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
+    ) -> None:
+        halves = dict([*weights.items()][:5]), dict([*weights.items()][5:])
+        for announced in (None, AS_BEFORE):
+            await ingest.transfer.start()
+            for half in halves:
+                await send(ingest, joined, half, announced)
+            assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
+
+    async def test_a_failed_round_leaves_the_table_as_it_was(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
+    ) -> None:
+        """vLLM's trainer compares with the last round that it finished."""
+        await push(ingest, joined, weights)
+        await ingest.transfer.start()
+        with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
+            await send(ingest, joined, {"model.extra.weight": torch.zeros(2), **weights})
+        assert (await push(ingest, joined, weights, announced=AS_BEFORE)).digest == expected.digest(
+            weights, fingerprint
+        )
+
+    async def test_an_empty_table_may_be_sent_again(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await push(ingest, joined, weights)
+        await ingest.transfer.start()
+        again = asyncio.create_task(ingest.transfer.update(AS_BEFORE))
+        await send(ingest, joined, weights, AS_BEFORE)
+        await again  # while the first was received
+        await ingest.transfer.update(AS_BEFORE)  # and after it
+        assert (await ingest.transfer.finish(None)).version == newest + 2
+
+    async def test_an_empty_table_without_a_start_is_refused(
+        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
+    ) -> None:
+        await push(ingest, joined, weights)
+        with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
+            await send(ingest, joined, weights, AS_BEFORE)
+        assert (await push(ingest, joined, weights, announced=AS_BEFORE)).version == newest + 2
 
 
 class TestRepeatedRequests:

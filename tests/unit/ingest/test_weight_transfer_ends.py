@@ -13,13 +13,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import InvalidRequest, NotFound, WeightTransferFailed
+from rollout_service.errors import InvalidRequest, NotFound, QuantizationError, WeightTransferFailed
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource
 from rollout_service.protocol.weight_transfer import TransferInit
 from tests.support.gloo_trainer import GlooTrainer, update_info
 from tests.support.models import EMBEDDING, LM_HEAD
-from tests.unit.ingest.broadcasting import another_trainer_pushes, join, push, receive_nothing, receiver_pid, send
+from tests.unit.ingest.broadcasting import (
+    AS_BEFORE,
+    another_trainer_pushes,
+    join,
+    push,
+    receive_nothing,
+    receiver_pid,
+    send,
+)
 from tests.unit.ingest.trainer import Weights, config_of, folder_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
@@ -66,7 +74,11 @@ class TestOtherModels:
 
 class TestNoGroup:
     async def test_nothing_goes_without_a_group(self, ingest: Ingest) -> None:
-        for request in (ingest.transfer.start(), ingest.transfer.update(update_info({"a": torch.zeros(1)}))):
+        for request in (
+            ingest.transfer.start(),
+            ingest.transfer.update(update_info({"a": torch.zeros(1)})),
+            ingest.transfer.update(AS_BEFORE),  # as after a restart of the ingest
+        ):
             with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
                 await request
         with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
@@ -97,6 +109,40 @@ class TestNoGroup:
             await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
         with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
             await ingest.transfer.start()
+
+    async def test_an_empty_table_in_a_first_round_is_refused(self, ingest: Ingest, joined: GlooTrainer) -> None:
+        await ingest.transfer.start()
+        with pytest.raises(InvalidRequest, match=r"names is empty.*this group has had none.*POST /init_weight"):
+            await ingest.transfer.update(AS_BEFORE)
+        with pytest.raises(RuntimeError):  # a trainer that broadcasts all the same is told at once
+            await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
+
+    async def test_a_table_ends_with_its_group(self, ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
+        assert (await push(ingest, joined, weights)).version == 1
+        trainer = GlooTrainer()
+        await join(ingest, trainer)
+        await ingest.transfer.start()
+        with pytest.raises(InvalidRequest, match="names is empty"):
+            await ingest.transfer.update(AS_BEFORE)
+        with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
+            await ingest.transfer.update(AS_BEFORE)
+
+    async def test_a_first_round_that_failed_can_be_repeated(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+        with pytest.raises(QuantizationError):
+            await push(ingest, joined, broken)
+        assert (await push(ingest, joined, weights, announced=AS_BEFORE)).version == 1
+
+    async def test_a_request_too_many_in_a_round_is_refused(
+        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
+    ) -> None:
+        await push(ingest, joined, weights)
+        await ingest.transfer.start()
+        await send(ingest, joined, weights)
+        with pytest.raises(InvalidRequest, match=r"request 2 of this round.*that round had 1"):
+            await ingest.transfer.update(AS_BEFORE)
 
     async def test_an_init_may_come_again(self, ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
         pid = receiver_pid()

@@ -83,3 +83,9 @@ def test_tensors_that_cannot_be_received_are_refused(fields: dict[str, object], 
 def test_an_announcement_tells_the_bytes_of_each_tensor() -> None:
     announced = TensorsToCome(names=("a", "b"), dtype_names=("bfloat16", "float32"), shapes=((2, 3), ()))
     assert announced.sizes == [12, 4]
+
+
+def test_an_empty_table_repeats_one_packed_as_it_says() -> None:
+    before = TensorsToCome(names=("a",), dtype_names=("int8",), shapes=((3,),), packed=True, packed_num_buffers=3)
+    assert TensorsToCome().as_before(before) == before
+    assert TensorsToCome(packed=False).as_before(before) == before.model_copy(update={"packed": False})
