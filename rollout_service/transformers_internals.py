@@ -14,6 +14,7 @@ _READ_IN = "transformers 5.19.0"
 NAMES = (
     PrivateName("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", _READ_IN),
     PrivateName("transformers.modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict", _READ_IN),
+    PrivateName("transformers.modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_unexpected", _READ_IN),
     PrivateName("transformers.modeling_utils", "PreTrainedModel.base_model_prefix", _READ_IN),
     PrivateName("transformers.core_model_loading", "revert_weight_conversion", _READ_IN, ("model", "state_dict")),
     PrivateName("transformers", "PretrainedConfig._attn_implementation", _READ_IN),
@@ -81,6 +82,14 @@ def is_silu(activation: Callable[..., torch.Tensor]) -> bool:
 def kept_in_float32(model: PreTrainedModel) -> frozenset[str]:
     """Parts of parameters' names that transformers keeps in fp32 whatever dtype the model is loaded in."""
     return frozenset(model._keep_in_fp32_modules_strict or ())
+
+
+def ignored_when_loading(model: PreTrainedModel) -> frozenset[str]:
+    """Return regular expressions of the tensors that a model's class ignores in a checkpoint, in its parts too."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    if any(name.endswith("position_ids") for name, _ in model.named_buffers()):
+        patterns.add(r"(^|\.)position_ids$")  # as PreTrainedModel._adjust_missing_and_unexpected_keys does
+    return frozenset(patterns)
 
 
 def as_saved(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

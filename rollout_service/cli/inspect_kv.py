@@ -119,7 +119,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, model: ServedModel) -> None:
         """Raises InvalidManifest, with every name, unless it holds exactly the model's tensors."""
-        self._source = FolderSource(folder)
+        self._source = FolderSource(folder, ignored=model.ignored)
         self._experts = model.experts
         self._names = {tensor.name for tensor in self._source.table}
         self._codes = frozenset(name for name in self._names if name + SCALE_SUFFIX in self._names)

@@ -92,6 +92,8 @@ class BatchPlan:
         self.read_bytes = {tensor.name: tensor.nbytes for tensor in tensors}
         """By the trainer's names."""
         parts = list(_parts(tensors, converter, places))
+        if not parts:
+            raise NotPlanned("all of these tensors are ignored")
         stored = [places[name] for part in parts for name in _names(part)]
         *_, (last, start) = placed(tensors, 0)
         self.source_bytes = start + last.nbytes

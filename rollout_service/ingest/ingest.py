@@ -41,6 +41,7 @@ from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
+from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.upload import (
@@ -94,6 +95,7 @@ class Ingest:
             quantized=tuple(sorted(self._plan.quantized)),
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
+            ignored=self._model.ignored,
         )
         # what is read at once is at most that, and mostly less
         self._converter = Converter(self._trainer_recipe, device=config.quant.device, batch_bytes=GPU_BYTES)
@@ -170,7 +172,7 @@ class Ingest:
         if newest is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
             path = self._config.model.path
-            folder = await asyncio.to_thread(FolderSource, path)
+            folder = await asyncio.to_thread(FolderSource, path, ignored=self._model.ignored)
             await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), folder)
             await self._commit(0, CommitUpload())
             return
@@ -227,7 +229,7 @@ class Ingest:
         raise.
         """
         self._durability.require_possible(request)
-        source = await asyncio.to_thread(RefSource, buckets)
+        source = await asyncio.to_thread(RefSource, buckets, self._model.ignored)
         begin, meant = source.announced(version, kv_scales, label, uploader)
         plan = await self._shielded.run(self._begin(begin, source))
         return await self.commit(plan.version, request.model_copy(update={"upload_digest": meant}))
@@ -256,6 +258,11 @@ class Ingest:
     def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None:
         """Compare tensors of a broadcast, or all of them, with the served model. Raises InvalidManifest."""
         self._model.check_table(tensors, self._plan, whole=whole)
+
+    @property
+    def ignored(self) -> IgnoredTensors:
+        """Tensors that a trainer may send, and no version has."""
+        return self._model.ignored
 
     @cached_property
     def largest_tensor_bytes(self) -> int:

@@ -264,7 +264,7 @@ class Uploads:
         VersionConflict.
         """
         folder = allowed_path(path, self._config.source_roots)
-        source = await asyncio.to_thread(FolderSource, folder, self._config.source_roots)
+        source = await asyncio.to_thread(FolderSource, folder, self._config.source_roots, self._model.ignored)
         same = PathSource(path=folder)
         for version, staged in list(self._staged.items()):
             if staged.begin.source == same:
@@ -475,7 +475,7 @@ class Uploads:
             )
         if begin.source is None or isinstance(begin.source, SharedMemorySource):
             return None
-        return FolderSource(self._folder_of(begin.source), self._config.source_roots)
+        return FolderSource(self._folder_of(begin.source), self._config.source_roots, self._model.ignored)
 
     def _folder_of(self, source: PathSource) -> Path:
         return allowed_path(source.path, self._config.source_roots)
@@ -486,6 +486,8 @@ class Uploads:
             self._model.check_table(table, self._plan)
         elif not isinstance(begin.source, BroadcastSource) and not self._tables.are_kept(table):
             self._model.check_table(table, self._plan)
+            if left_out := self._model.ignored.summary(tensor.name for tensor in table):
+                logger.info("version %d: %s", begin.version, left_out)
             self._tables.keep(table)
         delta = None if begin.delta is None else self._delta_of(begin)
         try:

@@ -41,8 +41,9 @@ from rollout_service.errors import (
     RolloutServiceError,
     WeightTransferFailed,
 )
-from rollout_service.ingest.receiver.receiver import Read, Receiver, backend_here
+from rollout_service.ingest.receiver.receiver import RING_BYTES, Read, Receiver, backend_here
 from rollout_service.ingest.upload_session import UploadSession
+from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.protocol.weight_transfer import (
     TensorsToCome,
@@ -65,6 +66,9 @@ class Versions(Protocol):
     @property
     def largest_tensor_bytes(self) -> int: ...
 
+    @property
+    def ignored(self) -> IgnoredTensors: ...
+
     async def begin_broadcast(self) -> UploadSession: ...
     def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None: ...
     async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus: ...
@@ -81,6 +85,7 @@ class Update:
         self.tables: list[TensorsToCome] = []
         """The table of each request of this update, in order."""
         self.announced: dict[str, UploadTensor] = {}
+        """All but ignored tensors, which are received and dropped."""
         self.failure: RolloutServiceError | None = None
         """Why it cannot be finished."""
         self.finishing: asyncio.Task[WeightStatus] | None = None
@@ -96,9 +101,10 @@ class Update:
         return self.finishing is not None and not self.finishing.done()
 
     def convert(self, names: Sequence[str], read: Read) -> Future[None] | None:
-        """Hand tensors to the conversion; None if the version is lost already."""
+        """Hand tensors to the conversion; None if the version is lost already, or ignores all of them."""
         self.failure = self.failure or self.staged.failure
-        if self.failure is not None:
+        names = [name for name in names if name in self.announced]
+        if self.failure is not None or not names:
             return None
         try:
             return self.staged.convert(names, read)
@@ -257,7 +263,7 @@ class WeightTransfer:
             (announced,) = announced
         try:
             tensors = TensorsToCome.model_validate(announced)
-            if (largest := max(tensors.sizes, default=0)) <= self._versions.largest_tensor_bytes:
+            if (largest := max(self._sizes(tensors), default=0)) <= self._versions.largest_tensor_bytes:
                 return tensors
             refused: RolloutServiceError = InvalidRequest(
                 f"POST /update_weights announces a tensor of {largest} bytes, and none of the served model's has more "
@@ -269,6 +275,15 @@ class WeightTransfer:
         async with self._turn:  # a trainer that broadcasts all the same must not wait for ever
             await self._leave_group(refused.message)
         raise refused
+
+    def _sizes(self, tensors: TensorsToCome) -> list[int]:
+        """Return the bytes of each tensor, but for ignored ones that the receiver's memory holds anyway."""
+        ignored = self._versions.ignored
+        return [
+            nbytes
+            for name, nbytes in zip(tensors.names, tensors.sizes, strict=True)
+            if nbytes > RING_BYTES or name not in ignored
+        ]
 
     async def _receive(self, group: Group, update: Update | None, tensors: TensorsToCome) -> None:
         try:
@@ -300,7 +315,10 @@ class WeightTransfer:
     def _announce(self, update: Update, tensors: TensorsToCome) -> None:
         """Note what will come; a version that it does not fit into is lost, but its tensors are received."""
         try:
-            new = tuple(_upload_tensors(tensors))
+            ignored = self._versions.ignored
+            if left_out := ignored.summary(tensors.names):
+                logger.info("version %d: %s", update.staged.begin.version, left_out)
+            new = tuple(_upload_tensors(tensors, ignored))
             again = sorted({tensor.name for tensor in new} & update.announced.keys())
             if again or len({tensor.name for tensor in new}) < len(new):
                 raise InvalidManifest(f"tensors came twice in one update: {', '.join(again[:4]) or 'in one request'}")
@@ -414,8 +432,10 @@ def _repeated(group: Group, update: Update | None, announcement: TensorsToCome) 
     )
 
 
-def _upload_tensors(tensors: TensorsToCome) -> Iterator[UploadTensor]:
+def _upload_tensors(tensors: TensorsToCome, ignored: IgnoredTensors) -> Iterator[UploadTensor]:
     for name, dtype, shape in zip(tensors.names, tensors.dtype_names, tensors.shapes, strict=True):
+        if name in ignored:
+            continue
         if not name or dtype not in get_args(SourceDtype):
             raise InvalidManifest(
                 f"{name!r} is {dtype}; the ingest takes {', '.join(get_args(SourceDtype))} and quantizes itself",

@@ -6,6 +6,7 @@ Needs torch, but neither ray nor transformers.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress
 from operator import not_
 from typing import NamedTuple, get_args
@@ -26,6 +27,8 @@ from rollout_service.quant.verdicts import Verdicts
 BATCH_BYTES = 128 << 20
 """What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
 
+_CACHED_NAMES = 100_000
+"""Names of which it is remembered whether they are ignored: a mixture of experts has 20 000 at every push."""
 _NAN_CODE, _NO_INT8_CODE = 0x7F, -128
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
@@ -50,6 +53,7 @@ class Converter:
 
     def __init__(self, recipe: TrainerRecipe, *, device: Device = "auto", batch_bytes: int = BATCH_BYTES) -> None:
         self._experts = recipe.experts
+        self._is_ignored = lru_cache(_CACHED_NAMES)(recipe.ignored.__contains__)
         self._quantized = frozenset(recipe.quantized)
         self._form = FP8_BLOCK if recipe.weights == "none" else WEIGHT_FORMATS[recipe.weights]
         self._scales = frozenset(name + self._form.scale_suffix for name in recipe.quantized)
@@ -74,10 +78,12 @@ class Converter:
     def table(self, tensors: Iterable[UploadTensor]) -> Iterator[UploadTensor]:
         """What ``convert`` makes of tensors with this table, in its order.
 
-        Codes, and a weight that is no matrix, are left as they are: the service says what is wrong with them. Raises
-        ValueError for stacked experts that cannot be taken apart.
+        Ignored tensors become none. Codes, and a weight that is no matrix, are left as they are: the service says what
+        is wrong with them. Raises ValueError for stacked experts that cannot be taken apart.
         """
         for tensor in tensors:
+            if self._is_ignored(tensor.name):
+                continue
             if tensor.dtype in CODE_DTYPES:
                 yield tensor
                 continue
@@ -87,11 +93,13 @@ class Converter:
                     yield UploadTensor(name=made.scales, dtype="float32", shape=self._form.scale_shape(made.shape))
 
     def becomes(self, tensor: UploadTensor) -> Iterator[Becomes]:
-        """What ``convert`` makes of a tensor. A weight that is no matrix is said to be kept.
+        """What ``convert`` makes of a tensor: nothing if it is ignored. A weight that is no matrix is said to be kept.
 
         Raises InvalidManifest for codes of a tensor that stays in BF16, ValueError for stacked experts that cannot be
         taken apart.
         """
+        if self._is_ignored(tensor.name):
+            return
         is_codes = tensor.dtype in CODE_DTYPES
         for piece in pieces(tensor.name, tensor.shape, self._experts):
             dtype, scales = self._kept_dtype(piece.name), None
@@ -128,8 +136,8 @@ class Converter:
 
         ``to_cpu``: codes and scales lie on the CPU; else where they were made, which may be a GPU.
 
-        Experts are taken apart. Codes and scales that were made elsewhere are checked and passed on. Reads ahead at
-        most ``batch_bytes`` beyond the largest tensor.
+        Ignored tensors are left out. Experts are taken apart. Codes and scales that were made elsewhere are checked and
+        passed on. Reads ahead at most ``batch_bytes`` beyond the largest tensor.
 
         Raises QuantizationError naming the first tensor and index with NaN, infinity, or a scale that the recipe does
         not allow; InvalidManifest for codes of a tensor that stays in BF16.
@@ -140,6 +148,8 @@ class Converter:
         batch: list[Named] = []
         batch_bytes = 0
         for name, tensor in tensors:
+            if self._is_ignored(name):
+                continue
             part = whole = tensor.detach() if tensor.requires_grad else tensor
             for piece in pieces(name, tuple(whole.shape), self._experts):
                 part = whole[piece.index] if piece.index else whole

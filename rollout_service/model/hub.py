@@ -6,7 +6,6 @@ started. What one process of a node has downloaded the others find there.
 """
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -23,6 +22,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import tqdm
 
 from rollout_service.config import ModelConfig, ServiceConfig
+from rollout_service.model.weight_files import INDEX_FILE, listed_files, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -159,15 +159,15 @@ def _sizes(repo_id: str, commit: str) -> dict[str, int]:
 
 
 def _weight_files(model: ModelConfig, folder: Path, sizes: dict[str, int]) -> list[str]:
-    """Those that the index names, since others may hold the same tensors once more; without an index all of them."""
-    index = folder / constants.SAFETENSORS_INDEX_FILE
-    if index.is_file():
-        try:
-            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelNotDownloaded(f"{model.repo_id}: {index} is no index of safetensors: {error!r}") from error
-    there = {*sizes, *(path.name for path in folder.iterdir())}
-    found = sorted(name for name in there if name.endswith(".safetensors") and "/" not in name)
+    """Return those that ``weight_files`` says, whether they are downloaded yet or not."""
+    index, there = folder / INDEX_FILE, {*sizes, *(path.name for path in folder.iterdir())}
+    listed = index.read_bytes() if index.is_file() else None
+    try:
+        if listed is not None and not sizes:  # what the repository has is not known: only what is in the cache
+            return listed_files(listed)
+        found = weight_files(there, listed)
+    except ValueError as error:
+        raise ModelNotDownloaded(f"{model.repo_id} at {model.revision}: {error}") from error
     if not found and not sizes:
         raise ModelNotDownloaded(
             f"the weights of {model.repo_id} at {model.revision} are not in {constants.HF_HUB_CACHE} on "

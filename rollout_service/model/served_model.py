@@ -4,6 +4,7 @@ Built from the folder's config.json by transformers on the meta device; names ar
 """
 
 import json
+import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,13 +30,23 @@ from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.model.tensor_table import Expected, differences
 from rollout_service.model.vllm_layout import read_layout
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
+from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
-from rollout_service.transformers_internals import kept_in_float32
+from rollout_service.transformers_internals import ignored_when_loading, kept_in_float32
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 ROUTERS = ("gate", "shared_expert_gate")
 """What chooses experts, or scales the shared one; last part of the modules' names."""
 _AT_COMMIT = "@"
+ROTARY_BUFFERS = (
+    r"rotary_pos_emb\.inv_freq",
+    r"rotary_emb\.inv_freq",
+    r"rotary_emb\.cos_cached",
+    r"rotary_emb\.sin_cached",
+)
+"""Tables of rotary embeddings in old checkpoints; vLLM's ``AutoWeightsLoader`` and transformers ignore them."""
+NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
+"""Fields of config.json with the number of next-token layers (MTP), which vLLM reads only to draft tokens."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -58,6 +69,8 @@ class ServedModel:
     """What transformers holds otherwise than it saves it, above all stacked experts; trainers may send that too."""
     experts: ExpertNaming | None
     """How the matrices of routed experts are called; None: a dense model."""
+    ignored_by_class: IgnoredTensors
+    """Names that transformers and vLLM leave out when they load a checkpoint."""
     keep_float32: frozenset[str]
     """Tensors of ``shapes`` that BF16 is too coarse for: they are stored and loaded in fp32."""
     attention: tuple[str, ...]
@@ -99,6 +112,7 @@ class ServedModel:
             linears=_linears(model, stored),
             in_memory={name: shape for name, shape in held.items() if stored[name] != (Piece(name, shape),)},
             experts=experts,
+            ignored_by_class=_ignored(model, {*shapes, *held}),
             keep_float32=_kept_in_float32(model, shapes),
             attention=_attention_layers(model),
             embedding=_stored_weight(model, model.get_input_embeddings(), stored),
@@ -153,6 +167,14 @@ class ServedModel:
         if not self.tied or self.layout is None:
             return self.shapes
         return {name: shape for name, shape in self.shapes.items() if name not in self.layout.not_loaded}
+
+    @cached_property
+    def ignored(self) -> IgnoredTensors:
+        """Names that checkpoints and trainers may bring, and no version has."""
+        if self.head in self.stored:
+            return self.ignored_by_class
+        patterns = (*self.ignored_by_class.patterns, f"^{re.escape(self.head)}$")
+        return self.ignored_by_class.model_copy(update={"patterns": patterns})
 
     @cached_property
     def routers(self) -> frozenset[str]:
@@ -222,13 +244,14 @@ class ServedModel:
         """Compare a trainer's tensor table with the model, both ways; raises InvalidManifest with every difference.
 
         Experts come one by one or stacked. A weight of ``plan.quantized`` comes unquantized, or as codes
-        of ``plan.form`` beside their scales.
+        of ``plan.form`` beside their scales. Tensors in ``ignored`` may have any dtype and shape.
 
         ``whole``: False for some of the tensors only, whose names and shapes alone can be judged.
         """
         wrong = differences(
             tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized, plan.form)
         )
+        wrong["unknown"] = [name for name in wrong["unknown"] if name not in self.ignored]
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == self.head)]
         if not whole:  # codes and their scales may come apart from each other
             wrong["missing"] = wrong["wrong_dtype"] = []
@@ -297,6 +320,24 @@ def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
     if getattr(model.config, "kv_lora_rank", None) or _text_config(model.config) is not model.config:
         return ()  # vLLM's names of a multimodal model's layers are others than the checkpoint's
     return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
+
+
+def _ignored(model: PreTrainedModel, names: set[str]) -> IgnoredTensors:
+    """Return what transformers and vLLM leave out. ``names``: of the model's tensors, which are never left out."""
+    # a class names the next-token layers of all its sizes: GLM-4.5's layer 46, too, which its larger model has
+    own = {pattern for pattern in ignored_when_loading(model) if not _is_of_a_layer_in(names, pattern)}
+    patterns = {*ROTARY_BUFFERS, *own}
+    config = _text_config(model.config)
+    if more := next((int(count) for field in NEXT_TOKEN_LAYERS if (count := getattr(config, field, None))), 0):
+        first = config.num_hidden_layers
+        patterns |= {rf"(^|\.)layers\.{layer}\." for layer in range(first, first + more)}
+        patterns |= {r"(^|\.)mtp\.", r"(^|\.)mtp_layers\."}
+    matched = IgnoredTensors(patterns=tuple(sorted(patterns)))
+    return matched.model_copy(update={"kept": tuple(sorted(name for name in names if name in matched))})
+
+
+def _is_of_a_layer_in(names: set[str], pattern: str) -> bool:
+    return re.search(r"layers\\?\.\d", pattern) is not None and any(re.search(pattern, name) for name in names)
 
 
 def _kept_in_float32(model: PreTrainedModel, shapes: Iterable[str]) -> frozenset[str]:

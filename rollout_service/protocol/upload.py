@@ -67,6 +67,7 @@ from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion
 from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
+from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.tensors import QuantWeights
 from rollout_service.ring import ALIGNMENT_BYTES, aligned
 
@@ -96,6 +97,8 @@ class TrainerRecipe(Frozen):
     """but for these."""
     experts: ExpertNaming | None = None
     """Names of routed experts, to take stacked ones apart; None: the model has none."""
+    ignored: IgnoredTensors = NOTHING_IGNORED
+    """Tensors that may come, and of which nothing is made."""
 
 
 class UploadTensor(Frozen):

@@ -161,7 +161,12 @@ class UnquantizedLog:
     @cached_property
     def _converter(self) -> Converter:
         model = self._model
-        recipe = TrainerRecipe(weights="none", keep_float32=tuple(sorted(model.keep_float32)), experts=model.experts)
+        recipe = TrainerRecipe(
+            weights="none",
+            keep_float32=tuple(sorted(model.keep_float32)),
+            experts=model.experts,
+            ignored=model.ignored,
+        )
         return Converter(recipe, device="cpu")
 
     @cached_property

@@ -80,8 +80,12 @@ class UploadRecord(Frozen):
 
 
 def source_stamp(folder: Path) -> str:
-    """A hash over names, sizes and times of modification of the safetensors in ``folder``. Raises OSError."""
-    entries = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    """A hash over names, sizes and times of modification of the safetensors in ``folder`` and of their index.
+
+    Raises OSError.
+    """
+    files = [path for pattern in ("*.safetensors", "*.safetensors.index.json") for path in folder.glob(pattern)]
+    entries = [(path.name, path.stat()) for path in sorted(files)]
     text = "\n".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in entries)
     return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -12,6 +12,8 @@ from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, N
 from rollout_service.ingest.sources.foreign_file import SourceFile
 from rollout_service.ingest.sources.source import as_tensor, in_batches
 from rollout_service.model.quant_plan import SCALE_SUFFIX
+from rollout_service.model.weight_files import INDEX_FILE, weight_files
+from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.store.direct_io import ThreadBuffers, round_up
@@ -40,20 +42,26 @@ def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
 
 
 class FolderSource:
-    """A Hugging Face folder of safetensors, unquantized or published in blockwise FP8.
+    """A Hugging Face folder of safetensors, unquantized or in blockwise FP8: its index's files, if it has one.
 
     Raises NotFound or InvalidManifest when it cannot be one.
 
     ``roots``: where its files must lie once links are followed, or Forbidden is raised; None: anywhere.
+    ``ignored``: tensors that are left out.
     """
 
-    def __init__(self, folder: Path, roots: tuple[Path, ...] | None = None) -> None:
-        files = _safetensors_files(folder)
+    def __init__(
+        self, folder: Path, roots: tuple[Path, ...] | None = None, ignored: IgnoredTensors = NOTHING_IGNORED
+    ) -> None:
+        files = _safetensors_files(folder, roots)
         if roots is not None:
             for file in files:
                 allowed_path(file, roots)
         self._file_of: dict[str, SourceFile] = {}
-        self.table = tuple(tensor for file in files for tensor in self._described(SourceFile(file)))
+        sources = [SourceFile(file, ignored) for file in files]
+        if left_out := ignored.summary(name for source in sources for name in source.ignored):
+            logger.info("%s: %s", folder, left_out)
+        self.table = tuple(tensor for source in sources for tensor in self._described(source))
         """Names, dtypes and shapes of all tensors, file by file."""
         self._entries = {tensor.name: tensor for tensor in self.table}
         self.stamp = source_stamp(folder)
@@ -94,11 +102,20 @@ class FolderSource:
             yield UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def _safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:
+    """Return those that ``weight_files`` says; others may hold the same tensors once more."""
     try:
         if not folder.is_dir():
             raise NotFound(f"{folder} is not a folder that the ingest can see")
-        files = sorted(folder.glob("*.safetensors"))
+        index = folder / INDEX_FILE
+        if roots is not None:
+            allowed_path(index, roots)
+        # a link to nowhere is no missing file: it is named below
+        there = [path.name for path in folder.iterdir()]
+        try:
+            files = [folder / name for name in weight_files(there, index.read_bytes() if index.is_file() else None)]
+        except ValueError as error:
+            raise InvalidManifest(f"{folder}: {error}") from error
         if not files:
             raise InvalidManifest(f"{folder} must hold *.safetensors, but {_instead(folder)}")
     except OSError as error:

@@ -4,6 +4,7 @@ The trainer may save its next checkpoint into the same folder at any moment. A f
 process (SIGBUS), and one that is rewritten in place would mix two versions.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from rollout_service.errors import InvalidManifest
+from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype
 
 _MOST_HEADER_BYTES = 100_000_000
@@ -48,17 +50,22 @@ class SourceFile:
     take.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ignored: IgnoredTensors = NOTHING_IGNORED) -> None:
+        """``ignored``: tensors that are left out, whatever their dtype."""
         self.path = path
+        self.ignored: list[str] = []
+        """Names of the tensors that are left out."""
         self.tensors: dict[str, SourceTensor] = {}
         """By name, in the order of their bytes."""
         try:
             with _opened(path) as fd:
                 self._stat = os.fstat(fd)
-                offset, entries = _entries(_header(fd, self._stat.st_size), self._stat.st_size)
-            for name, dtype, shape in entries:
-                self.tensors[name] = tensor = SourceTensor(self._known(name, dtype), shape, offset)
-                offset += tensor.nbytes  # the library has made sure that nothing lies between them
+                entries = _entries(_header(fd, self._stat.st_size), self._stat.st_size)
+            for name, dtype, shape, offset in entries:
+                if name in ignored:
+                    self.ignored.append(name)
+                else:
+                    self.tensors[name] = SourceTensor(self._known(name, dtype), shape, offset)
         except (SafetensorError, OSError) as error:
             raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
 
@@ -124,8 +131,8 @@ def _header(fd: int, file_bytes: int) -> bytes:
     return header
 
 
-def _entries(header: bytes, file_bytes: int) -> tuple[int, list[tuple[str, str, tuple[int, ...]]]]:
-    """Where the data begins; names, dtypes and shapes in the order of their bytes.
+def _entries(header: bytes, file_bytes: int) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return names, dtypes, shapes and first bytes of all tensors, in the order of their bytes.
 
     The library maps what it opens: it is given a file of our own, with this header and as many zeros as there are data.
     """
@@ -135,6 +142,10 @@ def _entries(header: bytes, file_bytes: int) -> tuple[int, list[tuple[str, str, 
         os.ftruncate(memory, file_bytes)
         with safe_open(f"/proc/self/fd/{memory}", framework="pt") as reader:
             slices = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
-            return len(header), [(name, entry.get_dtype(), tuple(entry.get_shape())) for name, entry in slices]
+            places = json.loads(header[8:])  # which the library has found to be sound
+            return [
+                (name, entry.get_dtype(), tuple(entry.get_shape()), len(header) + places[name]["data_offsets"][0])
+                for name, entry in slices
+            ]
     finally:
         os.close(memory)

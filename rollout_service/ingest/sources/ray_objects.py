@@ -5,6 +5,7 @@ the next, twice: once for names, shapes, dtypes and digests, by which a version 
 convert them. Objects are Ray's, and whoever holds the ingest's handle is inside the cluster already.
 """
 
+import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
@@ -26,6 +27,7 @@ from rollout_service.errors import (
 )
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.base import MAX_VERSION, NewVersion
+from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import (
     DTYPE_BYTES,
     Announcement,
@@ -38,6 +40,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.rpc import Bucket, ingest_client
 
+logger = logging.getLogger(__name__)
 Refs: TypeAlias = Mapping[str, ray.ObjectRef] | Iterable[ray.ObjectRef] | ray.ObjectRef
 
 _DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name in DTYPE_BYTES}
@@ -49,11 +52,15 @@ class RefSource:
     Raises NotFound for an object that is lost, InvalidManifest for one that does not hold weights.
     """
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self._buckets = tuple(buckets)
+    def __init__(self, buckets: Iterable[Bucket], ignored: IgnoredTensors = NOTHING_IGNORED) -> None:
+        """``ignored``: tensors that are left out."""
+        self._buckets, self._ignored = tuple(buckets), ignored
+        self._left_out: list[str] = []
         self._bucket_of: dict[str, int] = {}
         self._digests: dict[str, str] = {}
         self.table = tuple(self._survey())
+        if left_out := ignored.summary(self._left_out):
+            logger.info("%d buckets of a trainer: %s", len(self._buckets), left_out)
         """Names, dtypes and shapes of all tensors, bucket by bucket."""
 
     @property
@@ -103,14 +110,14 @@ class RefSource:
 
     def _survey(self) -> Iterator[UploadTensor]:
         for index in range(len(self._buckets)):
-            for name, tensor in self._tensors(index).items():
+            for name, tensor in self._tensors(index, self._left_out).items():
                 if name in self._bucket_of:
                     raise InvalidManifest(f"{name} comes twice: in {self._spell(self._bucket_of[name])} and again in "
                                           f"{self._spell(index)}: put it once")  # fmt: skip
                 self._bucket_of[name], self._digests[name] = index, _digest(tensor)
                 yield UploadTensor(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
 
-    def _tensors(self, index: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, index: int, left_out: list[str] | None = None) -> dict[str, torch.Tensor]:
         bucket = self._buckets[index]
         try:
             found = ray.get(bucket.refs[0])
@@ -126,7 +133,14 @@ class RefSource:
         named = found if bucket.name is None else {bucket.name: found}
         if not isinstance(named, Mapping) or not named:
             raise InvalidManifest(f"{self._spell(index)} is {_kind(found)}, not a dict of tensors by their names")
-        return {self._name(index, name): self._tensor(index, name, value) for name, value in named.items()}
+        wanted = {}
+        for key, value in named.items():
+            name = self._name(index, key)
+            if name not in self._ignored:
+                wanted[name] = self._tensor(index, name, value)
+            elif left_out is not None:
+                left_out.append(name)
+        return wanted
 
     def _name(self, index: int, name: object) -> str:
         if not isinstance(name, str) or not name:

@@ -9,9 +9,10 @@ import pytest
 from rollout_service.config import QuantConfig
 from rollout_service.model.engine_layout import EngineLayout
 from rollout_service.model.families import engine_modules, shard_shape
-from rollout_service.model.quant_plan import plan
+from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.model.vllm_layout import read_layout
+from rollout_service.protocol.upload import UploadTensor
 from tests.support import families, models
 
 IN_TABLE = [family for family in models.FAMILIES if not family.endswith(("_tp", "_ep"))]
@@ -85,8 +86,11 @@ class TestOthers:
             plan(layout.linears(model.shapes), QuantConfig(), 2, model.heads, layout=layout)
 
     def test_a_head_that_the_engine_has_no_place_for_is_named(self, read: Read) -> None:
-        _, layout = read["gemma2"]
+        model, layout = read["gemma2"]
         assert layout.not_loaded == ("lm_head.weight",)
+        table = [UploadTensor(name=n, dtype="bfloat16", shape=shape) for n, shape in model.shapes.items()]
+        assert model.ignored.pattern_of("lm_head.weight") == r"^lm_head\.weight$"
+        model.check_table(table, QuantPlan(frozenset()))  # which a trainer's state dict has
 
     def test_what_is_transposed_as_it_loads_stays_in_bf16(self, read: Read) -> None:
         _, layout = read["gpt2"]

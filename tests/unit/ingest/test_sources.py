@@ -1,5 +1,6 @@
 """Where unquantized tensors come from: folders that must be what they say, and parts cut anywhere."""
 
+import json
 import math
 import os
 import pickle
@@ -107,6 +108,21 @@ class TestFolder:
         for file in ("1.safetensors", "2.safetensors"):
             save_file(WEIGHTS, folder / file)
         assert [tensor.name for tensor in FolderSource(folder).table].count("a") == 2
+
+    def test_files_that_the_index_does_not_name_are_not_read(self, folder: Path) -> None:
+        for number, name in enumerate(WEIGHTS):
+            save_file({name: WEIGHTS[name]}, folder / f"model-{number}.safetensors")
+        save_file({"renamed": WEIGHTS["a"].clone(), **WEIGHTS}, folder / "consolidated.safetensors")
+        weight_map = {name: f"model-{number}.safetensors" for number, name in enumerate(WEIGHTS)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        before = FolderSource(folder)
+        assert [tensor.name for tensor in before.table] == ["a", "b"]
+        (folder / "model-1.safetensors").rename(folder / "model-2.safetensors")
+        with pytest.raises(InvalidManifest, match=r"1 of the 2 files .* are missing: model-1\.safetensors"):
+            FolderSource(folder)
+        weight_map["b"] = "model-2.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        assert FolderSource(folder).stamp != before.stamp
 
     @pytest.mark.parametrize("path", ["missing", "file", "x" * 300, "file/below"])
     def test_what_is_no_folder_is_not_found(self, folder: Path, path: str) -> None:

@@ -1,5 +1,6 @@
 """What a version must bring, worked out from config.json alone."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,9 +18,20 @@ from rollout_service.model.families import Heads
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.experts import pieces
+from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
 from tests.support.families import MULTIMODAL, make_family
-from tests.support.models import EMBEDDING, FAMILIES, LM_HEAD, NUM_EXPERTS, OF_EACH_CLASS, make_model, stored_shapes
+from tests.support.families import config_of as family_config
+from tests.support.models import (
+    EMBEDDING,
+    FAMILIES,
+    LM_HEAD,
+    NUM_EXPERTS,
+    OF_EACH_CLASS,
+    config_of,
+    make_model,
+    stored_shapes,
+)
 
 BF16 = QuantPlan(frozenset())
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
@@ -312,3 +324,62 @@ class TestRefusedModels:
     def test_a_folder_without_a_model_says_what_to_do(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"has no config\.json: name a folder.*model\.create"):
             ServedModel.load(tmp_path / "missing")
+
+
+NEXT_TOKEN = {"deepseek_v3": "num_nextn_predict_layers", "minimax_m2": "num_mtp_modules"}
+
+
+def described(folder: Path, family: str, **fields: object) -> ServedModel:
+    """A model of a family by config.json alone, which has ``fields`` beside the usual ones."""
+    folder.mkdir()
+    config = config_of(family) if family in FAMILIES else family_config(family)
+    (folder / "config.json").write_text(json.dumps({**config.to_diff_dict(), **fields}))
+    return ServedModel.load(folder)
+
+
+class TestIgnored:
+    @pytest.mark.parametrize(
+        ("family", "name"),
+        [
+            ("deepseek_v3", "model.layers.61.mlp.experts.3.up_proj.weight_scale_inv"),
+            ("glm4_moe", "model.layers.46.eh_proj.weight"),
+            ("glm4_moe", "model.layers.92.mlp.experts.gate_up_proj"),
+            ("qwen3_next", "mtp.layers.0.mlp.gate.weight"),
+            ("qwen3_5_text", "mtp.fc.weight"),
+            ("qwen3_5_text", "model.visual.merger.norm.weight"),
+            ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight"),
+            ("gpt2", "h.0.attn.bias"),
+            ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+            ("qwen3", "model.rotary_emb.cos_cached"),
+        ],
+    )
+    def test_what_the_class_leaves_out_is_ignored(self, family: str, name: str, tmp_path: Path) -> None:
+        model = described(tmp_path / family, family)
+        tensor = UploadTensor(name=name, dtype="float16", shape=(3,))
+        model.check_table([*table_of(model).values(), tensor], BF16)
+
+    @pytest.mark.parametrize("family", NEXT_TOKEN)
+    def test_layers_behind_the_last_are_ignored_if_config_says(self, family: str, tmp_path: Path) -> None:
+        model = described(tmp_path / family, family, **{NEXT_TOKEN[family]: 2})
+        assert all(f"model.layers.{layer}.mlp.up_proj.weight" in model.ignored for layer in (2, 3))
+        assert "model.layers.4.mlp.up_proj.weight" not in model.ignored
+
+    def test_a_layer_of_the_model_is_never_ignored(self, tmp_path: Path) -> None:
+        model = described(tmp_path / "m", "glm4_moe", num_hidden_layers=48)
+        assert "model.layers.92.mlp.up_proj.weight" in model.ignored
+        for name in (*model.shapes, *model.in_memory, "model.layers.46.stranger", "model.layers.46.x_scale_inv"):
+            assert name not in model.ignored
+
+    @pytest.mark.parametrize(
+        "name", ["model.layers.4.mlp.up_proj.weight", "model.layers.61.eh_proj.weight", "mtp.fc.weight", "lm_head.bias"]
+    )
+    def test_what_no_class_leaves_out_is_refused_by_name(self, served: ServedModel, name: str) -> None:
+        stranger = UploadTensor(name=name, dtype="bfloat16", shape=(1,))
+        ignored = UploadTensor(name="rotary_emb.inv_freq", dtype="float32", shape=(1,))
+        table = [*table_of(served).values(), stranger, ignored]
+        assert refusal(served, table, BF16) == {"unknown": [name]}
+
+    def test_the_summary_counts_tensors_by_pattern(self) -> None:
+        ignored = IgnoredTensors(patterns=("^mtp", r"inv_freq$"), kept=("mtp.kept",))
+        assert "2 × ^mtp, 1 × inv_freq$" in ignored.summary(["mtp.a", "mtp.b", "x.inv_freq", "mtp.kept", "y"])
+        assert ignored.summary(["mtp.kept", "y"]) == ""

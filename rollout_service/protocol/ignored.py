@@ -1,0 +1,47 @@
+"""Tensors that a checkpoint or a trainer may bring, and no version has. Needs neither torch nor transformers."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+
+from rollout_service.protocol.base import Frozen
+
+
+class IgnoredTensors(Frozen):
+    """Names that the served model's class leaves out when it loads, such as those of a next-token layer (MTP)."""
+
+    patterns: tuple[str, ...] = ()
+    """Regular expressions, searched for in a tensor's name."""
+    kept: tuple[str, ...] = ()
+    """Tensors of the model that a pattern matches all the same."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return True if the tensor of that name is left out."""
+        return self.pattern_of(name) is not None
+
+    def pattern_of(self, name: str) -> str | None:
+        """Return the pattern by which a tensor is left out, or None if the tensor is not left out."""
+        if self._any is None or self._any.search(name) is None or name in self._kept:
+            return None
+        return next(pattern for pattern in self.patterns if re.search(pattern, name))
+
+    def summary(self, names: Iterable[str]) -> str:
+        """Return how many of ``names`` are left out and by which patterns; empty if none is."""
+        found = Counter(pattern for name in names if (pattern := self.pattern_of(name)) is not None)
+        if not found:
+            return ""
+        patterns = ", ".join(f"{count} × {pattern}" for pattern, count in found.items())
+        return f"{found.total()} tensors are left out, since the model's class ignores them ({patterns})"
+
+    @cached_property
+    def _any(self) -> re.Pattern[str] | None:
+        return re.compile("|".join(f"(?:{pattern})" for pattern in self.patterns)) if self.patterns else None
+
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        return frozenset(self.kept)
+
+
+NOTHING_IGNORED = IgnoredTensors()
+"""Every name counts."""
