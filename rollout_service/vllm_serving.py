@@ -13,6 +13,7 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessagesResponse,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -29,6 +30,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeResponse,
 )
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.parser import Parser
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -44,6 +46,7 @@ __all__ = [
     "BaseModelPath",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
+    "DeltaMessage",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "EngineClient",
@@ -52,6 +55,7 @@ __all__ = [
     "OpenAIServingChat",
     "OpenAIServingModels",
     "OpenAIServingResponses",
+    "Parser",
     "ResponsesRequest",
     "ResponsesResponse",
     "ServingTokenization",
@@ -84,6 +88,9 @@ NAMES = (
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_full_generator"),
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_stream_generator"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.responses_full_generator"),
+    _read("vllm.parser", "Parser.parse", "self model_output request enable_auto_tools model_output_token_ids"),
+    _read("vllm.parser", "Parser.parse_delta"),
+    _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.message_stream_converter"),
     _read("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_chat"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.create_responses"),
     _read(f"{_OPENAI}.responses.utils", "construct_chat_messages_with_tool_call", "input_messages"),

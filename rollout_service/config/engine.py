@@ -214,6 +214,14 @@ class EngineConfig(Config):
     """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
 
     @property
+    def max_logprobs(self) -> int:
+        """The maximum number of top logprobs of a request, as vLLM has it; -1: the whole vocabulary."""
+        given = self.extra.get("max_logprobs", 20)
+        if isinstance(given, bool) or not isinstance(given, int) or given < -1:
+            raise ValueError(f"engine.extra.max_logprobs is {given!r}: give a number, or -1 for the whole vocabulary")
+        return given
+
+    @property
     def why_penalties_start_anew(self) -> str | None:
         """Why engines cannot count the tokens that a completion had before it was cut short; None: they can."""
         if self.return_sampling_mask:

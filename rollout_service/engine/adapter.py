@@ -388,7 +388,7 @@ def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0, partial_tokens: in
     left out of one that nobody asked for. ``partial_tokens``: see ``GenerateCall``.
     """
     experts_from = sampling.routed_experts_prompt_start
-    parameters = sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind"})
+    parameters = sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind", "extra_args"})
     parameters |= with_partial_penalties(sampling, partial_tokens)
     try:
         return SamplingParams(

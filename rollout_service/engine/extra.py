@@ -126,6 +126,7 @@ def check_extra(config: ServiceConfig) -> None:
             raise ValueError(f"engine.extra.{name} is not taken: {_NODES}")
         if name in INSTEAD:
             raise ValueError(f"engine.extra.{name} is not taken: {INSTEAD[name]}")
+    _ = config.engine.max_logprobs  # raises
     _check_speculation(extra.get("speculative_config"))
     overrides = extra.get("hf_overrides", {})
     if not isinstance(overrides, dict):

@@ -51,7 +51,6 @@ from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, 
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import (
     MOST_COMPLETIONS,
-    MOST_LOGPROBS,
     CommonSampling,
     Sampling,
     StopString,
@@ -79,7 +78,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     max_tokens: int | None = Field(default=16, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """OpenAI's newer name of ``max_tokens``, for chats; clients send it here, too."""
-    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: bool | Annotated[int, Field(ge=0)] | None = None
     """0 or true returns the sampled tokens' logprobs, a number also those of so many of the likeliest."""
     stop: StopStrings | StopString | None = ()
     stop_token_ids: StopTokens | None = ()
@@ -88,7 +87,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     """Add ``token_ids`` and ``prompt_token_ids`` to each choice."""
     return_tokens_as_token_ids: bool | None = False
     """``logprobs.tokens`` reads ``token_id:123`` instead of text."""
-    user: str | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
     stream: bool | None = False
     """Server-sent events, while it is made: see ``CompletionChunk``."""
     stream_options: StreamOptions | None = None

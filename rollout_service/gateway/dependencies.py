@@ -81,6 +81,8 @@ class Services:
     """``engine.return_sampling_mask``."""
     returns_experts: bool = False
     """``engine.return_routed_experts``."""
+    max_logprobs: int = 20
+    """Maximum number of top logprobs that a request may ask for: ``engine.extra.max_logprobs``."""
     may_sleep: bool = False
     """``engine.enable_sleep_mode``."""
     not_running: Callable[[], dict[str, str]] = dict
@@ -138,6 +140,7 @@ class Services:
             num_gateways=config.scaling.gateways,
             returns_masks=config.engine.return_sampling_mask,
             returns_experts=config.engine.return_routed_experts,
+            max_logprobs=model.vocab_size if config.engine.max_logprobs == -1 else config.engine.max_logprobs,
             may_sleep=config.engine.enable_sleep_mode,
             not_running=partial(not_running, serve.get_replica_context().app_name),
             tensor_parallel_size=config.engine.tensor_parallel_size,

@@ -1,10 +1,13 @@
 """``POST /inference/v1/generate``: tokens in, tokens out, as vLLM's clients expect it."""
 
+import base64
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import numpy as np
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
@@ -23,6 +26,7 @@ from rollout_service.gateway.prompts import (
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces
 from rollout_service.protocol.generate import (
+    CompactLogprobs,
     DetachedRollout,
     GenerateReply,
     GenerateRequest,
@@ -155,14 +159,22 @@ def _choice(completion: Completion, body: GenerateRequest) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": completion.index,
         "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs if body.flat_logprobs else {"content": _by_token(completion)},
+        "logprobs": _logprobs(completion, body),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "weight_versions": spans(completion),
     }
-    if body.flat_logprobs and completion.top_logprobs is not None:
+    if body.compact_logprobs:
+        choice["compact_logprobs"] = _compact_logprobs(completion, body.sampling_params.logprobs or 0).model_dump()
+    elif body.flat_logprobs and completion.top_logprobs is not None:
         choice["top_logprobs"] = completion.top_logprobs
     return choice | packed_mask(completion) | routed_experts(completion)
+
+
+def _logprobs(completion: Completion, body: GenerateRequest) -> object:
+    if body.compact_logprobs:
+        return None
+    return completion.logprobs if body.flat_logprobs else {"content": _by_token(completion)}
 
 
 def _whole_choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, object]:
@@ -170,6 +182,19 @@ def _whole_choice(completion: Completion, services: Services, body: GenerateRequ
         return _choice(completion, body)
     whole = completion.model_copy(update={"token_ids": body.partial_token_ids + completion.token_ids})
     return _choice(completion, body) | {"text": text_of(whole, body.sampling_params, services)}
+
+
+def _compact_logprobs(completion: Completion, num_top: int) -> CompactLogprobs:
+    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
+    rows = [sampled_first(*each) for each in zip(completion.token_ids, completion.logprobs, likeliest, strict=True)]
+    entries = [entry for row in rows for entry in row]
+    ids = np.array([entry.token_id for entry in entries], dtype="<u4")
+    logprobs = np.array([entry.logprob for entry in entries], dtype="<f4")
+    return CompactLogprobs(
+        data=base64.b64encode(ids.tobytes() + logprobs.tobytes()).decode(),
+        offsets=list(itertools.accumulate(map(len, rows), initial=0)),
+        num_top_logprobs=num_top,
+    )
 
 
 def _by_token(completion: Completion) -> list[dict[str, object]]:

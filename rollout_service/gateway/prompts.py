@@ -123,6 +123,14 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
         raise InvalidRequest(f"{services.name} has no tokenizer: use stop_token_ids instead of stop")
     if sampling.structured_outputs is not None and services.tokenizer is None:
         raise InvalidRequest(f"{services.name} has no tokenizer, which structured_outputs need: leave them out")
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(sampling, name)
+        if asked is not None and asked > services.max_logprobs:
+            raise InvalidRequest(
+                f"{name}={asked}: this deployment returns at most {services.max_logprobs} top logprobs: ask for "
+                "fewer, or raise engine.extra.max_logprobs",
+                {name: asked, "limit": services.max_logprobs},
+            )
     if services.returns_masks:
         _check_mask(sampling)
 

@@ -124,8 +124,16 @@ class GenerateRequest(RolloutOptions):
             )
         return self
 
+    @property
+    def compact_logprobs(self) -> bool:
+        """Whether the reply has ``compact_logprobs``."""
+        extra = self.sampling_params.extra_args
+        return extra is not None and extra.prl_compact_logprobs
+
     @model_validator(mode="after")
     def _streams(self) -> "GenerateRequest":
+        if self.stream and self.compact_logprobs:
+            raise ValueError("extra_args.prl_compact_logprobs: only a whole reply has them; leave out one of the two")
         require_stream(self.stream, self.stream_options, self.sampling_params, self.return_routed_experts)
         if self.stream and self.detach:
             raise ValueError("a rollout is either streamed or detached: leave out stream or detach")
@@ -177,13 +185,31 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """vLLM's form: for each token of the prompt but the first, by token id, its own and the likeliest ones."""
 
 
+class CompactLogprobs(BaseModel):
+    """All logprobs of a completion as packed numbers, as renderers 0.1.13.dev17 reads them for prime-rl.
+
+    Token ``i`` has the entries ``offsets[i]`` to ``offsets[i + 1]``: the sampled token, then the likeliest others.
+    """
+
+    data: str
+    """Base64 of the token id of each entry (u32, little endian), then of the logprob of each (f32, little endian).
+    The first field: the client searches the reply's bytes for its name."""
+    format: Literal["u32-f32-le-v1"] = "u32-f32-le-v1"
+    offsets: list[int]
+    """[tokens + 1]"""
+    num_top_logprobs: int
+    """``sampling_params.logprobs`` of the request."""
+
+
 class GenerateChoice(BaseModel):
     """One completion."""
 
     index: int
     token_ids: tuple[int, ...]
-    logprobs: Annotated[tuple[FiniteFloat, ...] | TokenLogprobs, Field(union_mode="left_to_right")]
-    """One list with ``flat_logprobs``."""
+    logprobs: Annotated[tuple[FiniteFloat, ...] | TokenLogprobs | None, Field(union_mode="left_to_right")]
+    """One list with ``flat_logprobs``; None with ``compact_logprobs``."""
+    compact_logprobs: CompactLogprobs | None = None
+    """With ``sampling_params.extra_args.prl_compact_logprobs``."""
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     weight_versions: tuple[Span, ...]
@@ -198,6 +224,8 @@ class GenerateChoice(BaseModel):
     def completion(self) -> Completion:
         """Raises ValueError if tokens, logprobs and spans do not match."""
         logprobs = self.logprobs
+        if logprobs is None:
+            raise ValueError("logprobs are missing")
         if isinstance(logprobs, TokenLogprobs):
             logprobs = tuple(token.logprob for token in logprobs.content)
         return Completion(

@@ -17,8 +17,6 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 FEW = 8
 MOST_COMPLETIONS = 4096
 """Completions of one request, over all its prompts."""
-MOST_LOGPROBS = 20
-"""Candidates for each token; vLLM's own bound (``max_logprobs``)."""
 MOST_BIASED = 300
 """Tokens with a ``logit_bias``, as OpenAI bounds them."""
 LONGEST_GRAMMAR = 1 << 16
@@ -134,10 +132,10 @@ class CommonSampling(Frozen):
     ``seed + i``, which must fit 64 bits."""
     ignore_eos: bool = False
     """Go on after the end of sequence."""
-    logprobs: int | None = Field(default=0, ge=0, le=MOST_LOGPROBS)
-    """How many of the likeliest tokens come back with each token, with their logprobs. The sampled token's always
-    comes back."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(default=0, ge=0)
+    """How many of the likeliest tokens come back with each token, with their logprobs; at most 20, or
+    ``engine.extra.max_logprobs``. The sampled token's always comes back."""
+    prompt_logprobs: int | None = Field(default=None, ge=0)
     """The same for the tokens of the prompt, at temperature 1 and with nothing cut off; None: not even their own."""
     logit_bias: Annotated[dict[int, Finite], Field(max_length=MOST_BIASED)] | None = None
     """Token id → what is added to its logit, between -100 and 100."""
@@ -195,6 +193,13 @@ class CommonSampling(Frozen):
         return self
 
 
+class ExtraArgs(Frozen):
+    """Arguments that other servers add to vLLM's sampling parameters."""
+
+    prl_compact_logprobs: bool = False
+    """prime-rl's: ``compact_logprobs`` of each choice has all logprobs as packed numbers, in place of ``logprobs``."""
+
+
 class Sampling(CommonSampling):
     """Sampling parameters under vLLM's names. Fields that vLLM has and we do not implement are refused."""
 
@@ -206,6 +211,8 @@ class Sampling(CommonSampling):
     """vLLM's; a request's ``output_mode`` says whether text comes back."""
     output_kind: Literal[2] = 2
     """vLLM's FINAL_ONLY: one reply, when all is done."""
+    extra_args: ExtraArgs | None = None
+    """What ``/inference/v1/generate`` takes under this name; engines do not see it."""
 
 
 class Reasoning(Frozen):

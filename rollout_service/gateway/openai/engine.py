@@ -14,13 +14,14 @@ from vllm.logprobs import Logprob
 from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_service.errors import BadRequest, RolloutServiceError
+from rollout_service.errors import BadRequest, InvalidRequest, RolloutServiceError
 from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import sampled_first
 from rollout_service.gateway.openai.exchange import current
 from rollout_service.gateway.prompts import roll_out, text_of
 from rollout_service.gateway.streams import TextStream, live_pieces
+from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
 from rollout_service.vllm_serving import EngineClient
@@ -29,12 +30,16 @@ from rollout_service.web.errors import bad_request
 _AS_THEY_ARE = frozenset(Sampling.model_fields) & frozenset(SamplingParams.__struct_fields__) - {
     "structured_outputs",
     "output_kind",
+    "extra_args",
+    "routed_experts_prompt_start",
 }
 """Sampling parameters that both sides have, in the same form."""
 _OF_THE_REPLY = frozenset(
     {"output_kind", "stream_interval", "flat_logprobs", "skip_clone", "output_text_buffer_length"}
 )
 """What says in which pieces vLLM's engine answers."""
+_VLLMS_OWN = frozenset({"skip_reading_prefix_cache", "routed_experts_prompt_start"})
+"""What vLLM sets in every request, or beside another field; no request of a chat can ask for the former."""
 _AS_REQUESTED = {"extra_args": "vllm_xargs, kv_transfer_params or ec_transfer_params"}
 _DEFAULTS = SamplingParams()
 
@@ -84,15 +89,13 @@ class DispatchedEngine(EngineClient):
             unknown = sorted(name for name, value in others.items() if value is not None)
             if unknown:
                 raise BadRequest(f"{', '.join(unknown)}: not implemented; leave it out", {"not_implemented": unknown})
-            sampling = sampling_of(sampling_params)
-            options = exchange.options.model_copy(
-                update={
-                    "request_id": request_id,
-                    "priority": priority,
-                    "session_id": session_id or exchange.options.session_id,
-                    "cache_salt": prompt.get("cache_salt"),
-                }
-            )
+            sampling = sampling_of(sampling_params, exchange.stop)
+            options = _with_options(
+                exchange.options,
+                priority=priority,
+                session_id=session_id or exchange.options.session_id,
+                cache_salt=prompt.get("cache_salt"),
+            ).model_copy(update={"request_id": request_id})  # longer than a caller's by vLLM's prefix
             reasoning = Reasoning(ended=reasoning_ended, parser_kwargs=reasoning_parser_kwargs or {})
             token_ids = _token_ids(prompt)
             if sampling_params.output_kind == RequestOutputKind.DELTA:
@@ -103,10 +106,14 @@ class DispatchedEngine(EngineClient):
                 return
             rollout = await roll_out(token_ids, sampling, self._services, options, reasoning)
         except RolloutServiceError as error:
-            exchange.error = error
-            raise
+            # OpenAI and Anthropic define a 400 for what other routes answer with 422
+            refusal = BadRequest(error.message, error.detail) if type(error) is InvalidRequest else error
+            exchange.error = refusal
+            raise refusal from error
         exchange.rollouts.append(rollout)
-        yield _output(rollout, sampling, sampling_params, self._services)
+        output = _output(rollout, sampling, sampling_params, self._services)
+        exchange.texts += [each.text for each in output.outputs]
+        yield output
 
     async def _deltas(
         self,
@@ -155,20 +162,29 @@ class DispatchedEngine(EngineClient):
     wake_up: Any = _not_here("wake_up")
 
 
-def sampling_of(params: SamplingParams) -> Sampling:
-    """Ours of vLLM's. Raises BadRequest for what is set and not implemented here, by name.
+def _with_options(options: RolloutOptions, **changes: object) -> RolloutOptions:
+    """``options`` with values that vLLM took from the body or a header. Raises BadRequest for one out of bounds."""
+    try:
+        return RolloutOptions.model_validate({**options.model_dump(), **changes})
+    except ValidationError as error:
+        raise bad_request("the request", error) from error
+
+
+def sampling_of(params: SamplingParams, stop: tuple[str, ...] = ()) -> Sampling:
+    """Ours of vLLM's, and ``stop``. Raises BadRequest for what is set and not implemented here, by name.
 
     vLLM's request models take and drop what they do not know; what they do know ends here, or is refused.
     """
     unknown = [
         _AS_REQUESTED.get(name, name)
         for name in SamplingParams.__struct_fields__
-        if not name.startswith("_") and name not in _AS_THEY_ARE | _OF_THE_REPLY | {"structured_outputs"}
+        if not name.startswith("_") and name not in _AS_THEY_ARE | _OF_THE_REPLY | _VLLMS_OWN | {"structured_outputs"}
         if getattr(params, name) != getattr(_DEFAULTS, name) and getattr(params, name) != {}
     ]
     if unknown:
         raise BadRequest(f"{', '.join(unknown)}: not implemented; leave it out", {"not_implemented": unknown})
     fields = {name: getattr(params, name) for name in _AS_THEY_ARE}
+    fields["stop"] = (*stop, *(fields["stop"] or ()))
     try:
         return Sampling.model_validate(fields | {"structured_outputs": _structured(params.structured_outputs)})
     except ValidationError as error:

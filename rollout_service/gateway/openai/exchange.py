@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sessions import Message, Prefix, Turn
 from rollout_service.rpc import SessionCalls
 
@@ -19,10 +19,27 @@ class Exchange:
     """Those that answered the request, in order."""
     begun: bool = False
     """Whether a stream has its first tokens."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of the request. vLLM's own bound on their number is another one than this service's."""
+    texts: list[str] = field(default_factory=list)
+    """The whole text of each completion, before tool calls and reasoning are taken out of it."""
     session: "SessionTurn | None" = None
     """The session that the reply is a turn of."""
+    replies: list[Message] = field(default_factory=list)
+    """What the agent is told, one message for each choice: the turns of ``session``, once the reply is made."""
     error: RolloutServiceError | None = None
     """What the dispatcher raised. vLLM's classes make a text of it when they stream."""
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The completions in the order of the reply's choices."""
+        return [completion for rollout in self.rollouts for completion in rollout.completions]
+
+    async def keep_turn(self) -> None:
+        """Add the reply to its session. Called when nothing can go wrong any more before the agent is told."""
+        if self.session is not None and self.replies:
+            await self.session.end(self.rollouts, self.replies)
+            self.replies = []
 
 
 @dataclass

@@ -8,11 +8,11 @@ would take and drop is refused by name.
 import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
@@ -21,8 +21,8 @@ from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, curre
 from rollout_service.gateway.openai.serving import Serving
 from rollout_service.gateway.prompts import DATA_ERRORS
 from rollout_service.gateway.routes import OpenRoute
-from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.sampling import without_repetition
+from rollout_service.protocol.generate import ModelName, RolloutOptions
+from rollout_service.protocol.sampling import CommonSampling, StopString, StopStrings, without_repetition
 from rollout_service.web.errors import bad_request, documented
 
 router = APIRouter(tags=["chat"], route_class=OpenRoute)
@@ -31,13 +31,29 @@ _ERRORS = DATA_ERRORS | documented(BadRequest)
 OURS = ("min_weight_version", "on_abort")
 """Options of this service that a body may have beside what the API defines."""
 IDLE = frozenset(
-    {"metadata", "nvext", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"}
+    {
+        *(
+            "metadata",
+            "nvext",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+        ),
+        *("cache_control", "context_management", "inference_geo"),
+    }
 )
-"""What clients send to other servers and what changes no token: accounting, hints for caches and for NVIDIA Dynamo."""
+"""What clients send to other servers and what changes no token: accounting, hints for caches and for NVIDIA Dynamo, and
+edits of a conversation's messages that keep all (``_refuse_of_anthropics`` refuses others)."""
 OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "store")
 """Fields of OpenAI's responses for what a server keeps between requests."""
 TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Kinds of tools of OpenAI's responses that the caller runs itself. All others are a server's own."""
+_STOPS = frozenset({"stop", "stop_sequences"})
+"""Names of the stop strings, which vLLM bounds by a number of its own: they pass beside its classes."""
+_MAX_REQUEST_ID = 256
+_Name = Annotated[str, Field(max_length=1024)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Names of the maximum length of a completion."""
 JsonObject = dict[str, Any]
@@ -55,10 +71,10 @@ async def chat(request: Request, services: Services, body: JsonObject, exchange:
     """The reply to a chat of OpenAI's."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ChatCompletionRequest, body, request, services)
-    _begin(exchange, parsed)
+    _begin(exchange, body, request, services)
     reply = await _answer(serving.chat.create_chat_completion(parsed, request), exchange)
     if isinstance(reply, BaseModel):
-        return JSONResponse(_with_choices(reply.model_dump(mode="json"), exchange, parsed.model))
+        return await _told(_with_choices(reply.model_dump(mode="json"), exchange, parsed.model), exchange)
     return await _stream(_chunks(reply, exchange), exchange)
 
 
@@ -75,10 +91,10 @@ async def respond(request: Request, services: Services, body: JsonObject, exchan
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request, services)
     _refuse_tools_that_nobody_runs(parsed.tools)
-    _begin(exchange, parsed)
+    _begin(exchange, body, request, services)
     reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
     if isinstance(reply, BaseModel):
-        return JSONResponse(_with_the_only_choice(reply.model_dump(mode="json", by_alias=True), exchange))
+        return await _told(_with_the_only_choice(reply.model_dump(mode="json", by_alias=True), exchange), exchange)
     return await _stream(_events(reply, exchange), exchange)
 
 
@@ -93,11 +109,12 @@ async def messages(
 async def anthropic(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
     """The reply to messages of Anthropic's."""
     serving, vllm = await _serving(services)
+    _refuse_of_anthropics(body)
     parsed = _parse(vllm.AnthropicMessagesRequest, body, request, services)
-    _begin(exchange, parsed)
+    _begin(exchange, body, request, services)
     reply = await _answer(serving.messages.create_messages(parsed, request), exchange)
     if isinstance(reply, BaseModel):
-        return JSONResponse(_with_the_only_choice(reply.model_dump(mode="json", exclude_none=True), exchange))
+        return await _told(_with_the_only_choice(reply.model_dump(mode="json", exclude_none=True), exchange), exchange)
     return await _stream(_message_events(reply, exchange), exchange)
 
 
@@ -144,7 +161,8 @@ def _parse(model: type[Any], body: JsonObject, request: Request, services: Servi
     """Raises BadRequest for a body that the API does not define, or that has more than is implemented, by name."""
     route = f"{request.method} {request.url.path}"
     try:
-        parsed = model.model_validate(without_repetition(body))
+        body = cast(JsonObject, without_repetition(body))
+        parsed = model.model_validate({name: value for name, value in body.items() if name not in _STOPS})
     except ValidationError as error:
         raise bad_request(route, error) from error
     except Exception as error:  # vLLM's validators raise its own
@@ -159,8 +177,9 @@ def _parse(model: type[Any], body: JsonObject, request: Request, services: Servi
                 )
             # vLLM bounds a length by what the prompt leaves of the context, but refuses one above the context itself
             setattr(parsed, name, min(asked, services.max_model_len))
-    extra = {name: value for name, value in (parsed.model_extra or {}).items() if value is not None}
-    unknown = sorted(set(extra) - IDLE - set(OURS))
+    known = {name for field, of in model.model_fields.items() for name in (field, of.alias)}
+    extra = {name for name, value in body.items() if value is not None} - known
+    unknown = sorted(extra - IDLE - set(OURS) - _STOPS)
     if unknown:
         raise BadRequest(
             f"{route}: {', '.join(name[:64] for name in unknown[:8])}: not a field here, or not implemented: leave it "
@@ -210,6 +229,27 @@ def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
         )
 
 
+class _Bounded(RolloutOptions, CommonSampling):
+    """Fields that vLLM would change in silence, or not bound, as the other data routes take them."""
+
+    max_tokens: Any = None
+    logprobs: Any = None
+    structured_outputs: Any = None
+    stop: StopStrings | StopString | None = None
+    stop_sequences: StopStrings | None = None
+    """Anthropic's name of ``stop``."""
+    model: ModelName | None = None
+    user: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_key: _Name | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, under either name."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return (*stop, *(self.stop_sequences or ()))
+
+
 async def _named_in_header(name: str | None, services: Services) -> Exchange:
     """Calls that name an open session are its turns; any name brings calls to one replica, whose cache they share."""
     exchange = Exchange(RolloutOptions(session_id=name or None))
@@ -220,15 +260,41 @@ async def _named_in_header(name: str | None, services: Services) -> Exchange:
     return exchange
 
 
-def _begin(exchange: Exchange, parsed: Any) -> None:
-    """Options of this service in the body. Raises BadRequest."""
-    given = {name: value for name, value in (parsed.model_extra or {}).items() if name in OURS}
+def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services) -> None:
+    """Take from the body what passes beside vLLM's classes. Raises BadRequest for a value out of bounds."""
+    route = f"{request.method} {request.url.path}"
+    if len(request.headers.get("X-Request-Id", "")) > _MAX_REQUEST_ID:
+        raise BadRequest(f"{route}: X-Request-Id has more than {_MAX_REQUEST_ID} characters: shorten it")
     try:
-        options = RolloutOptions.model_validate(given)
+        given = _Bounded.model_validate({name: body[name] for name in _Bounded.model_fields if name in body})
     except ValidationError as error:
-        raise bad_request("the request", error) from error
-    exchange.options = options.model_copy(update={"session_id": exchange.options.session_id})
+        raise bad_request(route, error) from error
+    if given.routed_experts_prompt_start is not None and services.returns_experts:
+        raise BadRequest(f"{route}: routed_experts_prompt_start: replies of chats have no routed experts; leave it out")
+    exchange.stop = given.stops
+    exchange.options = RolloutOptions(
+        session_id=exchange.options.session_id,
+        min_weight_version=given.min_weight_version,
+        on_abort=given.on_abort,
+    )
     current.set(exchange)
+
+
+def _refuse_of_anthropics(body: JsonObject) -> None:
+    """Raise BadRequest for what vLLM would drop, or refuse under a name that no caller wrote."""
+    thinking, management = body.get("thinking"), body.get("context_management")
+    if isinstance(thinking, dict) and thinking.get("type") == "enabled":
+        raise BadRequest(
+            'thinking.budget_tokens: a bound on the tokens of reasoning is not implemented: send {"type": "adaptive"} '
+            "or leave thinking out",
+            {"not_implemented": ["thinking.budget_tokens"]},
+        )
+    edits = management.get("edits") if isinstance(management, dict) else None
+    if any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits or ()):
+        raise BadRequest(
+            "context_management.edits: messages are not edited here: send the conversation that the model is to read",
+            {"not_implemented": ["context_management.edits"]},
+        )
 
 
 async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:
@@ -273,6 +339,13 @@ def _refusal(status: int, message: str) -> RolloutServiceError:
     return BadRequest(message) if status < 500 else RolloutServiceError(message)
 
 
+async def _told(body: JsonObject, exchange: Exchange) -> Response:
+    """The reply, which is made before its turn is kept: a session has no turn that the agent is not told."""
+    response = JSONResponse(body)
+    await exchange.keep_turn()
+    return response
+
+
 def _with_choices(reply: JsonObject, exchange: Exchange, model: str | None) -> JsonObject:
     for choice, versions in zip(reply["choices"], _versions(exchange), strict=True):
         choice["weight_versions"] = versions
@@ -282,6 +355,7 @@ def _with_choices(reply: JsonObject, exchange: Exchange, model: str | None) -> J
 def _with_the_only_choice(reply: JsonObject, exchange: Exchange) -> JsonObject:
     """A reply that has no list of choices."""
     [reply["weight_versions"]] = _versions(exchange)
+    reply["finish_reason"] = exchange.completions[0].finish_reason
     return _with_versions(reply, exchange)
 
 
@@ -296,7 +370,7 @@ def _with_versions(reply: JsonObject, exchange: Exchange) -> JsonObject:
 
 
 def _versions(exchange: Exchange) -> list[list[JsonObject]]:
-    return [spans(completion) for rollout in exchange.rollouts for completion in rollout.completions]
+    return [spans(completion) for completion in exchange.completions]
 
 
 async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:

@@ -79,6 +79,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
         model=str(config.model.path),
         served_model_name=[services.name, *services.aliases],
         max_model_len=config.engine.max_model_len,
+        max_logprobs=config.engine.max_logprobs,
         enforce_eager=True,
         language_model_only=True,  # as in the engines: images are refused
         generation_config="vllm",  # as in the engines: the model's own must not change what a trainer asked for

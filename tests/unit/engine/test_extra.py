@@ -53,6 +53,12 @@ class TestExtra:
         made = engine_args(config_of(tmp_path, extra={"max_logprobs": 40}), (), has_tokenizer=False)
         assert made.max_logprobs == 40
 
+    @pytest.mark.parametrize("wrong", ["many", -2, True])
+    def test_a_number_of_logprobs_that_is_none_is_refused(self, tmp_path: Path, wrong: object) -> None:
+        make_model(tmp_path, "llama")
+        with pytest.raises(ValueError, match=r"engine\.extra\.max_logprobs is"):
+            check_extra(config_of(tmp_path, extra={"max_logprobs": wrong}))
+
     @pytest.mark.parametrize(
         ("name", "instead"),
         [

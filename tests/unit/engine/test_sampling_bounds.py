@@ -20,7 +20,7 @@ from rollout_service.engine.args import engine_args
 from rollout_service.engine.plugin import register
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.completions import CompletionRequest
-from rollout_service.gateway.prompts import check_prompt
+from rollout_service.gateway.prompts import check_prompt, within_context
 from rollout_service.model.tiny import character_tokenizer, make_tiny_qwen3
 from rollout_service.protocol.sampling import LARGEST_SEED, Sampling
 
@@ -77,6 +77,7 @@ def gateway() -> Any:
         vocab_size=VOCABULARY,
         max_model_len=CONTEXT,
         tokenizer=character_tokenizer(),
+        max_logprobs=20,
         returns_masks=False,
     )
 
@@ -88,7 +89,7 @@ def accepted(fields: dict[str, Any], prompt_tokens: int) -> Sampling | None:
         check_prompt([5] * prompt_tokens, sampling, gateway())
     except (ValidationError, InvalidRequest):
         return None
-    return sampling.model_copy(update={"max_tokens": sampling.max_tokens or CONTEXT - prompt_tokens})
+    return within_context(prompt_tokens, sampling, CONTEXT)
 
 
 @settings(max_examples=300)

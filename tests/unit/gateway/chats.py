@@ -29,6 +29,8 @@ class ScriptedEngine:
     text: str = "hello"
     tokens: tuple[int, ...] = ()
     """Said instead of ``text``."""
+    cut_after: int | None = None
+    """Of the tokens only so many are said; then a pause returns the completion as it is."""
     calls: list[GenerateCall] = field(default_factory=list)
     error: Exception | None = None
 
@@ -36,15 +38,17 @@ class ScriptedEngine:
         self.calls.append(call)
         if self.error is not None:
             raise self.error
-        tokens = self.tokens or (*ids(self.text), VOCABULARY.index(EOS))
+        tokens = (self.tokens or (*ids(self.text), VOCABULARY.index(EOS)))[: self.cut_after]
+        parts = ((3, 0, 1), (4, 1, len(tokens)))[: len(tokens)]
+        spans = tuple(Span(version=version, start=start, end=end) for version, start, end in parts)
         k = call.sampling.logprobs or 0
         completions = tuple(
             Completion(
                 index=index,
                 token_ids=tokens,
                 logprobs=(-0.5,) * len(tokens),
-                finish_reason="stop",
-                spans=(Span(version=3, start=0, end=1), Span(version=4, start=1, end=len(tokens))),
+                finish_reason="stop" if self.cut_after is None else "abort",
+                spans=spans,
                 top_logprobs=tuple((Candidate(t, -0.5, 1), Candidate(5, -2.0, 2))[:k] for t in tokens) if k else None,
             )
             for index in range(call.sampling.n)
@@ -54,6 +58,7 @@ class ScriptedEngine:
             prompt_token_ids=call.prompt_token_ids,
             completions=completions,
             replica_id="r1",
+            returned=self.cut_after is not None,
         )
 
 

@@ -3,6 +3,9 @@
 Bodies and readings are of the clients' sources, in the versions named.
 """
 
+import base64
+import struct
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -61,6 +64,23 @@ class TestVerifiers:
         choice = reply["choices"][0]
         assert [each["token"] for each in choice["logprobs"]["content"]] == ["token_id:37", "token_id:36"]
         assert choice["token_ids"] == [37, 36] and reply["request_id"] and reply["usage"]["completion_tokens"] == 2
+
+    async def test_its_next_clients_request_is_answered(self, services: Services, engine: EchoEngine) -> None:
+        """renderers 0.1.13.dev17: two candidates more than the top 20, and all logprobs as packed numbers."""
+        engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
+        sampling = {**self.BODY["sampling_params"], "logprobs": 22, "extra_args": {"prl_compact_logprobs": True}}
+        app = create_app(replace(services, max_logprobs=40))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            reply = await http.post(GENERATE, json={**self.BODY, "sampling_params": sampling})
+            assert b'"compact_logprobs":{"data":"' in reply.content  # the client cuts it out of the bytes
+            choice = reply.json()["choices"][0]
+            packed = choice["compact_logprobs"]
+            assert (packed["format"], packed["offsets"], packed["num_top_logprobs"]) == ("u32-f32-le-v1", [0, 2, 3], 22)
+            numbers = struct.unpack("<3I3f", base64.b64decode(packed["data"], validate=True))
+            assert numbers == (37, 5, 36, -0.5, -0.25, -1.0) and choice["logprobs"] is None
+            assert choice["token_ids"] == [37, 36] and sampled(engine).logprobs == 22
+            reply = await http.post(GENERATE, json={**self.BODY, "sampling_params": sampling, "stream": True})
+            assert reply.status_code == 422 and "prl_compact_logprobs" in reply.text
 
 
 class TestSkyRL:

@@ -63,7 +63,7 @@ class TestRequest:
             ("best_of", 2),
             ("suffix", "x"),
             ("logit_bias", {"5": 101}),
-            ("logprobs", 21),
+            ("logprobs", -1),
             ("use_beam_search", True),
             ("n", 0),
             ("temperature", float("nan")),

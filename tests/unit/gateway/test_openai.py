@@ -9,6 +9,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
 from rollout_service.errors import Overloaded
 from rollout_service.gateway.dependencies import Services
@@ -109,6 +110,9 @@ class TestRefusals:
             ("vllm_xargs", {"x": 1}, "vllm_xargs"),
             ("min_weight_version", -1, "min_weight_version"),
             ("temperature", 3.0, "temperature"),
+            ("temperature", 0.001, "temperature"),
+            ("logit_bias", {"5": 101}, "logit_bias"),
+            ("max_tokens", 0, "max_tokens"),
             ("top_logprobs", 21, "logprobs"),
             ("messages", "hi", "messages"),
             ("chat_template", "{{ 1 }}", "Chat template"),
@@ -182,6 +186,247 @@ class TestRefusals:
         assert reply.status_code == 422 and "no tokenizer" in reply.json()["error"]["message"]
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
+MALFORMED = [CALL % "546", CALL % '["x"]', CALL % '"x"', CALL % '{"a": ', CALL % ("[" * 9), CALL % "null"]
+A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
+
+
+class TestWhatTheModelSaid:
+    """Whatever it is, it is a reply: SDKs ask again after a 500, which selects the samples."""
+
+    @pytest.mark.parametrize("said", MALFORMED)
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_malformed_call_is_one_reply_and_turn(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, said: str, stream: bool
+    ) -> None:
+        scripted.text = said
+        session = (await chat_http.post("/v1/sessions")).json()
+        body = {"model": "tiny", "max_tokens": 200, "messages": HELLO, "tools": [A_TOOL], "stream": stream}
+        reply = await chat_http.post(session["anthropic_path"] + "/v1/messages", json=body)
+        assert reply.status_code == 200 and len(scripted.calls) == 1, reply.text
+        [turn] = (await chat_http.get(f"/v1/sessions/{session['session_id']}")).json()["turns"]
+        assert tuple(turn["token_ids"]) == (*ids(said), 2)
+        if not stream:
+            assert reply.json()["content"] == [{"type": "text", "text": said}]
+            assert reply.json()["stop_reason"] == "end_turn" and turn["message"]["content"] == said
+
+    @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_parser_that_fails_leaves_the_text(
+        self, chat_http: httpx.AsyncClient, chatting: Services, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise RecursionError("too deep")
+
+        serving = await chatting.chats.get(chatting)  # type: ignore[union-attr]
+        for parser in (serving.chat.parser_cls, serving.messages.parser_cls, serving.responses.parser):
+            base = parser.__mro__[2]
+            monkeypatch.setattr(base, "parse", fail)
+            monkeypatch.setattr(base, "parse_delta", fail)
+        tool = A_TOOL if path == "messages" else TOOL if path.startswith("chat") else {**TOOL["function"]}
+        body: dict[str, Any] = {"model": "tiny", "stream": stream, "tools": [tool | {"type": "function"}]}
+        body |= {"input": "hi"} if path == "responses" else {"messages": HELLO, "max_tokens": 90}
+        if path == "messages":
+            body["tools"] = [A_TOOL]
+        reply = await chat_http.post(f"/v1/{path}", json=body)
+        assert reply.status_code == 200 and "hello" in _all_text(reply.text), reply.text
+        assert "too deep" not in reply.text
+
+    async def test_a_reply_that_cannot_be_sent_is_no_turn(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session = (await chat_http.post("/v1/sessions")).json()
+
+        def fail(*_: object, **__: object) -> None:
+            raise ValueError("no JSON")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout_service.gateway.openai.routes._with_choices", fail)
+            with pytest.raises(ValueError, match="no JSON"):
+                await chat_http.post(session["openai_path"] + "/chat/completions", json={"messages": HELLO})
+        assert not (await chat_http.get(f"/v1/sessions/{session['session_id']}")).json()["turns"]
+
+
+def _all_text(events: str) -> str:
+    """The text of a reply, or of a stream's events that bring more of it."""
+    found = []
+    for line in events.splitlines():
+        data = line.removeprefix("data: ")
+        if not data.startswith("{"):
+            continue
+        event = json.loads(data)
+        delta = event.get("delta")
+        found.append(delta if isinstance(delta, str) else (delta or {}).get("text") or "")
+        found += [choice.get("delta", {}).get("content") or "" for choice in event.get("choices", ())]
+    return "".join(found) or events
+
+
+class TestCutShort:
+    """What a pause returns as it is: no API says that it is complete."""
+
+    @pytest.mark.parametrize("cut_after", [0, 3])
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_every_api_says_that_the_rest_is_missing(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, cut_after: int, stream: bool
+    ) -> None:
+        scripted.cut_after = cut_after
+        common = {"model": "tiny", "stream": stream}
+
+        async def ends(path: str, **body: object) -> dict[str, Any]:
+            """The reply, or the event with the end of a stream."""
+            reply = await chat_http.post(path, json={**common, **body})
+            assert reply.status_code == 200, reply.text
+            if not stream:
+                return dict(reply.json())
+            events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+            says = ("finish_reason", "stop_reason", "incomplete_details")
+            found = [
+                e for e in events if any(f'"{name}": "' in json.dumps(e) for name in says[:2]) or e.get("response")
+            ]
+            return dict(found[-1])
+
+        chat = await ends("/v1/chat/completions", messages=HELLO)
+        assert chat["choices"][0]["finish_reason"] == "abort"
+        completions = await ends("/v1/completions", prompt="hi")
+        assert completions["choices"][0]["finish_reason"] == "abort"
+        message = await ends("/v1/messages", messages=HELLO, max_tokens=90)
+        assert (message.get("delta") or message)["stop_reason"] == "max_tokens"
+        response = await ends("/v1/responses", input="hi")
+        response = response.get("response", response)
+        assert response["status"] == "incomplete" and response["incomplete_details"]["reason"] == "max_output_tokens"
+        assert message["finish_reason"] == response["finish_reason"] == "abort"
+        assert all(item["status"] == "incomplete" for item in response["output"])
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_reply_cut_after_a_call_is_no_call(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, stream: bool
+    ) -> None:
+        scripted.text = CALL % '{"a": 1}' + "and then"
+        scripted.cut_after = len(scripted.text) - 3
+        body = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "stream": stream}
+        reply = await chat_http.post("/v1/chat/completions", json=body)
+        assert '"finish_reason":"abort"' in reply.text.replace(": ", ":") and 'tool_calls"' in reply.text
+        assert '"finish_reason":"tool_calls"' not in reply.text.replace(": ", ":")
+
+
+class TestMessages:
+    """Fields of Anthropic's API are taken, or refused under the name that the caller wrote."""
+
+    BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 90, "messages": HELLO}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("field", "value", "named"),
+        [
+            ("beams", 3, "beams"),
+            ("temperature", 0.001, "temperature"),
+            ("thinking", {"type": "enabled", "budget_tokens": 1024}, "thinking.budget_tokens"),
+            ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management"),
+            ("min_weight_version", -1, "min_weight_version"),
+            ("mcp_servers", [{"name": "x"}], "mcp_servers"),
+        ],
+    )
+    async def test_what_is_not_implemented_is_refused(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, field: str, value: object, named: str
+    ) -> None:
+        reply = await chat_http.post("/v1/messages", json={**self.BODY, "max_tokens": 2000, field: value})
+        assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+        assert not scripted.calls
+
+    async def test_what_agents_send_is_taken(self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine) -> None:
+        block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+        keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        options = {"thinking": {"type": "adaptive"}, "context_management": keeps, "metadata": {"user_id": "u"}}
+        body = {**self.BODY, **options, "messages": [{"role": "user", "content": [block]}], "min_weight_version": 3}
+        reply = await chat_http.post("/v1/messages", json={**body, "cache_control": {"type": "ephemeral"}})
+        assert reply.status_code == 200, reply.text
+        assert scripted.calls[0].min_weight_version == 3
+
+
+LONG = "x" * 4_000_000
+SURFACES: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
+    "/v1/completions": {"prompt": "hi"},
+    "/inference/v1/generate": {"prompt": "hi"},
+}
+
+
+class TestNames:
+    """Whatever a caller can name is short: the monitor keeps request ids with the rollouts that it remembers."""
+
+    @pytest.mark.parametrize("path", SURFACES)
+    @pytest.mark.parametrize("field", ["request_id", "session_id", "user", "cache_salt", "model", "prompt_cache_key"])
+    async def test_a_name_of_megabytes_is_refused(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, field: str
+    ) -> None:
+        reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], field: LONG})
+        assert reply.status_code in (400, 422) and field in reply.json()["error"]["message"]
+        assert len(reply.content) < 4096 and not scripted.calls
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/completions"])
+    @pytest.mark.parametrize("priority", [2**31, 2**64, -(2**70)])
+    async def test_a_priority_beyond_vllms_is_refused(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, priority: int
+    ) -> None:
+        reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], "priority": priority})
+        assert reply.status_code in (400, 422) and "priority" in reply.json()["error"]["message"]
+        assert not scripted.calls
+
+    @pytest.mark.parametrize(
+        ("header", "value"), [("X-Request-Id", "x" * 257), ("X-Session-ID", "x" * 257), ("X-Priority", str(2**40))]
+    )
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions/{}/v1/chat/completions"])
+    async def test_a_header_is_bounded_as_its_field(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, header: str, value: str
+    ) -> None:
+        session = (await chat_http.post("/v1/sessions")).json()["session_id"]
+        name = PRIORITY_HEADER if header == "X-Priority" else header
+        body = {"model": "tiny", "messages": HELLO}
+        reply = await chat_http.post(path.format(session), json=body, headers={name: value})
+        assert reply.status_code in (400, 422) and not scripted.calls, reply.text
+
+
+class TestBounds:
+    """One place for each bound: what the other data routes take, a chat takes."""
+
+    @pytest.mark.parametrize(
+        ("path", "stops", "body"),
+        [
+            ("chat/completions", "stop", {"messages": HELLO}),
+            ("messages", "stop_sequences", {"messages": HELLO, "max_tokens": 9}),
+        ],
+    )
+    async def test_as_many_stop_strings_as_elsewhere(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, stops: str, body: Any
+    ) -> None:
+        many = [f"x{i}" for i in range(64)]
+        reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body, stops: many})
+        assert reply.status_code == 200 and scripted.calls[0].sampling.stop == tuple(many), reply.text
+        reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body, stops: [*many, "y"]})
+        assert reply.status_code == 400 and stops in reply.json()["error"]["message"]
+
+    async def test_what_vllm_sets_itself_is_not_the_callers(self, chatting: Services, scripted: ScriptedEngine) -> None:
+        """vLLM skips the prefix cache for prompt_logprobs, and names a first token for routed experts."""
+        app = create_app(replace(chatting, returns_experts=True))
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL)
+        body = {"model": "tiny", "messages": HELLO, "stream": True}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        assert scripted.calls[0].sampling.routed_experts_prompt_start is None
+        reply = await http.post("/v1/chat/completions", json=body | {"routed_experts_prompt_start": 0})
+        assert reply.status_code == 400 and "routed_experts_prompt_start" in reply.json()["error"]["message"]
+        reply = await http.post("/v1/chat/completions", json={**body, "stream": False, "prompt_logprobs": 0})
+        assert "skip_reading_prefix_cache" not in reply.text and scripted.calls[-1].sampling.prompt_logprobs == 0
+
+    async def test_as_many_logprobs_as_the_engine_returns(self, chatting: Services, scripted: ScriptedEngine) -> None:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(replace(chatting, max_logprobs=40))))
+        body = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 40}
+        reply = await http.post(f"{URL}/v1/chat/completions", json=body)
+        assert reply.status_code == 200 and scripted.calls[0].sampling.logprobs == 40, reply.text
+        reply = await http.post(f"{URL}/v1/chat/completions", json=body | {"top_logprobs": 41})
+        assert reply.status_code == 400 and "logprobs=41" in reply.json()["error"]["message"]
+
+
 class TestOtherSurfaces:
     async def test_responses_answer_the_sdk(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
         reply = await sdk.responses.create(model="tiny", input="hi", max_output_tokens=9)
@@ -199,16 +444,6 @@ class TestOtherSurfaces:
         assert counted.input_tokens == len(PROMPT)
         async with client.messages.stream(model="tiny", max_tokens=9, messages=HELLO) as stream:
             assert "".join([text async for text in stream.text_stream]) == "hello"
-
-    async def test_a_tool_input_that_is_no_object_is_the_models_fault(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
-    ) -> None:
-        """Without ``strict`` nothing holds a model to an object; 500 is what SDKs ask again after."""
-        scripted.text = '<tool_call>\n{"name": "add", "arguments": 546}\n</tool_call>'
-        tool = {"name": "add", "input_schema": {"type": "object"}}
-        body = {"model": "tiny", "max_tokens": 90, "messages": HELLO, "tools": [tool]}
-        reply = await chat_http.post("/v1/messages", json=body)
-        assert reply.status_code == 500 and "what the model said" in reply.json()["error"]["message"], reply.text
 
     async def test_text_and_messages_become_ids_and_text_again(self, chat_http: httpx.AsyncClient) -> None:
         reply = (await chat_http.post("/tokenize", json={"model": "tiny", "prompt": "hi"})).json()
