@@ -54,8 +54,9 @@ THROUGHPUT = Row(
         Panel(
             "Prompts by outcome",
             "reqps",
-            "One prompt counts once, with all its completions. Overloaded and NotReady are 503s: too few replicas, or "
-            "all being replaced. TooEarly: a min_weight_version that is not there in time. Anything else but ok and "
+            "One prompt counts once, with all its completions. Overloaded: the gateways' queue is full. "
+            "NotReady: no replica can start, or the service ends. TooEarly: a min_weight_version that is not "
+            "there in time. Anything else but ok and "
             "cancelled is an error of the client or ours: see the gateway's log.",
             [Query(f"sum by (outcome) ({rate('ray_rollout_requests_total', APPLICATION)})", "{{outcome}}")],
             stacked=True,
@@ -77,12 +78,22 @@ THROUGHPUT = Row(
             ],
         ),
         Panel(
+            "Waiting for an engine",
+            "short",
+            "Sequences that wait in the gateways because every replica holds as many as it may. They wait as "
+            "long as it "
+            "takes, and the autoscaler counts them. Lasting, with all replicas ready: raise scaling.max_replicas. With "
+            "no replica ready: see GET /health.",
+            [Query(f"sum(ray_rollout_queue_sequences{{{APPLICATION}}}){OR_NOTHING_YET}", "sequences")],
+        ),
+        Panel(
             "Retries",
             "cps",
             "Refusals of a replica that was full (Overloaded), behind (TooEarly) or being replaced (NotReady), after "
             "which the gateway asks another one; and continuations of what an update cut off (abort) or a replica's "
-            "death lost (lost). Lasting Overloaded: add replicas or raise engine.admission_limit. lost: see the "
-            "engines' log.",
+            "death lost (lost). A few Overloaded at a burst are normal: what replicas publish is a second old. "
+            "lost: see "
+            "the engines' log.",
             [
                 Query(
                     f"sum by (reason) ({rate('ray_rollout_refusals_total', APPLICATION)}){OR_NOTHING_YET}",
@@ -215,7 +226,8 @@ FLEET = Row(
         Panel(
             "Sequences admitted",
             "short",
-            "What each replica holds, queued ones included; at engine.admission_limit it refuses. Uneven for long: "
+            "What each replica holds, queued ones included; at engine.admission_limit it takes no more. Uneven "
+            "for long: "
             "few very long rollouts, or sessions that stick to one replica.",
             [Query(f"max by (replica) (rollout_replica_sequences{{{REPLICA}}})", "{{replica}}")],
         ),

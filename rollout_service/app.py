@@ -51,7 +51,12 @@ def build(config: ServiceConfig) -> Application:
         "engine",
         ray_actor_options=_resources(config),
         request_router_config=RequestRouterConfig(
-            request_router_class=RolloutRouter, request_routing_stats_period_s=STATS_PERIOD_S
+            request_router_class=RolloutRouter,
+            request_router_kwargs={
+                "limit": config.engine.sequences_per_replica,
+                "share": config.sequences_per_gateway,
+            },
+            request_routing_stats_period_s=STATS_PERIOD_S,
         ),
         **scaling_options(config.scaling),
     ).bind(config, ingest)

@@ -1,15 +1,66 @@
 """Many connections to one service, cheaply."""
 
 import asyncio
+import errno
 import functools
+import logging
+import os
+import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import httpx
 
+logger = logging.getLogger(__name__)
+
 KEEPALIVE_S = 10.0
 """Idle connections close before the server's side does (Serve: 90 s), so that none breaks as a request goes out."""
+
+OTHER_FILES = 256
+"""Open files that are left to the rest of a process when connections take theirs."""
+_OPEN_FILES = Path("/proc/self/fd")
+
+
+def affordable_connections(wanted: int) -> int:
+    """Return the number of connections that this process can open, ``wanted`` at most.
+
+    Raises the process's soft limit of open files towards its hard limit where that is needed.
+    """
+    others = OTHER_FILES + (len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.exists() else 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = others + wanted
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    affordable = max(1, soft - others)
+    logger.warning(
+        "%d connections are opened at most instead of %d, and other requests wait for one of them: this process may "
+        "have %d open files; raise the hard limit (ulimit -Hn) for more",
+        affordable,
+        wanted,
+        soft,
+    )
+    return affordable
+
+
+def too_many_open_files(error: BaseException | None) -> str | None:
+    """Return what to do if ``error`` was caused by the limit of open files, else None."""
+    causes = [error]
+    while causes:
+        cause = causes.pop()
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return (
+                f"{os.strerror(cause.errno)}: this process may have {soft}; raise ulimit -n, or lower max_connections"
+            )
+        if cause is not None:
+            causes += [cause.__cause__ or cause.__context__]
+            causes += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+    return None
 
 
 class ManyConnections(httpx.AsyncBaseTransport):

@@ -22,7 +22,8 @@
     ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group, or start, again
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
-    ├── Overloaded                503  the replica's admission limit is reached: retry later
+    ├── Overloaded                503  a bound on memory is reached, such as that of the gateway's queue: retry later.
+    │                                  Between gateway and replica: the replica is full, and the call waits
     ├── NotReady                  503  no live replica, or the service is still starting
     │   └── DeploymentFailed      500  a process of the service failed with an error that is none of these
     ├── LogLocked                 503  another process writes this weight log
@@ -192,7 +193,7 @@ class TooEarly(RolloutServiceError):
 
 
 class Overloaded(RolloutServiceError):
-    """The replica's admission limit is reached."""
+    """A bound on memory is reached. Of a replica: it is full, and the gateway keeps the call in its queue."""
 
     http_status = 503
     retry_after_s = 1.0

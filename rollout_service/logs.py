@@ -8,7 +8,10 @@ With ``logging_config: {encoding: JSON}`` in the Serve config the file has JSON,
 """
 
 import logging
+import time
+from collections.abc import Callable
 
+from rollout_service.errors import RolloutServiceError
 from rollout_service.tracing import name_the_trace
 
 TELL_VLLM = {"VLLM_CONFIGURE_LOGGING": "0"}
@@ -16,6 +19,42 @@ TELL_VLLM = {"VLLM_CONFIGURE_LOGGING": "0"}
 TELL_VLLMS_OWN_PROCESSES = {"VLLM_CONFIGURE_LOGGING": "1"}
 """In that of the processes that vLLM makes, which have no other handlers."""
 _OURS = ("rollout_service", "vllm", "uvicorn")
+QUIET_S = 10.0
+"""Of several calls that end with the same class of error in this time, one has a line in the log."""
+
+
+class ShortRefusals:
+    """A filter for Serve's logger, which has a traceback for each call that raises.
+
+    An error of ``errors.py`` is an answer: its caller gets it, and the log has one line without a traceback.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: in seconds."""
+        self._clock = clock
+        self._logged_at: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Shorten a line about an error, and drop it if there was one of the kind just before."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, RolloutServiceError):
+            return True
+        kind, now = type(error).__name__, self._clock()
+        if now - self._logged_at.get(kind, float("-inf")) < QUIET_S:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return False
+        self._logged_at[kind] = now
+        more = self._left_out.pop(kind, 0)
+        since = f" ({more} more since the last such line)" if more else ""
+        record.msg, record.args, record.exc_info = f"{kind}: {' '.join(str(error).split())}{since}", (), None
+        record.exc_text = None
+        if error.http_status < 500 or error.retry_after_s is not None:
+            record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        return True
+
+
+_short_refusals = ShortRefusals()
 
 
 def log_with_serve() -> None:
@@ -24,6 +63,7 @@ def log_with_serve() -> None:
     ``ray.serve`` is the logger that Serve tells deployments to use.
     """
     serves = logging.getLogger("ray.serve")
+    serves.addFilter(_short_refusals)  # a second time changes nothing
     for handler in serves.handlers:
         handler.addFilter(name_the_trace)  # a second time changes nothing
     for ours in map(logging.getLogger, _OURS):

@@ -4,7 +4,8 @@ An interface here names the methods of a deployment that other processes call. m
 its class) and every caller. What a call raises, whatever the deployment:
 
     an error of ``errors.py``  as it was raised there
-    NotReady                   the deployment died with the call, does not run, or did not take it
+    NotReady                   the deployment died with the call, does not run, or did not take it. ``is_given_up`` in
+                               the detail: Serve has given it up, or is removing it
     DeploymentFailed           it raised anything else: a bug, or a broken machine
 """
 
@@ -249,6 +250,9 @@ def _translated(deployment: str) -> Iterator[None]:
     except RayActorError as error:
         raise NotReady(f"the {deployment} died with this call: send it again ({error})") from error
     except DeploymentUnavailableError as error:
-        raise NotReady(f"no replica of the {deployment} can be started: see the service's log ({error})") from error
+        raise NotReady(
+            f"no replica of the {deployment} can be started: see the service's log, and GET /health ({error})",
+            {"is_given_up": True},
+        ) from error
     except (RayError, RayServeException) as error:
         raise NotReady(f"the {deployment} did not take this call: send it again ({error})") from error

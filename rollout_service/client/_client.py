@@ -24,6 +24,7 @@ from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
 from rollout_service.client._stream import RolloutStream
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
+from rollout_service.connections import affordable_connections
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.generate import DetachedRollout
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from rollout_service.client._tensors import NamedTensors
     from rollout_service.kv_scales import KVScales
 
+MAX_CONNECTIONS = 4096
+"""Default of ``max_connections``: sixteen engines that decode 256 sequences each are busy with ``n=1``."""
 _ABOUT_THE_REQUEST = ("min_weight_version", "session_id", "priority", "on_abort", "return_routed_experts")
 """Of the options of a generation: what says nothing of how to sample."""
 
@@ -59,7 +62,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
     Args:
         url: Address of the gateway, e.g. ``http://127.0.0.1:8000``.
         token: Bearer token, sent with every request to ``url``, and to no other address.
-        max_connections: Most generations under way at once; more wait here.
+        max_connections: Maximum number of generations under way at once; others wait in the client. None: 4096. Fewer,
+            with a warning, if this process cannot open so many files. Its soft limit is raised where it must be.
         timeout_s: Longest wait for the reply to one generation; None: as long as it takes.
         retries: Attempts after the first, with exponential backoff and jitter, or after the wait the service asks for.
             8 outlive an outage of 16 s, 12 one of 32 s.
@@ -73,12 +77,16 @@ class RolloutClient(ControlCalls, MismatchCalls):
         url: str,
         *,
         token: str | None = None,
-        max_connections: int = 1024,
+        max_connections: int | None = None,
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        if max_connections is None:
+            max_connections = MAX_CONNECTIONS
+        if transport is None and max_connections > 0:
+            max_connections = affordable_connections(max_connections)
         tls = None if ca_file is None else trusting(ca_file)
         pinned = PinnedCertificates()
 

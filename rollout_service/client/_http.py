@@ -10,7 +10,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.connections import ManyConnections
+from rollout_service.connections import ManyConnections, too_many_open_files
 from rollout_service.errors import RolloutServiceError
 from rollout_service.tls import untrusted
 
@@ -147,6 +147,8 @@ def _explain(error: httpx.TransportError, method: str, url: str, service: str, r
     where = f"{method} {url} at {service}"
     if (why := untrusted(error)) is not None:
         return f"{where}: {why.verify_message}. If its certificate is not signed for this machine, give ca_file."
+    if (limit := too_many_open_files(error)) is not None:
+        return f"{where}: {limit}."
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"{where}: no connection. Is the service running there, and is the address right?"
     if repeat is Repeat.IF_NOT_ACCEPTED:

@@ -46,7 +46,7 @@ class SyncRolloutClient:
         url: str,
         *,
         token: str | None = None,
-        max_connections: int = 1024,
+        max_connections: int | None = None,
         timeout_s: float | None = None,
         retries: int = 8,
         ca_file: Path | str | None = None,

@@ -206,12 +206,15 @@ class EngineConfig(Config):
     max_attempts: int = Field(default=3, ge=1)
     """Generations that a completion may take when replicas abort it or die under it; a refusal is none."""
 
-    replica_wait_s: float = Field(default=120.0, ge=0)
-    """How long a rollout waits for a replica that takes it, when all are being replaced, or it was accepted once and
-    all are full; then 503."""
+    admission_limit: int | None = Field(default=None, ge=1)
+    """Sequences (a request counts ``n``) that a replica holds, those that wait in vLLM included. A replica takes
+    requests until it holds so many; the others wait in the gateways. None: four times ``max_num_seqs``, since a request
+    holds its places until the longest of its completions has ended."""
 
-    admission_limit: int = Field(default=1024, ge=1)
-    """Sequences (a request counts ``n``) that a replica holds, queued ones included, before it answers 503."""
+    @property
+    def sequences_per_replica(self) -> int:
+        """The admission limit of a replica."""
+        return self.admission_limit or 4 * self.max_num_seqs
 
     @property
     def max_logprobs(self) -> int:

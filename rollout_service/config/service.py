@@ -514,16 +514,6 @@ class ServiceConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _one_replica_can_ask_for_another(self) -> "ServiceConfig":
-        target, limit = self.scaling.target_sequences, self.engine.admission_limit
-        if self.scaling.autoscaled and target >= limit:
-            raise ValueError(
-                f"scaling.target_sequences={target:g} is not below engine.admission_limit={limit}: a replica answers "
-                "503 before it is loaded enough for a second one to be started; lower the one or raise the other"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _remote_uploads_need_a_token_or_trust(self) -> "ServiceConfig":
         loopback = self.weights.upload_host in _LOOPBACK
         if not loopback and self.auth.token_file is None and not self.auth.trusted_networks:
@@ -532,6 +522,11 @@ class ServiceConfig(Config):
                 "configured: set auth.token_file or auth.trusted_networks, or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def sequences_per_gateway(self) -> int:
+        """The part of a replica's admission limit that a gateway has, whatever the other gateways hold."""
+        return max(1, self.engine.sequences_per_replica // self.scaling.gateways)
 
     @property
     def _ingest_beside_an_engine(self) -> bool:

@@ -14,8 +14,9 @@ from rollout_service.errors import Overloaded
 class AdmissionLimit:
     """Counts sequences in flight."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, share: int = 0) -> None:
+        """``share``: the part of the limit that each gateway has, whatever the other gateways hold."""
+        self._limit, self._share = limit, share
         self.running = 0
         """Sequences admitted and not yet answered."""
         self._by_origin: Counter[str] = Counter()
@@ -26,14 +27,15 @@ class AdmissionLimit:
 
     @contextmanager
     def admit(self, sequences: int, origin: str = "") -> Iterator[None]:
-        """Hold ``sequences`` places for the gateway ``origin``. Raises Overloaded when they are not free.
+        """Hold ``sequences`` places for the gateway ``origin``. Raises Overloaded when the limit is reached.
 
-        A request larger than the limit is admitted when nothing else runs, or it could never be.
+        One free place is enough for a request of any size. A large request that needed all its places at once would
+        wait for ever behind small ones.
         """
-        if self.running and self.running + sequences > self._limit:
+        if self.running >= self._limit and self._by_origin.get(origin, 0) >= self._share:
             raise Overloaded(
                 f"this replica holds {self.running} of {self._limit} sequences and {sequences} more were asked for: "
-                "retry later, or raise engine.admission_limit",
+                "the gateway's queue sends them again when others have ended",
                 {"running": self.running, "limit": self._limit, "asked": sequences},
             )
         self.running += sequences

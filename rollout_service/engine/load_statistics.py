@@ -28,6 +28,10 @@ FRESH_S = 5.0
 """vLLM sends its scheduler's numbers with a step's outputs. After an abort, or while paused, the last ones stay."""
 
 
+QUEUE_FRESH_S = 10.0
+"""Gateways with calls on a replica ask it every 2 s at least."""
+
+
 class SchedulerLog(StatLoggerBase):
     """vLLM's interface for loggers: keeps the numbers of the last step."""
 
@@ -117,11 +121,37 @@ async def watch_kv_reads(engine: ReadingEngine, sleep: Callable[[float], Awaitab
         return
 
 
-def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog) -> dict[str, float]:
-    """What ``record_autoscaling_stats`` returns: numbers only, or Serve stops asking."""
+class GatewayQueues:
+    """What the gateways say of their queues, as far as it is this replica's part."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: in seconds."""
+        self._clock = clock
+        self._queues: dict[str, tuple[int, float]] = {}
+
+    def note(self, origin: str, sequences: int) -> None:
+        """Take in what the gateway ``origin`` says."""
+        self._queues.pop(origin, None)
+        if sequences:
+            self._queues[origin] = sequences, self._clock()
+
+    def sequences(self) -> int:
+        """The number of sequences that wait in all gateways; of a gateway that has fallen silent, none."""
+        oldest = self._clock() - QUEUE_FRESH_S
+        self._queues = {origin: told for origin, told in self._queues.items() if told[1] >= oldest}
+        return sum(sequences for sequences, _ in self._queues.values())
+
+
+def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog, queued: int = 0) -> dict[str, float]:
+    """Return what ``record_autoscaling_stats`` returns: numbers only, or Serve stops asking.
+
+    ``queued``: sequences that wait in the gateways. They count as waiting.
+    """
     serving = status.state == "ready" and not status.paused and status.error is None
     version = -1 if status.version is None else status.version
-    return {**log.load(status.running), VERSION: float(version), SERVING: float(serving)}
+    load = log.load(status.running)
+    load[WAITING] += queued
+    return {**load, VERSION: float(version), SERVING: float(serving)}
 
 
 def show_load(status: ReplicaStatus, log: SchedulerLog) -> None:

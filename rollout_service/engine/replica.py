@@ -15,7 +15,7 @@ from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
 from rollout_service.engine.handover import HandOver
-from rollout_service.engine.load_statistics import autoscaling_stats, show_load, watch_kv_reads
+from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
 from rollout_service.engine.progress import Progress
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
@@ -65,7 +65,8 @@ class EngineReplica:
         self._config, self._ingest = config, ingest_client(ingest)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._routed = False
-        self._admission = AdmissionLimit(config.engine.admission_limit)
+        self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
+        self._queues = GatewayQueues()
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
         copies = await node_cache_for(config.weights.root_here(), self._ingest, config.weights.poll_s)
@@ -178,6 +179,7 @@ class EngineReplica:
         self._hand_over.asked()
         if ask.replica_id != self._replica_id:
             raise NotReady(f"replica {ask.replica_id} takes no more calls: this is {self._replica_id}")
+        self._queues.note(ask.origin, ask.queued)
         reply = await self._progress.told(ask)
         made = self._weight_sync.labels.on([piece.made for piece in reply.pieces])
         labelled = [piece.model_copy(update={"made": m}) for piece, m in zip(reply.pieces, made, strict=True)]
@@ -198,7 +200,7 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what the autoscaling policy knows of this replica."""
-        return autoscaling_stats(self._weight_sync.status(), self._engine.scheduler)
+        return autoscaling_stats(self._weight_sync.status(), self._engine.scheduler, self._queues.sequences())
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end.

@@ -1,15 +1,16 @@
 """One rollout on however many replicas it takes.
 
-A *refusal* (full, behind the version asked for, being replaced) costs nothing: another replica is asked. An *attempt*
+A call waits in the gateway's queue (``fleet/queue.py``) until a replica has room. A *refusal* (full, behind the version
+asked for, being replaced) costs nothing: another replica is asked, then the call waits in the queue again. An *attempt*
 is a generation that began: it may be aborted, and then goes on from its tokens on another replica, or be lost with its
 replica, and then goes on from those that the replica had told (``fleet/progress.py``). Attempts are bounded.
 """
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,9 +28,12 @@ from rollout_service.fleet.continuation import (
     starts_anew,
 )
 from rollout_service.fleet.live import LiveRollout
+from rollout_service.fleet.placements import RoutedFleet
 from rollout_service.fleet.progress import Follower, Record
+from rollout_service.fleet.queue import DispatchQueue, Ticket
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
+from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.rpc import EngineCalls, IngestCalls
@@ -37,18 +41,29 @@ from rollout_service.tasks import raise_first_failure
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.25
-"""Between two rounds of asking all replicas."""
 _REFUSALS = (Overloaded, TooEarly, NotReady)
+_UNPLACED_S = 5.0
+"""A call that no replica has taken for so long is sent again: Serve refuses it once it has given the engines up."""
+_FLEET_ANSWERS_S = 5.0
+_SHOW_QUEUE_S = 5.0
+_MAX_FAILED_STARTS = 3
+"""After so many failed starts in a row, and with no replica left, calls are told why rather than kept waiting."""
+_BYTES_PER_TOKEN = 40
+"""Of a prompt in the gateway: a pointer and a Python int."""
+_BYTES_PER_CALL = 16 << 10
+"""Memory of a call without its prompt: its HTTP request, task and parameters."""
 
 
 @dataclass
 class _Progress:
     """What one call has been through."""
 
+    ticket: Ticket
     attempts: int = 1
     lost_on: tuple[str, ...] = ()
     cut_short_by: Literal["abort", "lost"] = "abort"
+    not_sent: int = 0
+    """How often Serve could not send the call to any replica."""
 
     def lose(self, replica_id: object) -> None:
         """The replica that it was on is lost."""
@@ -64,12 +79,28 @@ class Dispatcher:
     """Has calls answered by the engine deployment."""
 
     def __init__(
-        self, engine: EngineCalls, ingest: IngestCalls, limits: EngineConfig, decode: Decode | None = None
+        self,
+        engine: EngineCalls,
+        ingest: IngestCalls,
+        limits: EngineConfig,
+        decode: Decode | None = None,
+        fleet: RoutedFleet | None = None,
+        share: int = 1,
     ) -> None:
-        """``decode``: the model's tokenizer. None: it has none, and no call has stop strings."""
+        """
+        Args:
+            engine, ingest: The deployments.
+            limits: Configuration of the engines.
+            decode: The model's tokenizer. None: it has none, and no call has stop strings.
+            fleet: The replicas that the router knows. None: one replica is assumed.
+            share: ``ServiceConfig.sequences_per_gateway``.
+        """
         self._engine, self._ingest, self._limits, self._decode = engine, ingest, limits, decode
         self._origin = uuid.uuid4().hex
-        self._follower = Follower(engine, self._origin)
+        self._fleet, self._share, self._is_listening = fleet, share, False
+        self.queue = DispatchQueue(self._room)
+        """The calls that wait."""
+        self._follower = Follower(engine, self._origin, queued=lambda: self.queue.sequences)
 
     def why_not_from_tokens(self, sampling: Sampling) -> str | None:
         """Why a completion cannot go on from tokens that it has; None: it can."""
@@ -84,10 +115,11 @@ class Dispatcher:
         cause, an aborted completion comes back with the tokens it has and ``finish_reason="abort"``. So does one whose
         replica was lost, and one whose rest is refused or fails. ``live``: somebody who reads along.
 
-        Raises Overloaded, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed when no completion has
-        a token.
+        Raises Overloaded when the queue is full, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed
+        when no completion has a token.
         """
-        progress = _Progress()
+        self._listen()
+        progress = _Progress(self.queue.ticket(call.priority))
         call = call.model_copy(update={"origin": self._origin, "live": live is not None})
 
         def watch(record: Record) -> None:
@@ -190,12 +222,42 @@ class Dispatcher:
                 record(table.CONTINUATIONS, cause="lost")
 
     async def _taken(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
-        """The answer of the first replica that does not refuse; of one that is lost, what it had told.
+        """Return the answer of the first replica that takes the call; of a lost one, what it had told.
 
-        Raises EngineFailed when it had told no token.
+        Waits in the queue for as long as replicas are full or being replaced, and up to ``version_wait_s`` for
+        ``min_weight_version``. Raises EngineFailed when the lost replica had told no token.
         """
-        started = time.monotonic()
-        refused = set(progress.lost_on)
+        rounds, too_early_since = 0, None
+        while True:
+            try:
+                async with asyncio.timeout_at(
+                    None if too_early_since is None else too_early_since + self._limits.version_wait_s
+                ) as version_wait:
+                    async with self.queue.turn(progress.ticket, call.sampling.n, _size(call), rounds) as turn:
+                        version_wait.reschedule(None)
+                        answer = await self._first_answer(call, progress, watch)
+                        if isinstance(answer, Rollout):
+                            return answer
+                        turn.was_refused = True
+                        turn.is_full = all(isinstance(refusal, Overloaded) for refusal in answer)
+            except TimeoutError:
+                raise await self._too_early(call) from None
+            rounds += 1
+            if not all(isinstance(refusal, TooEarly) for refusal in answer):
+                too_early_since = None
+            elif too_early_since is None:
+                too_early_since = asyncio.get_running_loop().time()
+                if not self._limits.version_wait_s:
+                    raise await self._too_early(call) from answer[-1]
+
+    async def _first_answer(
+        self, call: GenerateCall, progress: _Progress, watch: Watch
+    ) -> Rollout | list[RolloutServiceError]:
+        """Ask one replica after the other. Return the refusals if all have refused.
+
+        Raises NotReady when Serve has given the engines up, or could not send the call several times.
+        """
+        refused, refusals = set(progress.lost_on), list[RolloutServiceError]()
         while True:
             try:
                 return await self._sent(call.model_copy(update={"avoid": tuple(sorted(refused))}), progress, watch)
@@ -203,21 +265,23 @@ class Dispatcher:
                 raise
             except _REFUSALS as refusal:
                 record(table.REFUSALS, reason=outcome_of(refusal))
+                refusals.append(refusal)
                 replica_id = refusal.detail.get("replica_id")
-                if isinstance(replica_id, str) and replica_id not in refused:
-                    refused.add(replica_id)
-                    continue
-                if time.monotonic() - started >= self._patience_s(refusal, progress):
-                    raise await self._last_word(call, refusal) from refusal
-            await asyncio.sleep(_PAUSE_S)
-            refused.clear()
+                if not isinstance(replica_id, str):
+                    progress.not_sent += 1
+                    if "is_given_up" in refusal.detail or progress.not_sent >= self._limits.max_attempts:
+                        raise
+                    return refusals
+                if replica_id in refused:
+                    return refusals
+                refused.add(replica_id)
 
     async def _sent(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
         """One replica's answer, or what it had told when it was lost."""
         with self._follower.follow(call.sampling.n) as told:
             watch(told)
             try:
-                return named(await self._engine.generate(call.model_copy(update={"number": told.number})))
+                return named(await self._generate(call.model_copy(update={"number": told.number}), told))
             except DeploymentFailed:
                 raise
             except (EngineFailed, NotReady) as lost:
@@ -234,30 +298,82 @@ class Dispatcher:
                     replica_id=told.replica_id or str(replica_id),
                 )
 
-    def _patience_s(self, refusal: RolloutServiceError, progress: _Progress) -> float:
-        if isinstance(refusal, TooEarly):
-            return self._limits.version_wait_s
-        accepted_before = progress.attempts > 1
-        replaced = isinstance(refusal, NotReady) and "replica_id" in refusal.detail
-        return self._limits.replica_wait_s if accepted_before or replaced else 0.0
+    async def _generate(self, call: GenerateCall, told: Record) -> Rollout:
+        """Have a replica generate. While there is none, look from time to time whether one can start.
 
-    async def _last_word(self, call: GenerateCall, refusal: RolloutServiceError) -> RolloutServiceError:
-        if not isinstance(refusal, TooEarly):
-            return refusal
+        Raises NotReady if Serve has given the engines or the ingest up, or if starts keep failing.
+        """
+        while self._fleet is not None and not self._fleet.replicas:
+            generating = asyncio.ensure_future(self._engine.generate(call))
+            try:
+                await asyncio.wait([generating], timeout=_UNPLACED_S)
+                if generating.done() or told.replica_id is not None:
+                    return await generating
+            finally:
+                generating.cancel()
+            await self._require_startable()
+        return await self._engine.generate(call)
+
+    async def _require_startable(self) -> None:
         try:
-            fleet = await self._ingest.fleet()
-        except RolloutServiceError:
-            return refusal  # it names the version of the replica that sent it
-        live = {replica.replica_id: replica.version for replica in fleet.replicas}
+            async with asyncio.timeout(_FLEET_ANSWERS_S):
+                fleet = await self._ingest.fleet()
+        except (NotReady, TimeoutError) as error:
+            if isinstance(error, NotReady) and "is_given_up" in error.detail:
+                raise
+            return  # the ingest is being replaced
+        failed = fleet.failed_starts
+        if failed is not None and not failed.over and failed.tries >= _MAX_FAILED_STARTS and not _serves(fleet):
+            raise NotReady(
+                f"no engine replica is live, and {failed.tries} starts have failed, the first "
+                f"({failed.first.replica_id}) with: {failed.first.reason}",
+                {"failed_starts": failed.model_dump(mode="json")},
+            )
+
+    async def show_queue(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """Export the queue's length without end. Ray drops a gauge that is not set for 20 s. ``sleep``: in seconds."""
+        while True:
+            record(table.QUEUE_SEQUENCES, self.queue.sequences)
+            await sleep(_SHOW_QUEUE_S)
+
+    def _room(self) -> int:
+        limit = self._limits.sequences_per_replica
+        return limit if self._fleet is None else self._fleet.room(limit, self._share)
+
+    def _listen(self) -> None:
+        """Have the queue told of changes of the fleet, on the event loop of the calls."""
+        if self._fleet is None or self._is_listening:
+            return
+        self._is_listening, loop = True, asyncio.get_running_loop()
+
+        def changed(can_take_others: bool) -> None:
+            with suppress(RuntimeError):  # the loop is closed: this process ends
+                loop.call_soon_threadsafe(self.queue.fleet_changed, can_take_others)
+
+        self._fleet.listen(changed)
+
+    async def _too_early(self, call: GenerateCall) -> RolloutServiceError:
+        live, latest = dict[str, int | None](), None
+        with suppress(RolloutServiceError, TimeoutError):
+            async with asyncio.timeout(_FLEET_ANSWERS_S):
+                fleet = await self._ingest.fleet()
+            latest, live = fleet.latest_version, {each.replica_id: each.version for each in fleet.replicas}
         return TooEarly(
             f"no replica serves min_weight_version={call.min_weight_version} after {self._limits.version_wait_s} s "
             f"(live: {live}): push it, or ask for what is live",
-            {
-                "min_weight_version": call.min_weight_version,
-                "latest_version": fleet.latest_version,
-                "live": live,
-            },
+            {"min_weight_version": call.min_weight_version, "latest_version": latest, "live": live},
         )
+
+
+def _serves(fleet: Fleet) -> bool:
+    return any(replica.version is not None and replica.error is None for replica in fleet.replicas)
+
+
+def _size(call: GenerateCall) -> int:
+    """Estimate the bytes of a call that waits."""
+    grammar = call.sampling.structured_outputs
+    text = sum(map(len, call.sampling.stop)) + (0 if grammar is None else len(grammar.model_dump_json()))
+    return _BYTES_PER_CALL + _BYTES_PER_TOKEN * len(call.prompt_token_ids) + text
 
 
 def _whole(told: Completion, call: GenerateCall) -> Completion:

@@ -126,9 +126,11 @@ class Follower:
         origin: str,
         placements: Placements = PLACEMENTS,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``origin``: the gateway. ``sleep``: in seconds."""
+        """``origin``: the gateway. ``sleep``: in seconds. ``queued``: returns the sequences in its queue."""
         self._engine, self._origin, self._placements, self._sleep = engine, origin, placements, sleep
+        self._queued = queued
         self._numbers = itertools.count(1)
         self._records: dict[int, Record] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -173,7 +175,13 @@ class Follower:
         acknowledged = 0
         try:
             while any(record.replica_id == replica_id for record in self._records.values()):
-                ask = ProgressAsk(replica_id=replica_id, origin=self._origin, acknowledged=acknowledged)
+                ask = ProgressAsk(
+                    replica_id=replica_id,
+                    origin=self._origin,
+                    acknowledged=acknowledged,
+                    # each replica is told its part, so that the autoscaler, which adds them up, counts the queue once
+                    queued=-(-self._queued() // len(self._asking)),
+                )
                 try:
                     reply = await self._engine.progress(ask)
                 except RolloutServiceError as error:

@@ -1,9 +1,10 @@
-"""Which replica gets a call: one with the version it asks for, its session's, else one that had a prompt with the same
-beginning and has room, else the least loaded.
+"""Which replica gets a call: one with the version it asks for and room, its session's, else one that had a prompt with
+the same beginning, else the least loaded.
 
 What replicas publish is seconds old, so the router only prefers: the replica itself checks the version and refuses
 what it cannot do, and the gateway sends the call on. The router never waits either: Serve routes with a few tasks, and
-a call that waited in one for its version would hold up all others.
+a call that waited in one for its version would hold up all others. What has to wait does so in the gateway
+(``fleet/queue.py``), which hears from the router when there are other replicas, or when there is room.
 
 Serve ships this module to the gateway by value: as it is loaded, it imports nothing but the standard library and Ray.
 """
@@ -55,6 +56,8 @@ class Candidate:
     """When it was last chosen, counted in choices."""
     capacity: int = 0
     """Sequences that it decodes at once; 0: not known."""
+    is_full: bool = False
+    """It would refuse a call: it holds as many sequences as it may."""
 
 
 def ranked(
@@ -68,9 +71,9 @@ def ranked(
 ) -> list[str]:
     """Ids of all candidates, the best first; ``sequences``: of the call.
 
-    A sound one before a failing one, one that the call has not failed on yet, one with the version, the session's, the
-    one that had the prompt's beginning if it has room, the one with the fewest sequences, the one that was chosen
-    longest ago: sessions that begin on an idle fleet spread.
+    A sound one before a failing one, one that the call has not failed on yet, one with the version, one that is not
+    full, the session's, the one that had the prompt's beginning if it decodes it at once, the one with the fewest
+    sequences, the one that was chosen longest ago: sessions that begin on an idle fleet spread.
     """
     least = min((candidate.load for candidate in candidates), default=0)
 
@@ -79,13 +82,14 @@ def ranked(
         is_even = candidate.load <= least + candidate.capacity // UNEVEN_SHARE
         return candidate.replica_id == prefix_replica and has_room and is_even
 
-    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, int, int, str]:
+    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, bool, int, int, str]:
         behind = min_version is not None and candidate.version is not None and candidate.version < min_version
         return (
             candidate.state == "failed",
             candidate.replica_id in avoid,
             behind,
             _LAST_RESORT.get(candidate.state, 0),
+            candidate.is_full,
             candidate.replica_id != session_replica,
             not begins_alike(candidate),
             candidate.load,
@@ -196,8 +200,16 @@ class Ledger:
 
     def load(self, replica_id: str) -> int:
         """Sequences in flight on a replica, as far as is known."""
+        return self.own(replica_id) + self.others(replica_id)
+
+    def own(self, replica_id: str) -> int:
+        """Sequences of this gateway in flight on a replica."""
+        return self._own.get(replica_id, 0)
+
+    def others(self, replica_id: str) -> int:
+        """Sequences of other gateways on a replica, as it reported them last."""
         reported = self._reports.get(replica_id, {})
-        return self._own.get(replica_id, 0) + sum(n for origin, n in reported.items() if origin != self.origin)
+        return sum(n for origin, n in reported.items() if origin != self.origin)
 
     def turn(self, replica_id: str) -> int:
         """When the replica was last chosen, counted in choices; 0: never."""
@@ -226,9 +238,14 @@ class RolloutRouter(RequestRouter):
     # of Serve: how long a replica may take to answer a probe; by default 0.1 s, and a busy machine lost sessions by it
     queue_len_response_deadline_s = 1.0
 
-    def initialize_state(self, **kwargs: object) -> None:
-        """Serve's hook after construction."""
-        self._ledger = Ledger()
+    def initialize_state(self, limit: int, share: int) -> None:
+        """Serve's hook after construction, with ``request_router_kwargs``.
+
+        Args:
+            limit: Sequences that a replica holds before it refuses.
+            share: The part of them that each gateway has, whatever the other gateways hold.
+        """
+        self._ledger, self._limit, self._share = Ledger(), limit, share
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -277,13 +294,24 @@ class RolloutRouter(RequestRouter):
                 self._ledger.report(replica.replica_id.unique_id, stats["running"])
         self._ledger.keep_only({replica.replica_id.unique_id for replica in replicas}, time.monotonic())
         super().update_replicas(replicas)
+        # by name, as in on_request_routed
+        from rollout_service.fleet.placements import ROUTED_FLEET, RoutedReplica
+
+        candidates = [self._candidate(replica) for replica in replicas]
+        ROUTED_FLEET.update(
+            {
+                each.replica_id: RoutedReplica(each.state, each.version, self._ledger.others(each.replica_id))
+                for each in candidates
+            }
+        )
 
     def _candidate(self, replica: RunningReplica) -> Candidate:
         replica_id, stats = replica.replica_id.unique_id, replica.routing_stats
         state, version = stats.get("state", "ready"), stats.get("version")
         load, turn = self._ledger.load(replica_id), self._ledger.turn(replica_id)
         capacity = stats.get("capacity", 0)
-        return Candidate(replica_id, version=version, state=state, load=load, turn=turn, capacity=capacity)
+        is_full = load >= self._limit and self._ledger.own(replica_id) >= self._share
+        return Candidate(replica_id, version, state, load, turn, capacity, is_full)
 
 
 def _meant(pending_request: PendingRequest | None) -> str:

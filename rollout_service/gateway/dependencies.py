@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout_service.config import ServiceConfig
 from rollout_service.connections import ManyConnections
 from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.fleet.placements import ROUTED_FLEET
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.gateway.detached import DetachedRollouts
 from rollout_service.model.served_model import ServedModel
@@ -123,7 +124,12 @@ class Services:
             max_model_len=config.engine.max_model_len,
             tokenizer=tokenizer,
             dispatcher=Dispatcher(
-                EngineClient(engine), calls_ingest, config.engine, None if tokenizer is None else decode
+                EngineClient(engine),
+                calls_ingest,
+                config.engine,
+                None if tokenizer is None else decode,
+                ROUTED_FLEET,
+                config.sequences_per_gateway,
             ),
             ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),

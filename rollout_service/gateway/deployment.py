@@ -84,7 +84,8 @@ class GatewayReplica:
         chats.make_if_configured(self._services)
         self._open = OpenRequests()
         self._removal = Removal(self._open, self._drain.work_s)
-        self._watching = [asyncio.create_task(watch()) for watch in (watch_controller, self._removal.watch)]
+        watches = (watch_controller, self._removal.watch, made.dispatcher.show_queue)
+        self._watching = [asyncio.create_task(watch()) for watch in watches]
         self._drain.serves(self._end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -59,8 +59,8 @@ def _service(name: str, kind: Kind, unit: Unit, labels: tuple[str, ...], descrip
 
 REQUESTS = _process(
     "requests_total", "counter", "", ("outcome",),
-    "Prompts, by how they ended: ok, cancelled by the client, or the class of the error in errors.py. Overloaded and "
-    "NotReady are 503s, TooEarly 425s.",
+    "Prompts, by how they ended: ok, cancelled by the client, or the class of the error in errors.py. Overloaded "
+    "(the gateway's queue is full) and NotReady are 503s, TooEarly 425s.",
 )  # fmt: skip
 TIME_TO_LAST_TOKEN = _process(
     "time_to_last_token_seconds", "histogram", "seconds", (),
@@ -81,10 +81,15 @@ COMPLETION_TOKENS = _process(
     "completion_tokens_total", "counter", "tokens", (),
     "Tokens given to clients. vLLM counts those that it made: the difference was thrown away.",
 )  # fmt: skip
+QUEUE_SEQUENCES = _process(
+    "queue_sequences", "gauge", "", (),
+    "Sequences that wait in a gateway until a replica has room for them; a request counts n. The autoscaler counts "
+    "them, too.",
+)  # fmt: skip
 REFUSALS = _process(
     "refusals_total", "counter", "", ("reason",),
     "Answers of a replica that took no request: Overloaded (full), TooEarly (behind min_weight_version), NotReady "
-    "(being replaced). The gateway then asks another one.",
+    "(being replaced). The gateway then asks another one, and keeps the request in its queue when all refuse.",
 )  # fmt: skip
 CONTINUATIONS = _process(
     "continuations_total", "counter", "", ("cause",),
@@ -221,7 +226,7 @@ REPLICA_ERROR = _service(
 REPLICA_PAUSED = _service("replica_paused", "gauge", "", ("replica",), "1 if it has obeyed a pause.")
 REPLICA_SEQUENCES = _service(
     "replica_sequences", "gauge", "", ("replica",),
-    "Sequences it has admitted and not answered; at engine.admission_limit it refuses.",
+    "Sequences it has admitted and not answered; at engine.admission_limit it takes no more.",
 )  # fmt: skip
 REPLICA_REPORT_AGE = _service(
     "replica_report_age_seconds", "gauge", "seconds", ("replica",),

@@ -19,6 +19,8 @@ class ProgressAsk(Frozen):
     """The gateway, as in ``GenerateCall``."""
     acknowledged: int = Field(default=0, ge=0)
     """Number of the last answer that arrived; 0: none."""
+    queued: int = Field(default=0, ge=0)
+    """Sequences that wait in the gateway, divided by the replicas that it asks: for the autoscaler."""
 
 
 class Piece(Frozen):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_service import logs
+from rollout_service.errors import EngineFailed, Overloaded, TooEarly
 from rollout_service.logs import TELL_VLLM, log_with_serve
 from rollout_service.model.tiny import make_tiny_qwen3
 
@@ -18,9 +20,11 @@ class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
+        self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+        self.records.append(record)
 
 
 @pytest.fixture
@@ -29,8 +33,10 @@ def serves() -> Iterator[Kept]:
     loggers = [logging.getLogger(name) for name in ("ray.serve", "rollout_service", "vllm", "uvicorn")]
     before = [(each.handlers, each.propagate, each.level) for each in loggers]
     kept = Kept()
+    filters = list(loggers[0].filters)
     loggers[0].handlers, loggers[0].propagate = [kept], False
     yield kept
+    loggers[0].filters = filters
     for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
         each.handlers, each.propagate = handlers, propagate
         each.setLevel(level)
@@ -43,6 +49,42 @@ def test_lines_from_serves_level_on_are_shown_once(serves: Kept, level: int, sho
     log_with_serve()
     logging.getLogger("rollout_service.engine.weight_sync").info("told")
     assert serves.messages == shown
+
+
+class TestRefusals:
+    def failed(self, error: Exception) -> None:
+        """Log as Serve does when a call raises."""
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("ray.serve").exception("Request failed.")
+
+    def test_a_refusal_is_one_line_without_a_traceback(self, serves: Kept) -> None:
+        log = logging.getLogger("ray.serve")
+        now, refusals = 0.0, logs.ShortRefusals(lambda: now)
+        log.addFilter(refusals)
+        try:
+            for _ in range(1000):
+                self.failed(Overloaded("full"))
+            self.failed(TooEarly("behind\nby one"))
+            assert serves.messages == ["Overloaded: full", "TooEarly: behind by one"]
+            assert not any(record.exc_info for record in serves.records)
+            now = logs.QUIET_S
+            self.failed(Overloaded("full again"))
+            assert serves.messages[-1] == "Overloaded: full again (999 more since the last such line)"
+        finally:
+            log.removeFilter(refusals)
+
+    def test_a_bug_keeps_its_traceback(self, serves: Kept) -> None:
+        log_with_serve()
+        for _ in range(2):
+            self.failed(KeyError("a bug"))
+        assert [bool(record.exc_info) for record in serves.records] == [True, True]
+
+    def test_processes_of_serve_shorten_refusals(self, serves: Kept) -> None:
+        log_with_serve()
+        self.failed(EngineFailed("died"))
+        assert serves.messages == ["EngineFailed: died"]
 
 
 IN_A_REPLICA = """

@@ -1,4 +1,7 @@
 import asyncio
+import errno
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -6,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_service.client import RolloutClient
-from rollout_service.connections import ManyConnections
+from rollout_service.connections import OTHER_FILES, ManyConnections, too_many_open_files
 from tests.unit.client.service import Service, until_disconnected
 
 
@@ -20,6 +23,42 @@ async def test_connections_are_opened_only_as_far_as_they_are_needed(service: Se
     await client.generate_batch([[i] for i in range(9)], concurrency=3)
     await client.generate_batch([[i] for i in range(9)], concurrency=2)
     assert len(set(service.client_ports)) == 3
+
+
+FEW_FILES = """
+import logging, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+from rollout_service.connections import affordable_connections
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+print(affordable_connections(1024), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def affordable(soft: int, hard: int) -> tuple[int, int, str]:
+    """Connections of a process with these limits, its soft limit afterwards, and its warning."""
+    output = subprocess.check_output([sys.executable, "-c", FEW_FILES, str(soft), str(hard)], text=True)
+    *warning, numbers = output.splitlines()
+    connections, soft_after = map(int, numbers.split())
+    return connections, soft_after, " ".join(warning)
+
+
+def test_the_soft_limit_of_open_files_is_raised_as_far_as_needed() -> None:
+    connections, soft, warning = affordable(1024, 4096)
+    assert connections == 1024 and 1024 + OTHER_FILES < soft < 4096 and not warning
+
+
+def test_a_low_hard_limit_bounds_connections_and_is_named() -> None:
+    connections, soft, warning = affordable(512, 1000)
+    assert 1 < connections < 1000 - OTHER_FILES and soft == 1000
+    assert "1000 open files" in warning and "ulimit -Hn" in warning
+
+
+def test_too_many_open_files_are_told_from_a_service_that_is_away() -> None:
+    refused = OSError(errno.ECONNREFUSED, "refused")
+    full = httpx.ConnectError("no")
+    full.__cause__ = ExceptionGroup("all attempts failed", [refused, OSError(errno.EMFILE, "too many")])
+    assert "ulimit -n" in str(too_many_open_files(full))
+    assert too_many_open_files(httpx.ConnectError("no")) is None and too_many_open_files(refused) is None
 
 
 async def test_a_cancelled_request_makes_room_for_the_next(service: Service) -> None:

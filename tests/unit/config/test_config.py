@@ -106,12 +106,11 @@ class TestFieldsThatGoTogether:
         message = message_of({"scaling": {"min_replicas": 4, "max_replicas": 2}})
         assert "max_replicas=2" in message and "min_replicas=4" in message
 
-    def test_an_unreachable_target_names_the_admission_limit(self) -> None:
-        scaling = {"max_replicas": 2, "target_sequences": 64}
-        message = message_of({"scaling": scaling, "engine": {"admission_limit": 64}})
-        assert "target_sequences=64" in message and "admission_limit=64" in message
-        ServiceConfig.model_validate({"scaling": scaling, "engine": {"admission_limit": 65}})
-        ServiceConfig.model_validate({"scaling": {"target_sequences": 64}, "engine": {"admission_limit": 64}})
+    def test_a_replica_holds_a_multiple_of_what_it_decodes(self) -> None:
+        config = ServiceConfig.model_validate({"engine": {"max_num_seqs": 64}, "scaling": {"gateways": 4}})
+        assert (config.engine.sequences_per_replica, config.sequences_per_gateway) == (256, 64)
+        config = ServiceConfig.model_validate({"engine": {"admission_limit": 3}, "scaling": {"gateways": 4}})
+        assert (config.engine.sequences_per_replica, config.sequences_per_gateway) == (3, 1)
 
     @pytest.mark.parametrize("gone", ["every_versions", "average_decay", "max_drift", "max_saturated"])
     def test_settings_of_calibration_that_went_are_unknown(self, gone: str) -> None:

@@ -16,14 +16,14 @@ def test_a_running_request_takes_places_and_then_frees_them() -> None:
     assert limit.running == 0
 
 
-def test_a_request_that_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_a_full_replica_refuses_with_the_numbers() -> None:
     limit = AdmissionLimit(10)
-    with limit.admit(8):
-        with pytest.raises(Overloaded, match="8 of 10 sequences and 3 more") as refused, limit.admit(3):
+    with limit.admit(10):
+        with pytest.raises(Overloaded, match="10 of 10 sequences and 3 more") as refused, limit.admit(3):
             pass
-        assert refused.value.detail == {"running": 8, "limit": 10, "asked": 3}
+        assert refused.value.detail == {"running": 10, "limit": 10, "asked": 3}
         assert refused.value.retry_after_s
-        assert limit.running == 8
+        assert limit.running == 10
 
 
 def test_a_refused_request_takes_no_place() -> None:
@@ -43,14 +43,22 @@ def test_a_request_that_fails_gives_its_places_back() -> None:
     assert limit.running == 0
 
 
-def test_a_request_larger_than_the_limit_runs_alone() -> None:
+@pytest.mark.parametrize("asked", [2, 5, 4096])
+def test_one_free_place_takes_a_request_of_any_size(asked: int) -> None:
     limit = AdmissionLimit(4)
-    with limit.admit(100):
-        assert limit.running == 100
+    with limit.admit(3), limit.admit(asked):
+        assert limit.running == 3 + asked
         with pytest.raises(Overloaded), limit.admit(1):
             pass
-    with limit.admit(1), pytest.raises(Overloaded), limit.admit(100):
-        pass
+
+
+def test_a_gateway_has_its_share_of_a_replica_that_another_one_fills() -> None:
+    limit = AdmissionLimit(10, share=5)
+    with limit.admit(10, "a"):
+        with pytest.raises(Overloaded), limit.admit(1, "a"):
+            pass
+        with limit.admit(4, "b"), limit.admit(3, "b"), pytest.raises(Overloaded), limit.admit(1, "b"):
+            pass
 
 
 def test_sequences_are_told_by_the_gateway_that_sent_them() -> None:

@@ -11,7 +11,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from rollout_service.engine import load_statistics
-from rollout_service.engine.load_statistics import SchedulerLog, autoscaling_stats, watch_kv_reads
+from rollout_service.engine.load_statistics import (
+    QUEUE_FRESH_S,
+    GatewayQueues,
+    SchedulerLog,
+    autoscaling_stats,
+    watch_kv_reads,
+)
 from rollout_service.metrics import process, table
 from tests.unit.metrics.counts import Counts
 
@@ -31,6 +37,20 @@ def status(**changes: object) -> ReplicaStatus:
 
 def test_the_numbers_of_the_last_step_are_told(log: SchedulerLog) -> None:
     assert autoscaling_stats(status(), log) == {RUNNING: 5, WAITING: 3, KV_USAGE: 0.25, VERSION: 7, SERVING: 1}
+
+
+def test_what_waits_in_the_gateways_is_told_while_they_say_so(log: SchedulerLog) -> None:
+    now = 0.0
+    queues = GatewayQueues(lambda: now)
+    queues.note("a", 100)
+    queues.note("b", 7)
+    queues.note("a", 50)
+    assert autoscaling_stats(status(), log, queues.sequences())[WAITING] == 3 + 57
+    now = QUEUE_FRESH_S
+    queues.note("b", 0)
+    assert queues.sequences() == 50
+    now += 0.1
+    assert queues.sequences() == 0
 
 
 def test_a_step_without_numbers_leaves_those_of_the_one_before(log: SchedulerLog) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import (
@@ -18,14 +18,17 @@ from rollout_service.errors import (
     RolloutServiceError,
     TooEarly,
 )
+from rollout_service.fleet import dispatch as dispatch_module
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.fleet.placements import PLACEMENTS
-from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from rollout_service.fleet.placements import PLACEMENTS, RoutedFleet, RoutedReplica
+from rollout_service.metrics import process, table
+from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.rpc import EngineClient
 from rollout_service.shadow.sample import calls_of
+from tests.unit.metrics.counts import Counts
 
 Step = Callable[[GenerateCall], Rollout] | Exception
 
@@ -116,7 +119,7 @@ def call(n: int = 1, **fields: object) -> GenerateCall:
 
 
 def dispatcher(engine: Script, **limits: float) -> Dispatcher:
-    limits = {"version_wait_s": 0.0, "replica_wait_s": 0.0, **limits}
+    limits = {"version_wait_s": 0.0, **limits}
     return Dispatcher(EngineClient(engine), Ingest(), EngineConfig(**limits))
 
 
@@ -237,23 +240,24 @@ class TestRefusal:
         assert (rollout.attempts, rollout.replica_id) == (1, "b")
         assert engine.calls[1].avoid == ("a",)
 
-    async def test_when_all_replicas_are_full_the_caller_is_told_at_once(self) -> None:
-        engine = Script([refusal(Overloaded, "a"), refusal(Overloaded, "b"), refusal(Overloaded, "a")])
-        with pytest.raises(Overloaded):
-            await dispatcher(engine, replica_wait_s=60).complete(call())
+    @pytest.mark.parametrize("cls", [Overloaded, NotReady])
+    async def test_a_rollout_waits_for_as_long_as_all_replicas_refuse(self, cls: type[RolloutServiceError]) -> None:
+        engine = Script([refusal(cls, "a"), refusal(cls, "b"), refusal(cls, "a"), made(9)])
+        assert (await dispatcher(engine).complete(call())).attempts == 1
+        assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b"), ()]
 
     async def test_a_rollout_that_was_accepted_once_waits_for_a_place(self) -> None:
         engine = Script([DIED, *[refusal(Overloaded, "b")] * 2, made(9, replica_id="b")])
-        rollout = await dispatcher(engine, replica_wait_s=60).complete(call())
+        rollout = await dispatcher(engine).complete(call())
         assert rollout.attempts == 2
-
-    async def test_a_rollout_waits_for_a_replica_that_is_being_replaced(self) -> None:
-        engine = Script([*[refusal(NotReady, "a")] * 2, made(9, replica_id="b")])
-        assert (await dispatcher(engine, replica_wait_s=60).complete(call())).attempts == 1
 
     async def test_a_deployment_that_cannot_start_is_no_reason_to_wait(self) -> None:
         with pytest.raises(NotReady, match="no replica of the engine can be started"):
-            await dispatcher(Script([DeploymentUnavailableError("engine")]), replica_wait_s=60).complete(call())
+            await dispatcher(Script([DeploymentUnavailableError("engine")])).complete(call())
+
+    async def test_calls_that_serve_cannot_send_end_with_its_reason(self) -> None:
+        with pytest.raises(NotReady, match="did not take this call"):
+            await dispatcher(Script([RayServeException("broken")] * 3)).complete(call())
 
     async def test_a_missing_version_is_awaited_and_refused_with_live_ones(self) -> None:
         steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
@@ -262,6 +266,111 @@ class TestRefusal:
         assert refused.value.detail == {"min_weight_version": 7, "latest_version": 4, "live": {"a": 3, "b": 4}}
         waited = await dispatcher(Script([*steps, made(9)]), version_wait_s=60).complete(call(min_weight_version=7))
         assert waited.attempts == 1
+
+
+class Starting:
+    """A deployment whose replicas have not started; calls wait in Serve's handle until a test places them."""
+
+    def __init__(self) -> None:
+        self.calls, self.cancelled = list[GenerateCall](), 0
+        self.sent, self.placed = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        self.calls.append(call)
+        self.sent.set()
+        try:
+            await self.placed.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return made(9)(call)  # type: ignore[operator]
+
+
+class FailingStarts:
+    """An ingest that knows of failed starts."""
+
+    def __init__(self, tries: int) -> None:
+        self.tries, self.asked = tries, asyncio.Event()
+
+    async def fleet(self) -> Fleet:
+        self.asked.set()
+        start = FailedStart(replica_id="a", reason="no GPU", at=0.0)
+        failed = FailedStarts(tries=self.tries, first=start, last=start, over=False)
+        return Fleet(latest_version=0, paused=False, replicas=(), failed_starts=failed)
+
+
+class TestFleet:
+    def of(self, engine: object, fleet: RoutedFleet, ingest: object = None, **limits: int) -> Dispatcher:
+        config = EngineConfig.model_validate(limits)
+        return Dispatcher(engine, ingest or Ingest(), config, None, fleet, 1)  # type: ignore[arg-type]
+
+    async def test_one_call_wakes_a_fleet_of_zero_and_the_others_follow_at_once(self) -> None:
+        engine, fleet = Starting(), RoutedFleet()
+        dispatch = self.of(engine, fleet, admission_limit=4)
+        calls = [asyncio.create_task(dispatch.complete(call(n=2))) for _ in range(9)]
+        await engine.sent.wait()
+        assert len(engine.calls) == 1 and dispatch.queue.sequences == 16
+        fleet.update({"a": RoutedReplica("ready", 3, 0)})
+        await settle()
+        assert len(engine.calls) == 2
+        fleet.update({"a": RoutedReplica("ready", 3, 0), "b": RoutedReplica("ready", 3, 0)})
+        await settle()
+        assert len(engine.calls) == 4
+        engine.placed.set()
+        assert len(await asyncio.gather(*calls)) == 9
+
+    async def test_a_fleet_that_cannot_start_ends_calls_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch_module, "_UNPLACED_S", 0.0)
+        engine = Starting()
+        dispatch = self.of(engine, RoutedFleet(), FailingStarts(tries=3))
+        calls = [asyncio.create_task(dispatch.complete(call())) for _ in range(5)]
+        for each in calls:
+            with pytest.raises(NotReady, match=r"3 starts have failed, the first .* with: no GPU"):
+                await each
+        assert engine.cancelled == len(engine.calls) == 5
+
+    async def test_a_start_that_failed_twice_is_still_awaited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dispatch_module, "_UNPLACED_S", 0.0)
+        engine, ingest = Starting(), FailingStarts(tries=2)
+        waiting = asyncio.create_task(self.of(engine, RoutedFleet(), ingest).complete(call()))
+        await ingest.asked.wait()
+        engine.placed.set()
+        assert (await waiting).attempts == 1
+
+    async def test_a_cancelled_call_leaves_the_queue(self) -> None:
+        engine = Starting()
+        dispatch = self.of(engine, RoutedFleet())
+        running, waiting = (asyncio.create_task(dispatch.complete(call(n=3))) for _ in range(2))
+        await engine.sent.wait()
+        waiting.cancel()
+        await settle()
+        assert dispatch.queue.sequences == 0
+        running.cancel()
+        await settle()
+        assert engine.cancelled == 1
+
+    async def test_the_length_of_the_queue_is_exported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        counts, shown = Counts(), asyncio.Event()
+        monkeypatch.setattr(process, "sink", counts)
+        engine = Starting()
+        dispatch = self.of(engine, RoutedFleet())
+        calls = [asyncio.create_task(dispatch.complete(call(n=3))) for _ in range(3)]
+        await engine.sent.wait()
+
+        async def sleep(seconds: float) -> None:
+            shown.set()
+            await asyncio.Event().wait()
+
+        showing = asyncio.create_task(dispatch.show_queue(sleep))
+        await shown.wait()
+        assert counts.values[(table.QUEUE_SEQUENCES.name,)] == [6]
+        for task in (*calls, showing):
+            task.cancel()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 class TestAbort:

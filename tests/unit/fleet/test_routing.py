@@ -46,6 +46,11 @@ class TestRanked:
         assert ranked(candidates, session_replica="b") == ["b", "a"]
         assert ranked(candidates, session_replica="gone") == ["a", "b"]
 
+    def test_a_session_leaves_a_replica_that_is_full(self) -> None:
+        candidates = [Candidate("a", version=3), Candidate("b", version=4, is_full=True)]
+        assert ranked(candidates, session_replica="b") == ["a", "b"]
+        assert ranked(candidates, min_version=4) == ["b", "a"]
+
     def test_a_session_leaves_a_replica_that_is_behind_or_failed_it(self) -> None:
         candidates = [Candidate("a", version=4), Candidate("b", version=3)]
         assert ranked(candidates, session_replica="b", min_version=4) == ["a", "b"]

@@ -1,0 +1,220 @@
+"""The calls of one gateway that wait until a replica has room for them.
+
+Calls leave in vLLM's order: the lowest ``priority`` first, then the earliest arrival. A replica takes a call of any
+``n`` while it has room for one sequence, so calls with a large ``n`` never wait for more room than others.
+
+What replicas publish is seconds old, so a replica may refuse a call that the queue has let go. Such a call keeps its
+place in the order and is set aside until the fleet changes, or until another call ends and leaves its room.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from rollout_service.errors import Overloaded
+
+MAX_SEQUENCES = 500_000
+"""Sequences that may wait in one gateway."""
+MAX_BYTES = 4 << 30
+"""Estimated memory of the calls that may wait in one gateway."""
+RETRY_S = 0.25
+"""Period after which a few refused calls are sent again without an event: an update of the router may be lost."""
+RETRIED_CALLS = 16
+"""Calls that are sent again after one such period."""
+
+Later = Callable[[float, Callable[[], None]], object]
+"""Calls a function after so many seconds."""
+
+
+@dataclass
+class Ticket:
+    """A place in the order of all calls. The continuations of a call have the ticket of the call."""
+
+    priority: int
+    arrival: int
+    was_sent: bool = False
+    """True once a replica was asked to take the call: the bounds of the queue no longer hold for it."""
+
+
+@dataclass(order=True)
+class Turn:
+    """One call that waits for its turn, or has it."""
+
+    key: tuple[int, ...]
+    sequences: int = field(compare=False)
+    nbytes: int = field(compare=False)
+    begun: asyncio.Future[None] = field(compare=False)
+    was_refused: bool = field(default=False, compare=False)
+    """Set by the caller: every replica has refused the call."""
+    is_full: bool = field(default=False, compare=False)
+    """Set by the caller: every replica has refused the call because it has no room."""
+
+
+class DispatchQueue:
+    """Lets calls go in their order, as far as there is room."""
+
+    def __init__(
+        self,
+        room: Callable[[], int],
+        max_sequences: int = MAX_SEQUENCES,
+        max_bytes: int = MAX_BYTES,
+        later: Later | None = None,
+    ) -> None:
+        """
+        Args:
+            room: Returns the number of sequences that the fleet may hold for this gateway.
+            max_sequences, max_bytes: Bounds on the calls that wait.
+            later: Takes the place of the event loop's ``call_later``.
+        """
+        self._room, self._max_sequences, self._max_bytes, self._later = room, max_sequences, max_bytes, later
+        self._arrivals, self._order = itertools.count(), itertools.count()
+        self._ready: list[Turn] = []
+        self._refused: list[Turn] = []
+        self._left = 0
+        """Turns in both lists whose callers have left."""
+        self._is_full = False
+        """True after replicas said so, until the router knows more."""
+        self._retrying = False
+        self._calls_sent = self._sequences_sent = 0
+        self.sequences = 0
+        """The number of sequences that wait."""
+        self.nbytes = 0
+        """Estimated bytes of the calls that wait."""
+
+    def ticket(self, priority: int) -> Ticket:
+        """Return the place of a call that arrives now."""
+        return Ticket(priority, next(self._arrivals))
+
+    @asynccontextmanager
+    async def turn(self, ticket: Ticket, sequences: int, nbytes: int, rounds: int = 0) -> AsyncIterator[Turn]:
+        """Wait for the turn of a call, and hold its room until the block ends.
+
+        A call that is cancelled leaves the queue at once.
+
+        Args:
+            ticket: Place of the call.
+            sequences: Completions that it asks for.
+            nbytes: Estimated memory of the call.
+            rounds: How often every replica has refused the call. Above 0 it waits for a change first.
+
+        Raises:
+            Overloaded: The queue has reached a bound, and the call is new.
+        """
+        key = (ticket.priority, ticket.arrival, next(self._order))
+        turn = Turn(key, sequences, nbytes, asyncio.get_running_loop().create_future())
+        self.sequences += sequences
+        self.nbytes += nbytes
+        if rounds:
+            # calls that were refused less often come first: none waits behind a call that no replica can take
+            turn.key = (rounds, *key)
+            heapq.heappush(self._refused, turn)
+            self._retry_later()
+        else:
+            heapq.heappush(self._ready, turn)
+            self._let_go()
+        try:
+            if not turn.begun.done() and not ticket.was_sent:
+                self._require_bounds(turn)
+            await turn.begun
+        except BaseException:
+            if turn.begun.cancelled() or not turn.begun.done():
+                self._leave(turn)
+            else:  # cancelled after its turn had come
+                self._end(turn)
+            raise
+        ticket.was_sent = True
+        try:
+            yield turn
+        finally:
+            self._end(turn)
+
+    def fleet_changed(self, can_take_others: bool) -> None:
+        """Let calls go that have room now. Called when the router knows more of the replicas.
+
+        ``can_take_others``: Replicas came or went, or changed their state or version, so that refused calls are sent
+        again. Otherwise only the room has changed.
+        """
+        self._is_full = False
+        if can_take_others:
+            self._recall(len(self._refused))
+        self._let_go()
+
+    def _require_bounds(self, new: Turn) -> None:
+        for what, asked, held, limit, name in (
+            ("sequences", new.sequences, self.sequences, self._max_sequences, "MAX_SEQUENCES"),
+            ("bytes", new.nbytes, self.nbytes, self._max_bytes, "MAX_BYTES"),
+        ):
+            if held > limit:
+                raise Overloaded(
+                    f"the gateway's queue is full: it holds {held - asked} of at most {limit} {what} ({name} in "
+                    f"rollout_service/fleet/queue.py), and {asked} more were asked for; send them later, or raise "
+                    "scaling.max_replicas or scaling.gateways",
+                    {"bound": name, "limit": limit, "held": held - asked, "asked": asked},
+                )
+
+    def _let_go(self, sequences_beyond: int = 0) -> None:
+        """Begin turns. ``sequences_beyond``: so many even after replicas said that they are full."""
+        while self._ready:
+            if self._ready[0].begun.done():  # its caller has left
+                heapq.heappop(self._ready)
+                self._left -= 1
+                continue
+            # one call goes in any case: what is known of the fleet may be wrong, and a fleet of zero starts by it
+            has_room = self._sequences_sent < self._room() and (not self._is_full or sequences_beyond > 0)
+            if self._calls_sent and not has_room:
+                return
+            turn = heapq.heappop(self._ready)
+            sequences_beyond -= turn.sequences
+            self._calls_sent += 1
+            self._sequences_sent += turn.sequences
+            self._count_out(turn)
+            turn.begun.set_result(None)
+
+    def _recall(self, count: int) -> None:
+        while count and self._refused:
+            turn = heapq.heappop(self._refused)
+            if turn.begun.done():
+                self._left -= 1
+                continue
+            turn.key = turn.key[1:]
+            heapq.heappush(self._ready, turn)
+            count -= 1
+
+    def _end(self, turn: Turn) -> None:
+        self._calls_sent -= 1
+        self._sequences_sent -= turn.sequences
+        if turn.was_refused:
+            self._is_full |= turn.is_full
+            self._let_go()
+        else:
+            self._recall(1)
+            self._let_go(turn.sequences)
+
+    def _leave(self, turn: Turn) -> None:
+        turn.begun.cancel()
+        self._count_out(turn)
+        self._left += 1
+        if 2 * self._left > len(self._ready) + len(self._refused):
+            for waiting in (self._ready, self._refused):
+                waiting[:] = [each for each in waiting if not each.begun.done()]
+                heapq.heapify(waiting)
+            self._left = 0
+
+    def _count_out(self, turn: Turn) -> None:
+        self.sequences -= turn.sequences
+        self.nbytes -= turn.nbytes
+
+    def _retry_later(self) -> None:
+        if not self._retrying:
+            self._retrying = True
+            (self._later or asyncio.get_running_loop().call_later)(RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = False
+        self._recall(RETRIED_CALLS)
+        self._let_go(RETRIED_CALLS)
+        if self._refused:
+            self._retry_later()
