@@ -206,6 +206,10 @@ class EngineConfig(Config):
     max_attempts: int = Field(default=3, ge=1)
     """Generations that a completion may take when replicas abort it or die under it; a refusal is none."""
 
+    replica_wait_s: float = Field(default=600.0, ge=0)
+    """How long the rest of a completion that was cut short waits for a replica. Then its tokens go back to the caller
+    with ``finish_reason="abort"``. A rollout without tokens waits for as long as it takes."""
+
     admission_limit: int | None = Field(default=None, ge=1)
     """Sequences (a request counts ``n``) that a replica holds, those that wait in vLLM included. A replica takes
     requests until it holds so many; the others wait in the gateways. None: four times ``max_num_seqs``, since a request

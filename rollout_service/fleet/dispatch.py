@@ -8,6 +8,7 @@ replica, and then goes on from those that the replica had told (``fleet/progress
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -62,6 +63,8 @@ class _Progress:
     attempts: int = 1
     lost_on: tuple[str, ...] = ()
     cut_short_by: Literal["abort", "lost"] = "abort"
+    is_rest: bool = False
+    """True of what a completion lacks that was cut short."""
     not_sent: int = 0
     """How often Serve could not send the call to any replica."""
 
@@ -150,7 +153,7 @@ class Dispatcher:
 
         Returns the completion, the replica that sampled its last token, the attempts, and why its rest failed.
         """
-        progress, failure = replace(so_far), None
+        progress, failure = replace(so_far, is_rest=True), None
         while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
             progress.attempts += 1
             record(table.CONTINUATIONS, cause=progress.cut_short_by)
@@ -224,31 +227,34 @@ class Dispatcher:
     async def _taken(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
         """Return the answer of the first replica that takes the call; of a lost one, what it had told.
 
-        Waits in the queue for as long as replicas are full or being replaced, and up to ``version_wait_s`` for
-        ``min_weight_version``. Raises EngineFailed when the lost replica had told no token.
+        Waits in the queue for as long as replicas are full or being replaced: the rest of a completion up to
+        ``replica_wait_s``. Waits up to ``version_wait_s`` for ``min_weight_version``. Raises EngineFailed when the lost
+        replica had told no token.
         """
-        rounds, too_early_since = 0, None
+        time = asyncio.get_running_loop().time
+        rounds, refusals = 0, list[RolloutServiceError]()
+        rest_until = time() + self._limits.replica_wait_s if progress.is_rest else math.inf
+        version_until = math.inf
         while True:
+            until = rest_until if version_until == math.inf else version_until
             try:
-                async with asyncio.timeout_at(
-                    None if too_early_since is None else too_early_since + self._limits.version_wait_s
-                ) as version_wait:
+                async with asyncio.timeout_at(None if until == math.inf else until) as waiting:
                     async with self.queue.turn(progress.ticket, call.sampling.n, _size(call), rounds) as turn:
-                        version_wait.reschedule(None)
+                        waiting.reschedule(None)
                         answer = await self._first_answer(call, progress, watch)
                         if isinstance(answer, Rollout):
                             return answer
                         turn.was_refused = True
                         turn.is_full = all(isinstance(refusal, Overloaded) for refusal in answer)
             except TimeoutError:
-                raise await self._too_early(call) from None
-            rounds += 1
-            if not all(isinstance(refusal, TooEarly) for refusal in answer):
-                too_early_since = None
-            elif too_early_since is None:
-                too_early_since = asyncio.get_running_loop().time()
-                if not self._limits.version_wait_s:
-                    raise await self._too_early(call) from answer[-1]
+                if version_until != math.inf:
+                    raise await self._too_early(call) from None
+                raise self._not_placed(call, refusals) from None
+            rounds, refusals = rounds + 1, answer
+            if not all(isinstance(refusal, TooEarly) for refusal in refusals):
+                version_until = math.inf
+            elif version_until == math.inf:
+                version_until = time() + self._limits.version_wait_s
 
     async def _first_answer(
         self, call: GenerateCall, progress: _Progress, watch: Watch
@@ -327,7 +333,7 @@ class Dispatcher:
             raise NotReady(
                 f"no engine replica is live, and {failed.tries} starts have failed, the first "
                 f"({failed.first.replica_id}) with: {failed.first.reason}",
-                {"failed_starts": failed.model_dump(mode="json")},
+                {"is_given_up": True, "failed_starts": failed.model_dump(mode="json")},
             )
 
     async def show_queue(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -351,6 +357,14 @@ class Dispatcher:
                 loop.call_soon_threadsafe(self.queue.fleet_changed, can_take_others)
 
         self._fleet.listen(changed)
+
+    def _not_placed(self, call: GenerateCall, refusals: list[RolloutServiceError]) -> RolloutServiceError:
+        if refusals:
+            return refusals[-1]
+        return Overloaded(
+            f"no replica had room for the rest of {call.request_id} within engine.replica_wait_s="
+            f"{self._limits.replica_wait_s:g} s: add replicas, or raise it"
+        )
 
     async def _too_early(self, call: GenerateCall) -> RolloutServiceError:
         live, latest = dict[str, int | None](), None

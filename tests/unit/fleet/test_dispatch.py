@@ -119,7 +119,7 @@ def call(n: int = 1, **fields: object) -> GenerateCall:
 
 
 def dispatcher(engine: Script, **limits: float) -> Dispatcher:
-    limits = {"version_wait_s": 0.0, **limits}
+    limits = {"version_wait_s": 0.0, "replica_wait_s": 0.0, **limits}
     return Dispatcher(EngineClient(engine), Ingest(), EngineConfig(**limits))
 
 
@@ -506,6 +506,30 @@ class TestFailedRest:
         engine = Script([made(0, 0, end="abort"), *[refusal(Overloaded, "b")] * 4])
         with pytest.raises(Overloaded):
             await dispatcher(engine).complete(call(n=2))
+
+    async def test_a_rest_that_finds_no_room_leaves_the_tokens(self) -> None:
+        engine = HalfEngine()
+        fleet = RoutedFleet()
+        dispatch = Dispatcher(engine, Ingest(), EngineConfig(replica_wait_s=0.0, admission_limit=1), None, fleet)  # type: ignore[arg-type]
+        fleet.update({"a": RoutedReplica("ready", 3, 0)})
+        rollout = asyncio.create_task(dispatch.complete(call()))
+        others = asyncio.create_task(dispatch.complete(call(priority=-1)))
+        await settle()
+        engine.cut.set()
+        assert [len(c.token_ids) for c in (await rollout).completions] == [4]
+        others.cancel()
+
+
+class HalfEngine:
+    """A replica that aborts its first call when a test says so, and answers no other."""
+
+    def __init__(self) -> None:
+        self.cut, self._calls = asyncio.Event(), 0
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        self._calls += 1
+        await (self.cut if self._calls == 1 else asyncio.Event()).wait()
+        return made(4, end="abort")(call)  # type: ignore[operator]
 
 
 class TestVersionOfTheRest:
