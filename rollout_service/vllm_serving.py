@@ -31,9 +31,11 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.parser import Parser
-from vllm.renderers import renderer_from_config
+from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.utils.mistral import is_mistral_tokenizer
 
 from rollout_service.private_names import PrivateName, require_names
 
@@ -46,11 +48,13 @@ __all__ = [
     "BaseModelPath",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
+    "ChatParams",
     "DeltaMessage",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "EngineClient",
     "ErrorResponse",
+    "HfRenderer",
     "OnlineRenderer",
     "OpenAIServingChat",
     "OpenAIServingModels",
@@ -61,8 +65,10 @@ __all__ = [
     "ServingTokenization",
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",
+    "TokenizeParams",
     "TokenizeResponse",
     "construct_chat_messages_with_tool_call",
+    "is_mistral_tokenizer",
     "load_chat_template",
     "renderer_from_config",
 ]
@@ -91,7 +97,18 @@ NAMES = (
     _read("vllm.parser", "Parser.parse", "self model_output request enable_auto_tools model_output_token_ids"),
     _read("vllm.parser", "Parser.parse_delta"),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.message_stream_converter"),
-    _read("vllm.renderers.online_renderer", "OnlineRenderer.preprocess_chat"),
+    _read(
+        "vllm.renderers.online_renderer",
+        "OnlineRenderer.preprocess_chat",
+        takes="self request messages default_template default_template_content_format default_template_kwargs "
+        "tool_dicts parser skip_mm_cache",
+    ),
+    _read("vllm.renderers.online_renderer", "OnlineRenderer.render_chat", takes="self request skip_mm_cache"),
+    _read("vllm.renderers.online_renderer", "OnlineRenderer.render_responses"),
+    _read("vllm.renderers.base", "BaseRenderer.render_messages_async", takes="self messages params"),
+    _read("vllm.renderers.base", "BaseRenderer.tokenize_prompt_async", takes="self prompt params"),
+    _read("vllm.renderers.base", "BaseRenderer.get_eos_token_id", takes="self"),
+    _read("vllm.config", "ModelConfig.try_get_generation_config", takes="self"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.create_responses"),
     _read(f"{_OPENAI}.responses.utils", "construct_chat_messages_with_tool_call", "input_messages"),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", "self request raw_request"),

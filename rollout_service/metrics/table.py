@@ -96,6 +96,11 @@ CONTINUATIONS = _process(
     "Attempts after the first: abort (a completion was cut off by an update or pause and goes on from its tokens) or "
     "lost (the replica died under it, and it goes on from the tokens that had left it, or anew if there are none).",
 )  # fmt: skip
+SESSION_TURNS = _process(
+    "session_turns_total", "counter", "", ("start",),
+    "Turns of sessions, by how they began: first (of its session), continued (from the tokens of an earlier turn), or "
+    "why a branch began: the reasons in docs/agents.md.",
+)  # fmt: skip
 
 # --- shadow, if there is one
 

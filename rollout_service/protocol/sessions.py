@@ -42,8 +42,9 @@ class Turn(Frozen):
     index: int
     """In the order in which the session's turns ended."""
     parent: int | None
-    """The turn that this one continues. None: it began from text, as a first turn does, and one whose history the agent
-    has changed."""
+    """The turn that this one continues. None: it began from text, as a first turn does."""
+    branch: str | None = None
+    """Why it continues no earlier turn of the session; see docs/agents.md. None: it does, or is the first."""
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -52,6 +53,8 @@ class Turn(Frozen):
     spans: tuple[Span, ...]
     """Which weights on which replica made them."""
     finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it, as vLLM has it: None if the model's own end of sequence did."""
     truncated_sampling: bool
     message: Message
     """What the agent was told."""
@@ -96,3 +99,5 @@ class Prefix(Frozen):
     messages: int
     """How many of the conversation's messages they are: the last of these is the model's own."""
     token_ids: tuple[int, ...]
+    stop_reason: int | str | None = None
+    """See ``Turn``."""

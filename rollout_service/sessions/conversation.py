@@ -1,7 +1,7 @@
-"""When two messages are the same, and how the tokens of a conversation go on from those of its last turn."""
+"""When two messages are the same."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -82,27 +82,3 @@ def _arguments(arguments: object) -> object:
         return json.loads(arguments)
     except ValueError:
         return arguments
-
-
-def continued(
-    before: Sequence[int], history: Sequence[int], whole: Sequence[int], ends: Collection[int]
-) -> tuple[int, ...] | None:
-    """The prompt of a turn that continues another.
-
-    Args:
-        before: the other's prompt and reply, as the model read and sampled them.
-        history: the same conversation as the chat template writes it now, up to and with the reply.
-        whole: the new conversation as the template writes it, which begins with ``history``.
-        ends: tokens with which a reply may end.
-
-    What the template writes after the token that ends the reply is appended to ``before``. A reply that has no end,
-    because its length was bounded, gets the template's. None if the template does not write ``whole`` as a continuation
-    of ``history``, or ends the reply with none of ``ends``: then nothing can be said of where the new part begins.
-    """
-    if list(whole[: len(history)]) != list(history):
-        return None
-    end = next((place for place in range(len(history) - 1, -1, -1) if history[place] in ends), None)
-    if end is None:
-        return None
-    ended = bool(before) and before[-1] in ends
-    return (*before, *whole[end + ended :])

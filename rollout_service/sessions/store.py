@@ -50,7 +50,11 @@ class SessionStore:
         self._open[session_id] = _Open(wanted.ttl_s, self._clock())
         return session_id
 
-    def prefix(self, session_id: str, messages: Sequence[Message], tools: object) -> Prefix | None:
+    def num_turns(self, session_id: str) -> int:
+        """Return the number of its turns. Raises NotFound."""
+        return len(self._session(session_id).turns)
+
+    def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
         """The longest part of a conversation that is a turn's with its reply; None: it continues none.
 
         Raises NotFound.
@@ -59,13 +63,18 @@ class SessionStore:
         for count in range(len(messages), 0, -1):
             if messages[count - 1].get("role") != "assistant":
                 continue
-            index = found.by_conversation.get(key_of(messages[:count], tools))
+            index = found.by_conversation.get(key_of(messages[:count], context))
             if index is not None:
                 turn = found.turns[index]
-                return Prefix(turn=index, messages=count, token_ids=turn.prompt_token_ids + turn.token_ids)
+                return Prefix(
+                    turn=index,
+                    messages=count,
+                    token_ids=turn.prompt_token_ids + turn.token_ids,
+                    stop_reason=turn.stop_reason,
+                )
         return None
 
-    def add(self, session_id: str, messages: Sequence[Message], tools: object, turns: Sequence[Turn]) -> None:
+    def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
         """The choices of one reply to ``messages``. Raises NotFound, or Overloaded if they do not fit."""
         found = self._session(session_id)
         nbytes = sum(turn.nbytes for turn in turns)
@@ -76,7 +85,7 @@ class SessionStore:
         for turn in turns:
             index = len(found.turns)
             found.turns.append(turn.model_copy(update={"index": index}))
-            found.by_conversation[key_of([*messages, turn.message], tools)] = index
+            found.by_conversation[key_of([*messages, turn.message], context)] = index
         self._nbytes += nbytes
 
     def get(self, session_id: str) -> Session:
@@ -115,13 +124,17 @@ class Sessions:
         """See ``SessionStore``."""
         return self._store.open(wanted)
 
-    async def prefix(self, session_id: str, messages: Sequence[Message], tools: object) -> Prefix | None:
+    async def num_turns(self, session_id: str) -> int:
         """See ``SessionStore``."""
-        return self._store.prefix(session_id, messages, tools)
+        return self._store.num_turns(session_id)
 
-    async def add(self, session_id: str, messages: Sequence[Message], tools: object, turns: Sequence[Turn]) -> None:
+    async def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
         """See ``SessionStore``."""
-        self._store.add(session_id, messages, tools, turns)
+        return self._store.prefix(session_id, messages, context)
+
+    async def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
+        """See ``SessionStore``."""
+        self._store.add(session_id, messages, context, turns)
 
     async def get(self, session_id: str) -> Session:
         """See ``SessionStore``."""

@@ -8,75 +8,152 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from openai.types.responses.response import IncompleteDetails
-from vllm.inputs import tokens_input
+from vllm.inputs import TextPrompt, tokens_input
 
 from rollout_service.gateway.openai.exchange import current
-from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.conversation import as_one_message, continued
+from rollout_service.protocol.sessions import Message, Prefix
+from rollout_service.sessions.conversation import as_one_message
+from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, text_after
 from rollout_service.vllm_serving import (
     AnthropicServingMessages,
     ChatCompletionResponse,
+    ChatParams,
     DeltaMessage,
+    HfRenderer,
     OnlineRenderer,
     OpenAIServingChat,
     OpenAIServingResponses,
     Parser,
     ResponsesResponse,
+    TokenizeParams,
     construct_chat_messages_with_tool_call,
+    is_mistral_tokenizer,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class _HistoryOnly:
-    """A request of OpenAI's, either API, whose messages are written without the beginning of the next reply."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-    def build_chat_params(self, *defaults: Any) -> Any:
-        """The request's own."""
-        params = self._request.build_chat_params(*defaults)
-        without_reply = {"add_generation_prompt": False, "continue_final_message": False}
-        return replace(params, chat_template_kwargs={**params.chat_template_kwargs, **without_reply})
-
-
 class ContinuingRenderer(OnlineRenderer):
     """Renders a conversation as the continuation of a turn of its session, where it is one."""
 
+    async def render_chat(self, request: Any, **options: Any) -> Any:
+        """Call vLLM's. A model whose conversations vLLM writes with Harmony begins a branch each time."""
+        if self.use_harmony and (turn := current.get().session) is not None:
+            await turn.find([dict(message) for message in request.messages], None)
+            turn.begin_branch("harmony")
+        return await super().render_chat(request, **options)
+
+    async def render_responses(self, request: Any, **options: Any) -> Any:
+        """Call vLLM's; see ``render_chat``."""
+        if self.use_harmony and (turn := current.get().session) is not None:
+            await turn.find([], None)
+            turn.begin_branch("harmony")
+        return await super().render_responses(request, **options)
+
     async def preprocess_chat(
-        self, request: Any, messages: list[Any], *arguments: object, **options: object
+        self, request: Any, messages: list[Any], *arguments: Any, **options: Any
     ) -> tuple[Any, list[Any]]:
-        """vLLM's; the prompt's tokens may be others."""
+        """Call vLLM's, and replace the prompt's tokens if it continues a turn."""
         conversation, inputs = await super().preprocess_chat(request, messages, *arguments, **options)
         turn = current.get().session
         if turn is None:
             return conversation, inputs
-        prefix = await turn.prefix([dict(message) for message in messages], options.get("tool_dicts"))
+        params = self._chat_params(request, *arguments, **options)
+        sent = [dict(message) for message in messages]
+        prefix = await turn.find(sent, self._context(params))
         if prefix is None:
             return conversation, inputs
         [whole] = inputs
-        _, [history] = await super().preprocess_chat(
-            _HistoryOnly(request), messages[: prefix.messages], *arguments, **{**options, "parser": None}
-        )
-        tokens = continued(
-            prefix.token_ids, history["prompt_token_ids"], whole["prompt_token_ids"], self._ends_of_replies()
-        )
-        if tokens is None:
-            turn.parent = None
+        try:
+            tokens = await self._continued(request, params, sent, prefix, whole["prompt_token_ids"])
+        except BeginsBranch as branch:
+            turn.begin_branch(branch.why)
             return conversation, inputs
-        return conversation, [tokens_input(list(tokens), cache_salt=whole.get("cache_salt"))]
+        return conversation, [tokens_input(tokens, cache_salt=whole.get("cache_salt"))]
 
-    def _ends_of_replies(self) -> set[int]:
-        of_model = getattr(self.model_config.hf_config, "eos_token_id", None)
-        found = {self.renderer.get_tokenizer().eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
-        return {token for token in found if token is not None}
+    async def _continued(
+        self, request: Any, params: ChatParams, messages: list[Message], prefix: Prefix, whole: list[int]
+    ) -> list[int]:
+        """Return the tokens of ``prefix`` and of what the template writes after them. Raises BeginsBranch."""
+        if params.chat_template_kwargs.get("continue_final_message"):
+            raise BeginsBranch("partial_reply")
+        if request.build_tok_params(self.model_config).truncate_prompt_tokens is not None:
+            raise BeginsBranch("truncated_prompt")
+        last, end = prefix.token_ids[-1], None
+        if last in self._ends or (isinstance(prefix.stop_reason, int) and last == prefix.stop_reason):
+            end = self._text([last])
+        steps = text_after(messages, Reply.of(messages, prefix.messages, end), set(self._ends.values()))
+        text: str | None = None
+        try:
+            while True:
+                text = await self._written(params, steps.send(text))
+        except StopIteration as finished:
+            after: str = finished.value
+        tokens = await self._tokens(after, last, end)
+        if not tokens or whole[-len(tokens) :] != tokens:
+            written = await self._written(params, Rendering(messages))
+            if not tokens or self._text(tokens) != after or written is None or not written.endswith(after):
+                raise BeginsBranch("other_tokens")
+        return [*prefix.token_ids, *tokens]
+
+    def _chat_params(
+        self,
+        request: Any,
+        default_template: str | None,
+        default_template_content_format: Any,
+        default_template_kwargs: dict[str, Any] | None,
+        tool_dicts: list[dict[str, Any]] | None = None,
+        **_: object,
+    ) -> ChatParams:
+        """Return what vLLM's ``preprocess_chat`` makes of its arguments."""
+        params: ChatParams = request.build_chat_params(default_template, default_template_content_format)
+        tokenize = is_mistral_tokenizer(self.renderer.tokenizer)
+        return params.with_defaults({**(default_template_kwargs or {}), "tools": tool_dicts, "tokenize": tokenize})
+
+    def _context(self, params: ChatParams) -> dict[str, Any]:
+        """Return what the prompt depends on besides the messages: tools, documents and all else a template is given."""
+        given = {name: value for name, value in params.chat_template_kwargs.items() if value not in (None, False)}
+        context = {"arguments": given, "template": params.chat_template}
+        if not isinstance(self.renderer, HfRenderer):  # writes them into the prompt: Kimi K3
+            context |= {"tool_choice": params.tool_choice, "response_format": params.response_format}
+        return context
+
+    async def _written(self, params: ChatParams, wanted: Rendering) -> str | None:
+        """Return the conversation as the chat template writes it; None if the template refuses it."""
+        if not wanted.with_generation_prompt:
+            params = replace(
+                params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
+            )
+        try:
+            _, prompt = await self.renderer.render_messages_async(wanted.messages, params)
+        except ValueError:
+            return None
+        text = prompt.get("prompt")
+        return self._text(prompt["prompt_token_ids"]) if text is None else str(text)
+
+    async def _tokens(self, text: str, last: int, end: str | None) -> list[int]:
+        """Return the tokens of ``text`` where it follows the token ``last``, of the text ``end``."""
+        params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+        if end is not None:  # a tokenizer may add a space to the beginning of a text, and not behind a special token
+            found = await self.renderer.tokenize_prompt_async(TextPrompt(prompt=end + text), params)
+            if found["prompt_token_ids"][:1] == [last]:
+                return list(found["prompt_token_ids"][1:])
+        found = await self.renderer.tokenize_prompt_async(TextPrompt(prompt=text), params)
+        return list(found["prompt_token_ids"])
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self.renderer.get_tokenizer().decode(list(token_ids), skip_special_tokens=False))
+
+    @cached_property
+    def _ends(self) -> dict[int, str]:
+        """The tokens at which vLLM ends a reply, with their texts."""
+        of_model = self.model_config.try_get_generation_config().get("eos_token_id")
+        found = {self.renderer.get_eos_token_id(), *(of_model if isinstance(of_model, list) else [of_model])}
+        return {token: self._text([token]) for token in found if token is not None}
 
 
 class _Forgiving(Parser):

@@ -64,7 +64,8 @@ async def chat_completions(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
     """OpenAI's chat: messages, tools, structured outputs, ``n``, logprobs, and vLLM's ``return_token_ids``."""
-    return await chat(request, services, body, await _named_in_header(x_session_id, services))
+    exchange = await _named_in_header(x_session_id, services)
+    return with_branch(await chat(request, services, body, exchange), exchange)
 
 
 async def chat(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
@@ -83,7 +84,8 @@ async def responses(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
     """OpenAI's Responses API. Nothing is stored: send the whole conversation."""
-    return await respond(request, services, body, await _named_in_header(x_session_id, services))
+    exchange = await _named_in_header(x_session_id, services)
+    return with_branch(await respond(request, services, body, exchange), exchange)
 
 
 async def respond(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
@@ -103,7 +105,8 @@ async def messages(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
     """Anthropic's Messages API."""
-    return await anthropic(request, services, body, await _named_in_header(x_session_id, services))
+    exchange = await _named_in_header(x_session_id, services)
+    return with_branch(await anthropic(request, services, body, exchange), exchange)
 
 
 async def anthropic(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
@@ -255,9 +258,13 @@ async def _named_in_header(name: str | None, services: Services) -> Exchange:
     exchange = Exchange(RolloutOptions(session_id=name or None))
     if name:
         with suppress(NotFound):
-            await services.sessions.prefix(name, [], None)
-            exchange.session = SessionTurn(name, services.sessions)
+            exchange.session = await SessionTurn.of(name, services.sessions)
     return exchange
+
+
+def with_branch(response: Response, exchange: Exchange) -> Response:
+    """Return the response, which says why its turn of a session continues no earlier one."""
+    return response if exchange.session is None else exchange.session.add_header(response)
 
 
 def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services) -> None:

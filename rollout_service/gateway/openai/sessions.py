@@ -47,7 +47,8 @@ async def chat_completions(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/chat/completions`` whose replies are turns of the session."""
-    return await routes.chat(request, services, body, await _turn(session_id, services))
+    exchange = await _turn(session_id, services)
+    return routes.with_branch(await routes.chat(request, services, body, exchange), exchange)
 
 
 @router.post("/{session_id}/v1/responses", responses=_CHAT_ERRORS)
@@ -55,7 +56,8 @@ async def responses(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/responses`` whose replies are turns of the session."""
-    return await routes.respond(request, services, body, await _turn(session_id, services))
+    exchange = await _turn(session_id, services)
+    return routes.with_branch(await routes.respond(request, services, body, exchange), exchange)
 
 
 @router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
@@ -63,7 +65,8 @@ async def messages(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """``/v1/messages`` whose replies are turns of the session."""
-    return await routes.anthropic(request, services, body, await _turn(session_id, services))
+    exchange = await _turn(session_id, services)
+    return routes.with_branch(await routes.anthropic(request, services, body, exchange), exchange)
 
 
 @router.post("/{session_id}/v1/messages/count_tokens", responses=_CHAT_ERRORS)
@@ -83,5 +86,5 @@ async def list_models(session_id: SessionName, services: Here) -> dict[str, obje
 
 
 async def _turn(session_id: str, services: Services) -> Exchange:
-    await services.sessions.prefix(session_id, [], None)  # or there is no such session
-    return Exchange(RolloutOptions(session_id=session_id), session=SessionTurn(session_id, services.sessions))
+    turn = await SessionTurn.of(session_id, services.sessions)
+    return Exchange(RolloutOptions(session_id=session_id), session=turn)

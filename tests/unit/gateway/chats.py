@@ -29,6 +29,7 @@ class ScriptedEngine:
     text: str = "hello"
     tokens: tuple[int, ...] = ()
     """Said instead of ``text``."""
+    stop_reason: int | str | None = None
     cut_after: int | None = None
     """Of the tokens only so many are said; then a pause returns the completion as it is."""
     calls: list[GenerateCall] = field(default_factory=list)
@@ -48,6 +49,7 @@ class ScriptedEngine:
                 token_ids=tokens,
                 logprobs=(-0.5,) * len(tokens),
                 finish_reason="stop" if self.cut_after is None else "abort",
+                stop_reason=self.stop_reason,
                 spans=spans,
                 top_logprobs=tuple((Candidate(t, -0.5, 1), Candidate(5, -2.0, 2))[:k] for t in tokens) if k else None,
             )

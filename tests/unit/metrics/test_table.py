@@ -11,6 +11,7 @@ BOUNDED = {
     "finish_reason": "vLLM's, three",
     "reason": "three classes in errors.py",
     "cause": "two",
+    "start": "two, and the reasons in sessions/template.py",
     "stage": "of an upload four, of an update three",
     "state": "of replicas, versions or sequences",
     "source": "two",

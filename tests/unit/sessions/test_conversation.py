@@ -1,11 +1,10 @@
-"""When conversations are the same, and how their tokens go on."""
+"""When conversations are the same."""
 
 import pytest
 
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.conversation import as_one_message, continued, key_of
+from rollout_service.sessions.conversation import as_one_message, key_of
 
-END = 2
 ASKED: Message = {"role": "user", "content": "add"}
 CALLED: Message = {
     "role": "assistant",
@@ -71,27 +70,3 @@ class TestKeys:
 
     def test_other_tools_are_another_conversation(self) -> None:
         assert key_of([ASKED], [{"name": "add"}]) != key_of([ASKED], None)
-
-
-class TestContinued:
-    """Prompt 10, reply 20 21 END; the template writes the reply as 22 and puts 9 after its end."""
-
-    HISTORY = (10, 22, END, 9)
-    WHOLE = (*HISTORY, 11, 12)
-
-    def test_the_replys_own_tokens_stay(self) -> None:
-        assert continued((10, 20, 21, END), self.HISTORY, self.WHOLE, {END}) == (10, 20, 21, END, 9, 11, 12)
-
-    def test_a_reply_cut_at_its_length_gets_an_end(self) -> None:
-        assert continued((10, 20, 21), self.HISTORY, self.WHOLE, {END}) == (10, 20, 21, END, 9, 11, 12)
-
-    def test_the_last_end_is_the_replys(self) -> None:
-        history = (10, END, 9, 11, 22, END, 9)
-        whole = (*history, 12)
-        assert continued((10, END, 9, 11, 20, END), history, whole, {END}) == (10, END, 9, 11, 20, END, 9, 12)
-
-    def test_a_template_that_rewrites_history_continues_nothing(self) -> None:
-        assert continued((10, 20, END), self.HISTORY, (10, 23, END, 9, 11), {END}) is None
-
-    def test_a_template_without_ends_continues_nothing(self) -> None:
-        assert continued((10, 20, END), (10, 22, 9), (10, 22, 9, 11), {END}) is None

@@ -1,0 +1,232 @@
+"""Find what a chat template writes after a reply, so that the next turn's prompt begins with the reply's own tokens.
+
+A template that writes a reply again rarely writes the sampled text: Qwen3's drops earlier reasoning, most format tool
+calls anew. So the whole conversation is written with a marker in place of the reply, and what follows the marker is
+appended to the sampled tokens. The messages around the replies must not have changed; else the turn begins a branch.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout_service.protocol.sessions import Message
+
+Branch = Literal[
+    "other_history",
+    "rewritten_history",
+    "hidden_reply",
+    "unknown_end",
+    "other_tokens",
+    "refused_by_template",
+    "partial_reply",
+    "truncated_prompt",
+    "harmony",
+]
+"""Why a turn continues no other. ``other_history`` is the agent's doing, all others the chat template's or the
+request's."""
+REASONS: dict[Branch, str] = {
+    "other_history": "the messages before the new ones are not those of an earlier turn",
+    "rewritten_history": "the chat template now writes messages before the last reply in another way",
+    "hidden_reply": "the chat template does not write the last reply in exactly one place",
+    "unknown_end": "it cannot be told where the chat template ends the last reply",
+    "other_tokens": "the new messages alone do not become the tokens that they become in the whole conversation",
+    "refused_by_template": "the chat template refuses the conversation with another text in place of its replies",
+    "partial_reply": "the request has the model continue a message of the assistant's",
+    "truncated_prompt": "the request truncates its prompt",
+    "harmony": "vLLM writes this model's conversations with Harmony, not with a chat template",
+}
+
+# Unguessable, so that no conversation holds it; letters and digits, since templates trim, escape and quote text.
+_NONCE = os.urandom(16).hex()
+_MARK = re.compile(rf"(?:reply|input)\d+x{_NONCE}")
+
+
+class BeginsBranch(Exception):
+    """The turn cannot continue the earlier one."""
+
+    def __init__(self, why: Branch) -> None:
+        super().__init__(REASONS[why])
+        self.why: Branch = why
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation to be written by the chat template."""
+
+    messages: list[Message]
+    with_generation_prompt: bool = True
+    """False: without the beginning of the next reply, whatever the request says."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply that a conversation is to go on from."""
+
+    start: int
+    """Index of its first message: OpenAI's responses send a reply back as several."""
+    stop: int
+    """The index after its last message."""
+    end: str | None
+    """Text of its last token, if that token ended it; None: the reply was cut, or a stop string ended it."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], stop: int, end: str | None) -> "Reply":
+        """The reply whose last message is the one before ``stop``."""
+        start = stop - 1
+        while start > 0 and messages[start - 1].get("role") == "assistant":
+            start -= 1
+        return cls(start, stop, end)
+
+
+def text_after(
+    messages: Sequence[Message], reply: Reply, ends: Collection[str]
+) -> Generator[Rendering, str | None, str]:
+    """Return what the template writes after the end of ``reply``, up to the end of the prompt.
+
+    Yields conversations, to be sent back as the chat template writes them; None for one that the template refuses.
+    Raises BeginsBranch if the prompt of the reply is no longer what the template writes before it.
+
+    Args:
+        ends: texts of the tokens that end replies of this model.
+    """
+    marked, has_calls = _mark("reply", reply.stop - 1), bool(messages[reply.stop - 1].get("tool_calls"))
+    history = _with_marks(messages[: reply.stop], in_call=has_calls)
+    whole = yield Rendering([*history, *messages[reply.stop :]])
+    if has_calls and (whole or "").count(marked) != 1:  # a template without tools writes the text alone
+        history = _with_marks(messages[: reply.stop], in_call=False)
+        whole = yield Rendering([*history, *messages[reply.stop :]])
+    whole = _written(whole)
+    if whole.count(marked) != 1:
+        raise BeginsBranch("hidden_reply")
+    earlier = _written((yield Rendering(history[: reply.start])))
+    place = min(found.start() for found in _MARK.finditer(whole) if _is_within(found.group(), reply))
+    yield from _require_unchanged(earlier, whole[:place], history[: reply.start])
+    after = whole[whole.index(marked) + len(marked) :]
+    if reply.end is None and not has_calls:
+        return after
+    if reply.end is not None and after.startswith(reply.end):
+        return after[len(reply.end) :]
+    alone = yield Rendering(history, with_generation_prompt=False)
+    _, found, own = (alone or "").partition(marked)
+    return _without_end(after, own if found else None, reply.end, ends, has_calls)
+
+
+def written_after(
+    render: Callable[[Rendering], str | None], messages: Sequence[Message], reply: Reply, ends: Collection[str]
+) -> str:
+    """Return ``text_after`` of a template that ``render`` applies. Raises BeginsBranch."""
+    steps = text_after(messages, reply, ends)
+    text: str | None = None
+    try:
+        while True:
+            text = render(steps.send(text))
+    except StopIteration as end:
+        return str(end.value)
+
+
+def _without_end(after: str, own: str | None, end: str | None, ends: Collection[str], has_calls: bool) -> str:
+    """Return ``after`` without what the reply's own tokens already hold.
+
+    Args:
+        after: what the template writes after the marker in the reply.
+        own: the same where the reply is the last message; None if the template does not write that.
+        end: see ``Reply``.
+        has_calls: the marker does not stand at the end of the reply.
+    """
+    first, place = min(
+        ((found, after.find(found)) for found in {*ends, *([] if end is None else [end])} if found in after),
+        key=lambda each: (each[1], -len(each[0])),
+        default=("", -1),
+    )
+    behind = place + len(first)
+    closes = place >= 0 and own is not None and own[:behind] == after[:behind]  # of the reply, whatever follows it
+    begins_next = place >= 0 and first == end and own in (None, after[:place])  # as <|user|> of GLM does
+    if end is not None and (closes or begins_next):
+        return after[behind:]
+    if not has_calls:
+        return after
+    if closes:
+        return after[place:]
+    if own is not None and after.startswith(own):
+        return after[len(own) :]
+    raise BeginsBranch("unknown_end")
+
+
+def _with_marks(history: Sequence[Message], in_call: bool) -> list[Message]:
+    """Return the messages with markers for replies, and for the last message before each reply.
+
+    Args:
+        in_call: the marker of the last message is an argument of its last tool call.
+    """
+    marked: list[Message] = []
+    for index, message in enumerate(history):
+        is_last = index + 1 == len(history)
+        if message.get("role") != "assistant":
+            is_before_reply = not is_last and history[index + 1].get("role") == "assistant"
+            marked.append({**message, "content": _mark("input", index)} if is_before_reply else message)
+            continue
+        mark, calls = _mark("reply", index), list(message.get("tool_calls") or ())
+        kept: Message = {name: message[name] for name in ("role", "name") if name in message}
+        if calls and (in_call or not is_last):
+            function = {**calls[-1]["function"], "arguments": json.dumps({"text": mark})}
+            marked.append({**kept, "content": "", "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]})
+        else:
+            marked.append({**kept, "content": mark, **({"tool_calls": calls} if calls else {})})
+    return marked
+
+
+def _require_unchanged(earlier: str, now: str, history: list[Message]) -> Generator[Rendering, str | None, None]:
+    """Raise BeginsBranch if the template writes the messages before a reply otherwise than it did for its prompt.
+
+    What stands between the header of a reply and its text may differ: the beginning of reasoning, for example.
+
+    Args:
+        earlier: the conversation before the reply, with the beginning of the reply.
+        now: what the template writes before the reply in the conversation as it is now.
+        history: the messages of ``earlier``.
+    """
+    if _MARK.findall(earlier) != _MARK.findall(now):
+        raise BeginsBranch("rewritten_history")
+    marks = [*_MARK.findall(now), "reply"]
+    pieces = list(zip(marks, _MARK.split(earlier), _MARK.split(now), strict=True))
+    changed = [(mark, then, text) for mark, then, text in pieces if then != text]
+    if not changed or (len(changed) == 1 and changed[0] == pieces[-1] and changed[0][2].startswith(changed[0][1])):
+        return
+    if any(not mark.startswith("reply") for mark, _, _ in changed):
+        raise BeginsBranch("rewritten_history")
+    without_reply = _written((yield Rendering(history, with_generation_prompt=False)))
+    closing = _MARK.split(without_reply)[-1]
+    header = _header(earlier[len(without_reply) :], pieces[-1][2][len(closing) :])
+    if not earlier.startswith(without_reply) or not pieces[-1][2].startswith(closing) or not header:
+        raise BeginsBranch("rewritten_history")
+    if any(header not in _shared_start(then, text) for _, then, text in changed):
+        raise BeginsBranch("rewritten_history")
+
+
+def _header(generation_prompt: str, before_reply: str) -> str:
+    """Return what both begin with, up to the end of a special token that they do not share."""
+    shared = _shared_start(generation_prompt, before_reply)
+    opened, closed = shared.rfind("<"), shared.rfind(">")
+    return shared[:opened] if opened > closed else shared
+
+
+def _shared_start(one: str, other: str) -> str:
+    differs = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return min(one, other, key=len) if differs is None else one[:differs]
+
+
+def _mark(kind: Literal["reply", "input"], index: int) -> str:
+    return f"{kind}{index}x{_NONCE}"
+
+
+def _is_within(mark: str, reply: Reply) -> bool:
+    return any(mark == _mark("reply", index) for index in range(reply.start, reply.stop))
+
+
+def _written(text: str | None) -> str:
+    if text is None:
+        raise BeginsBranch("refused_by_template")
+    return text
