@@ -9,6 +9,8 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.rollout import FinishReason, Span
 
 SESSION_NAME = r"^[A-Za-z0-9._:-]+$"
+_OVERHEAD = 768
+"""Bytes of the objects that hold a turn, beside their contents."""
 Message = dict[str, Any]
 """As OpenAI's chat has it: ``role``, ``content``, ``tool_calls`` …"""
 
@@ -59,10 +61,16 @@ class Turn(Frozen):
     message: Message
     """What the agent was told."""
 
+    def without_tokens(self) -> bytes:
+        """Return all other fields as JSON, without the index."""
+        empty = {"index": 0, "prompt_token_ids": (), "token_ids": (), "logprobs": ()}
+        return self.model_copy(update=empty).model_dump_json().encode()
+
     @property
     def nbytes(self) -> int:
-        """About what it takes in memory."""
-        return 8 * (len(self.prompt_token_ids) + 2 * len(self.token_ids)) + 512
+        """Bytes that a session holds for it, if it shares no tokens with its parent."""
+        tokens = 4 * (len(self.prompt_token_ids) + len(self.token_ids)) + 8 * len(self.logprobs)
+        return tokens + len(self.without_tokens()) + _OVERHEAD
 
 
 class Session(Frozen):

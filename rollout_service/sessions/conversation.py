@@ -11,15 +11,60 @@ _TEXTS = frozenset({"text", "input_text", "output_text"})
 """Kinds of parts of a message that are text: a chat's, and those of OpenAI's responses."""
 
 
-def key_of(messages: Sequence[Message], tools: object) -> str:
-    """The same for conversations that say the same, with the same tools at hand.
+def key_of(messages: Sequence[Message], context: object) -> str:
+    """Return a key that is the same for conversations that say the same in the same context; see ``keys_of``."""
+    keys = _Keys(context)
+    for message in messages:
+        keys.add(message)
+    return keys.key()
+
+
+def keys_of(messages: Sequence[Message], context: object) -> Iterator[tuple[int, str]]:
+    """Yield the number of messages and the key of each beginning that ends with the assistant, in linear time.
 
     Messages of the assistant that follow each other count as one: a reply of OpenAI's responses or Anthropic's messages
     has several items, which come back as one message or as several.
+
+    Args:
+        context: what the prompt depends on besides the messages, as JSON: tools, documents, template arguments.
     """
-    said = [_said(message) for message in messages]
-    text = json.dumps([list(_replies_joined(said)), tools], sort_keys=True, ensure_ascii=True, default=str)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    keys = _Keys(context)
+    for count, message in enumerate(messages, 1):
+        keys.add(message)
+        if message.get("role") == "assistant":
+            yield count, keys.key()
+
+
+class _Keys:
+    """The key of a conversation that grows."""
+
+    def __init__(self, context: object) -> None:
+        self._before = xxhash.xxh3_128(_json(context))
+        self._text, self._calls = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._in_reply = False
+        """Whether the last message was a text of the assistant's: ``_text`` and ``_calls`` are of that reply."""
+
+    def add(self, message: Message) -> None:
+        said = _said(message)
+        if message.get("role") == "assistant" and isinstance(said["content"], str):
+            self._in_reply = True
+            self._text.update(said["content"].encode("utf-8", "surrogatepass"))
+            for call in said.get("tool_calls", ()):
+                self._calls.update(xxhash.xxh3_128_digest(_json(call)))
+            return
+        self._before, self._in_reply = self._with_reply(), False
+        self._text.reset()
+        self._calls.reset()
+        self._before.update(b"message" + xxhash.xxh3_128_digest(_json(said)))
+
+    def key(self) -> str:
+        return self._with_reply().hexdigest()
+
+    def _with_reply(self) -> xxhash.xxh3_128:
+        whole = self._before.copy()
+        if self._in_reply:
+            whole.update(b"reply" + self._text.digest() + self._calls.digest())
+        return whole
 
 
 def as_one_message(parts: Sequence[Message]) -> Message:
@@ -34,36 +79,20 @@ def as_one_message(parts: Sequence[Message]) -> Message:
     return reply
 
 
-def _replies_joined(said: Sequence[dict[str, object]]) -> Iterator[dict[str, object]]:
-    reply: list[dict[str, object]] = []
-    for message in said:
-        if message["role"] == "assistant" and isinstance(message["content"], str):
-            reply.append(message)
-            continue
-        if reply:
-            yield as_one_message(reply)
-        reply = []
-        yield message
-    if reply:
-        yield as_one_message(reply)
+def _said(message: Message) -> Message:
+    """Return the fields of a message that count.
 
-
-def _said(message: Message) -> dict[str, object]:
-    """What counts of a message.
-
-    Agents send a reply back without what was only told them (its reasoning, say), an empty content as null or left out,
-    and text as a list of parts.
+    Of the assistant's: text and tool calls. Agents send a reply back without its reasoning, with a name, with an
+    empty content as null or left out, and with text as a list of parts. Of all others: every field that is set.
     """
-    said: dict[str, object] = {"role": message.get("role"), "content": _text(message.get("content"))}
-    calls = message.get("tool_calls")
-    if calls:
-        said["tool_calls"] = [
-            {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))}
-            for call in calls
-        ]
-    if message.get("tool_call_id") is not None:
-        said["tool_call_id"] = message["tool_call_id"]
-    return said
+    content = _text(message.get("content"))
+    if message.get("role") != "assistant":
+        return {name: value for name, value in message.items() if value is not None} | {"content": content}
+    calls = [
+        {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def _text(content: object) -> object:
@@ -72,6 +101,10 @@ def _text(content: object) -> object:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _TEXTS for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     return content
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()
 
 
 def _arguments(arguments: object) -> object:

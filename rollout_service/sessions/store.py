@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,24 +10,76 @@ from typing import TYPE_CHECKING
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
 from rollout_service.rpc import SessionCalls
-from rollout_service.sessions.conversation import key_of
+from rollout_service.sessions.conversation import key_of, keys_of
 
 MOST_SESSIONS = 65536
 MOST_BYTES = 4 << 30
-"""Of all turns. A turn of 8000 tokens of prompt and 1000 of reply counts 80 KB."""
+"""Bytes of all turns. A turn of 8000 new tokens of prompt and 1000 of reply counts 50 KB."""
+_EXPIRE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A turn in little memory. Its prompt's beginning is its parent's prompt and reply, where it is that."""
+
+    parent: int | None
+    """The turn that has the beginning of the prompt; None: ``prompt`` is whole."""
+    prompt: "array[int]"
+    token_ids: "array[int]"
+    logprobs: "array[float]"
+    others: bytes
+    """All other fields, as JSON."""
+    stop_reason: int | str | None
+    nbytes: int
 
 
 @dataclass
 class _Open:
     ttl_s: float
     touched: float
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[_Kept] = field(default_factory=list)
     by_conversation: dict[str, int] = field(default_factory=dict)
     """What was said up to and with a turn's reply → the turn."""
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(turn.nbytes for turn in self.turns)
+    def kept(self, turn: Turn) -> _Kept:
+        """Return the turn as it is kept."""
+        prompt, parent = array("i", turn.prompt_token_ids), turn.parent
+        if parent is not None:
+            before = self.tokens_before(parent)
+            shared = before + self.turns[parent].token_ids
+            parent, prompt = (parent, prompt[len(shared) :]) if prompt[: len(shared)] == shared else (None, prompt)
+        return _Kept(
+            parent=parent,
+            prompt=prompt,
+            token_ids=array("i", turn.token_ids),
+            logprobs=array("d", turn.logprobs),
+            others=turn.without_tokens(),
+            stop_reason=turn.stop_reason,
+            nbytes=turn.nbytes - (len(turn.prompt_token_ids) - len(prompt)) * prompt.itemsize,
+        )
+
+    def tokens_before(self, index: int) -> "array[int]":
+        """Return the prompt of a turn."""
+        parts = [self.turns[index].prompt]
+        while (parent := self.turns[index].parent) is not None:
+            index = parent
+            parts += [self.turns[index].token_ids, self.turns[index].prompt]
+        tokens = array("i")
+        for part in reversed(parts):
+            tokens.extend(part)
+        return tokens
+
+    def turn(self, index: int) -> Turn:
+        """Return a turn as it was added."""
+        kept = self.turns[index]
+        tokens = {
+            "index": index,
+            "prompt_token_ids": tuple(self.tokens_before(index)),
+            "token_ids": tuple(kept.token_ids),
+            "logprobs": tuple(kept.logprobs),
+        }
+        return Turn.model_validate_json(kept.others).model_copy(update=tokens)
 
 
 class SessionStore:
@@ -38,6 +91,7 @@ class SessionStore:
         self._clock, self._most, self._most_bytes = clock, most, most_bytes
         self._open: dict[str, _Open] = {}
         self._nbytes = 0
+        self._expired_at = clock()
 
     def open(self, wanted: OpenSession) -> str:
         """Its id. Raises VersionConflict if it is open, Overloaded if there are too many."""
@@ -55,60 +109,75 @@ class SessionStore:
         return len(self._session(session_id).turns)
 
     def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
-        """The longest part of a conversation that is a turn's with its reply; None: it continues none.
+        """Return the longest part of a conversation that is a turn's with its reply; None: it continues none.
 
-        Raises NotFound.
+        Raises NotFound, or Overloaded if a turn could not be added: before it is sampled.
+
+        Args:
+            context: see ``keys_of``.
         """
         found = self._session(session_id)
-        for count in range(len(messages), 0, -1):
-            if messages[count - 1].get("role") != "assistant":
-                continue
-            index = found.by_conversation.get(key_of(messages[:count], context))
-            if index is not None:
-                turn = found.turns[index]
-                return Prefix(
-                    turn=index,
-                    messages=count,
-                    token_ids=turn.prompt_token_ids + turn.token_ids,
-                    stop_reason=turn.stop_reason,
-                )
-        return None
+        self._require_room(1)
+        longest = None
+        for count, key in keys_of(messages, context) if found.turns else ():
+            index = found.by_conversation.get(key)
+            longest = longest if index is None else (count, index)
+        if longest is None:
+            return None
+        count, index = longest
+        kept = found.turns[index]
+        tokens = tuple(found.tokens_before(index) + kept.token_ids)
+        return Prefix(turn=index, messages=count, token_ids=tokens, stop_reason=kept.stop_reason)
 
     def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
         """The choices of one reply to ``messages``. Raises NotFound, or Overloaded if they do not fit."""
         found = self._session(session_id)
-        nbytes = sum(turn.nbytes for turn in turns)
-        if self._nbytes + nbytes > self._most_bytes:
-            raise Overloaded(
-                f"the open sessions hold {self._nbytes} bytes of at most {self._most_bytes}: DELETE those that are read"
-            )
-        for turn in turns:
-            index = len(found.turns)
-            found.turns.append(turn.model_copy(update={"index": index}))
+        kept = [found.kept(turn) for turn in turns]
+        nbytes = sum(each.nbytes for each in kept)
+        self._require_room(nbytes)
+        for index, turn in enumerate(turns, len(found.turns)):
             found.by_conversation[key_of([*messages, turn.message], context)] = index
+        found.turns += kept
+        found.nbytes += nbytes
         self._nbytes += nbytes
 
     def get(self, session_id: str) -> Session:
         """What was said so far. Raises NotFound."""
-        return Session.of(session_id, self._session(session_id).turns)
+        found = self._session(session_id)
+        return Session.of(session_id, [found.turn(index) for index in range(len(found.turns))])
 
     def close(self, session_id: str) -> None:
         """Forget it. Raises NotFound."""
         self._session(session_id)
         self._nbytes -= self._open.pop(session_id).nbytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all turns."""
+        return self._nbytes
+
     def __len__(self) -> int:
         return len(self._open)
 
     def _session(self, session_id: str) -> _Open:
         found, now = self._open.get(session_id), self._clock()
+        if now - self._expired_at >= _EXPIRE_EVERY_S:
+            self._expire()
         if found is None or now - found.touched > found.ttl_s:
             raise NotFound(f"there is no session {session_id}: it was closed, or nothing was said for its ttl_s")
         found.touched = now
         return found
 
+    def _require_room(self, nbytes: int) -> None:
+        if self._nbytes + nbytes > self._most_bytes:
+            self._expire()
+        if self._nbytes + nbytes > self._most_bytes:
+            raise Overloaded(
+                f"the open sessions hold {self._nbytes} bytes of at most {self._most_bytes}: DELETE those that are read"
+            )
+
     def _expire(self) -> None:
-        now = self._clock()
+        self._expired_at = now = self._clock()
         late = [name for name, session in self._open.items() if now - session.touched > session.ttl_s]
         for name in late:
             self._nbytes -= self._open.pop(name).nbytes

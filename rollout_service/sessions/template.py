@@ -102,7 +102,8 @@ def text_after(
     if whole.count(marked) != 1:
         raise BeginsBranch("hidden_reply")
     earlier = _written((yield Rendering(history[: reply.start])))
-    place = min(found.start() for found in _MARK.finditer(whole) if _is_within(found.group(), reply))
+    of_reply = {_mark("reply", index) for index in range(reply.start, reply.stop)}
+    place = next(found.start() for found in _MARK.finditer(whole) if found.group() in of_reply)
     yield from _require_unchanged(earlier, whole[:place], history[: reply.start])
     after = whole[whole.index(marked) + len(marked) :]
     if reply.end is None and not has_calls:
@@ -214,16 +215,19 @@ def _header(generation_prompt: str, before_reply: str) -> str:
 
 
 def _shared_start(one: str, other: str) -> str:
-    differs = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return min(one, other, key=len) if differs is None else one[:differs]
+    """Return what both begin with. By halves: a loop over the characters of a long text would hold the event loop."""
+    shared, longest = 0, min(len(one), len(other))
+    while shared < longest:
+        middle = (shared + longest + 1) // 2
+        if one.startswith(other[:middle]):
+            shared = middle
+        else:
+            longest = middle - 1
+    return one[:shared]
 
 
 def _mark(kind: Literal["reply", "input"], index: int) -> str:
     return f"{kind}{index}x{_NONCE}"
-
-
-def _is_within(mark: str, reply: Reply) -> bool:
-    return any(mark == _mark("reply", index) for index in range(reply.start, reply.stop))
 
 
 def _written(text: str | None) -> str:

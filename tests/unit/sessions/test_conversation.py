@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.conversation import as_one_message, key_of
+from rollout_service.sessions.conversation import as_one_message, key_of, keys_of
 
 ASKED: Message = {"role": "user", "content": "add"}
 CALLED: Message = {
@@ -63,10 +63,22 @@ class TestKeys:
             [{"role": "system", "content": "add"}],
             [ASKED, ASKED],
             [{"role": "tool", "content": "add", "tool_call_id": "c1"}],
+            [{"role": "user", "content": "add", "name": "Ada"}],
+            [{"role": "user", "content": "add", "tools": [{"name": "add"}]}],
+            [{"role": "assistant", "content": "add"}],
         ],
     )
     def test_other_words_are_another_conversation(self, other: list[Message]) -> None:
         assert key_of(other, None) != key_of([ASKED], None)
+
+    def test_a_name_that_an_agent_gives_a_reply_is_no_matter(self) -> None:
+        assert key_of([ASKED, {**CALLED, "name": "agent"}], None) == key_of([ASKED, CALLED], None)
+
+    def test_each_beginning_that_ends_with_the_assistant_has_its_key(self) -> None:
+        said: Message = {"role": "assistant", "content": "so"}
+        messages = [said, ASKED, said, CALLED, ASKED, ASKED, said]
+        found = list(keys_of(messages, {"tools": []}))
+        assert found == [(count, key_of(messages[:count], {"tools": []})) for count in (1, 3, 4, 7)]
 
     def test_other_tools_are_another_conversation(self) -> None:
         assert key_of([ASKED], [{"name": "add"}]) != key_of([ASKED], None)

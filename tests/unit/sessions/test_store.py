@@ -88,11 +88,67 @@ def test_a_closed_session_is_gone_and_its_bytes_are_free() -> None:
     sessions.add("s", [USER], None, [turn("ab")])
     with pytest.raises(Overloaded, match="DELETE those that are read"):
         sessions.add("s", [USER], None, [turn("a")])
+    with pytest.raises(Overloaded, match="DELETE those that are read"):
+        sessions.prefix("s", [USER], None)  # before anything is sampled
     sessions.close("s")
     with pytest.raises(NotFound):
         sessions.close("s")
     sessions.open(OpenSession(session_id="s"))
     sessions.add("s", [USER], None, [turn("ab")])
+
+
+def bytes_of(*turns: Turn) -> int:
+    sessions = store()
+    for each in turns:
+        sessions.add("s", [USER], None, [each])
+    return sessions.nbytes
+
+
+def test_texts_and_tokens_count_and_a_shared_prompt_counts_once() -> None:
+    short, long = turn("ab"), turn("ab", tuple(range(1000)))
+    assert bytes_of(long) - bytes_of(short) == 4 * 999
+    assert bytes_of(turn("a" * 1000)) - bytes_of(turn("a")) >= 999 * (1 + 4 + 8)
+    going_on = turn("c", (*long.prompt_token_ids, *long.token_ids, 7), parent=0)
+    other = turn("d", (5,), parent=0)  # its prompt does not begin with the parent's
+    assert bytes_of(long, going_on) == bytes_of(long, other)
+    sessions = store()
+    for each in (long, going_on, other):
+        sessions.add("s", [USER], None, [each])
+    assert sessions.get("s").turns == tuple(
+        each.model_copy(update={"index": index}) for index, each in enumerate([long, going_on, other])
+    )
+
+
+def test_turns_of_expired_sessions_make_room() -> None:
+    clock = Clock()
+    sessions = SessionStore(clock.monotonic, most_bytes=turn("ab").nbytes)
+    sessions.open(OpenSession(session_id="old", ttl_s=10.0))
+    sessions.open(OpenSession(session_id="s"))
+    sessions.add("old", [USER], None, [turn("ab")])
+    clock.go_on(10.5)
+    sessions.add("s", [USER], None, [turn("ab")])
+    assert len(sessions) == 1
+    clock.go_on(3600.0)
+    sessions.get("s")
+    sessions.open(OpenSession(session_id="t", ttl_s=10.0))
+    clock.go_on(11.0)
+    sessions.get("s")  # any call drops what has expired
+    assert len(sessions) == 1
+
+
+def test_a_long_conversation_is_hashed_once() -> None:
+    """Each message once: a chat of many replies must not hold the gateway's event loop."""
+    seen: list[str] = []
+
+    class Content(str):
+        def encode(self, *arguments: str) -> bytes:
+            seen.append(self)
+            return super().encode(*arguments)
+
+    sessions = store()
+    sessions.add("s", [USER], None, [turn("a")])
+    sessions.prefix("s", [{"role": "assistant", "content": Content("a")} for _ in range(500)], None)
+    assert len(seen) == 500
 
 
 def test_names_are_taken_once_and_their_number_is_bounded() -> None:
