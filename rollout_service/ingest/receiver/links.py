@@ -101,18 +101,16 @@ class NcclLink:
     """vLLM's communicator on this process's first GPU."""
 
     def __init__(self, init: TransferInit) -> None:
-        from rollout_service.vllm_internals import join_nccl_by_address, join_nccl_by_id
+        from rollout_service.vllm_internals import join_nccl_by_id
 
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
+        self._store: TCPStore | None = None
         if init.nccl_unique_id_b64 is not None:
             unique_id = base64.b64decode(init.nccl_unique_id_b64)
-            self._group = join_nccl_by_id(unique_id, init.rank_offset, init.world_size, device=0)
         else:
-            assert init.master_address is not None and init.master_port is not None  # TransferInit has checked it
-            self._group = join_nccl_by_address(
-                init.master_address, init.master_port, init.rank_offset, init.world_size, device=0
-            )
+            self._store, unique_id = ask_for_unique_id(init)
+        self._group = join_nccl_by_id(unique_id, init.rank_offset, init.world_size, device=0)
         if self._group.disabled:
             raise RuntimeError("vLLM has found no NCCL library here, or VLLM_DISABLE_PYNCCL is set")
 
@@ -124,11 +122,31 @@ class NcclLink:
 
     def trainer_is_there(self) -> bool | None:
         """See ``Link``."""
-        return None if self._group.group is None else _serves(self._group.group.store)
+        return None if self._store is None else _serves(self._store)
 
     def leave(self) -> None:
         """See ``Link``."""
         self._group.destroy()
+
+
+def ask_for_unique_id(init: TransferInit) -> tuple[TCPStore, bytes]:
+    """Return the trainer's store and the NCCL unique id in it. Blocks until the trainer has set it.
+
+    vLLM's own rendezvous would unpickle what the store holds, and so run code that the address sends. Raises
+    RuntimeError for anything but an id.
+    """
+    from rollout_service.vllm_internals import NCCL_UNIQUE_ID_KEY, nccl_unique_id
+
+    assert init.master_address is not None and init.master_port is not None  # TransferInit has checked it
+    # the trainer waits until its store has counted every rank
+    store = TCPStore(init.master_address, init.master_port, init.world_size, is_master=False, timeout=JOIN_TIMEOUT)
+    try:
+        return store, nccl_unique_id(store.get(NCCL_UNIQUE_ID_KEY))
+    except ValueError as error:
+        raise RuntimeError(
+            f"the store at {init.master_address}, port {init.master_port}, has under {NCCL_UNIQUE_ID_KEY} {error}: "
+            "rank 0 of the group must be vLLM's trainer engine; nothing was joined"
+        ) from error
 
 
 def _serves(store: TCPStore) -> bool:
