@@ -1,26 +1,21 @@
 """How a completion that was cut short goes on elsewhere, and how its pieces become one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import xxhash
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import TooEarly
+from rollout_service.fleet.detokenizer import Decode, Detokenizer
 from rollout_service.protocol.rollout import Completion, Rollout, merged
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
 from rollout_service.protocol.sampling_mask import repacked
 
 _T = TypeVar("_T")
-Decode = Callable[[Sequence[int], bool], str]
-"""Text of token ids; whether special tokens are left out of it."""
 _WINDOW = 4096
 """Tokens before a seam in which a stop string may begin: the longest has 1024 characters."""
-_CONTEXT = 8
-"""Tokens that what follows is decoded with: the text of a token depends on those just before it."""
-_INCOMPLETE = "\ufffd"
-"""How the bytes of half a character are decoded."""
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
@@ -159,37 +154,39 @@ def part(completion: Completion, start: int, end: int) -> Completion:
 
 
 class StopSearch:
-    """Looks for stop strings that begin before a seam and end after it.
+    """Looks for stop strings that the engine which continues a completion cannot find, or finds where there is none.
 
-    The engine that makes what comes after the seam has the rest in its prompt, where it does not look for them. As in
-    vLLM, a stop string that is complete before ``min_tokens`` tokens ends nothing.
+    That engine has the first tokens in its prompt, where it does not look. So a stop string that begins before the seam
+    and ends after it is looked for here. If the prompt ends inside a character, vLLM takes the text of the whole prompt
+    for the completion's as soon as the character is complete, and ends at a stop string of the prompt. All stop strings
+    are then looked for here, until the completion's own text is longer than they are. As in vLLM, a stop string that is
+    complete before ``min_tokens`` tokens ends nothing.
     """
 
     def __init__(self, call: GenerateCall, base: Sequence[int], decode: Decode) -> None:
         """``base``: the call's tokens before the seam; those that it has of its completion from before come first."""
         sampling = call.sampling
-        self._stops, self._skip_special = sampling.stop, sampling.skip_special_tokens
+        self._stops = sampling.stop
         self._least = sampling.min_tokens - len(base)
         """Tokens after the seam that may end nothing."""
-        self._decode = decode
         self._longest = max(map(len, self._stops), default=0)
-        before = (*call.prompt_token_ids[len(call.prompt_token_ids) - call.partial_tokens :], *base)[-_WINDOW:]
-        text = self._text(before)
-        self._held = text[max(0, len(text) - self._longest + 1) :].rstrip(_INCOMPLETE)
+        prompt_tokens = len(call.prompt_token_ids) - call.partial_tokens
+        tokens = (*call.prompt_token_ids, *base)
+        begin = max(prompt_tokens, len(tokens) - _WINDOW)
+        self._text = Detokenizer(decode, tokens[:begin], sampling.skip_special_tokens)
+        text = self._text.add(tokens[begin:])
+        self._held = text[max(0, len(text) - self._longest + 1) :]
         """Text in which a stop string may begin, or lie: that before the seam, and all after it."""
         self._seam = len(self._held)
         """Characters of it before the seam."""
-        self._tokens = list(before[-_CONTEXT:])
-        """What is decoded together: those that were, up to ``_told``, and new ones."""
-        self._told = len(self._tokens)
-        while self._told and self._text(self._tokens[: self._told]).endswith(_INCOMPLETE):
-            self._told -= 1
-        self._count = 0
+        self.doubts_engine = self._text.is_inside_character
+        """Whether the engine may end the completion at a stop string of its prompt."""
+        self._num_tokens = 0
 
     @property
     def is_over(self) -> bool:
-        """No stop string that begins before the seam can end any more."""
-        return len(self._held) - self._seam >= self._longest - 1
+        """The engine finds every stop string that can still end, and no other."""
+        return len(self._held) - self._seam >= max(self._longest - 1, int(self.doubts_engine))
 
     def end_in(self, tokens: Iterable[int]) -> tuple[int, str] | None:
         """The next tokens after the seam: how many of all of them there are up to the one that completes a stop string,
@@ -197,33 +194,26 @@ class StopSearch:
         for token in tokens:
             if self.is_over:
                 return None
-            self._count += 1
-            self._tokens.append(token)
+            self._num_tokens += 1
             looked_at = len(self._held)
-            self._held += self._new_text()
+            self._held += self._text.add((token,))
             found = self._first_ended(looked_at)
-            if found is not None and self._count > self._least:
-                return self._count, found
+            if found is not None and self._num_tokens > self._least:
+                return self._num_tokens, found
         return None
 
-    def _new_text(self) -> str:
-        """That of the tokens since ``_told``; none while a character is not complete."""
-        before, text = self._text(self._tokens[: self._told]), self._text(self._tokens)
-        if len(text) <= len(before) or text.endswith(_INCOMPLETE):
-            return ""
-        del self._tokens[: max(0, self._told - _CONTEXT)]
-        self._told = len(self._tokens)
-        return text[len(before) :]
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._decode(tokens, self._skip_special)
+    def refutes(self, completion: Completion, seam: int) -> bool:
+        """Return True if ``completion``, whose tokens were all searched, was ended at a stop string of its prompt."""
+        ended_by_string = completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
+        return ended_by_string and self.doubts_engine and self._num_tokens == len(completion.token_ids) - seam
 
     def _first_ended(self, looked_at: int) -> str | None:
-        """The stop string that ends first after ``looked_at`` characters, of those that begin before the seam."""
+        """Return the stop string that ends first after ``looked_at`` characters; None if the engine finds it."""
         found = [(self._held.find(stop, max(0, looked_at - len(stop) + 1)), stop) for stop in self._stops]
-        ended = [(start + len(stop), order, stop) for order, (start, stop) in enumerate(found)
-                 if 0 <= start < self._seam]  # fmt: skip
-        return min(ended)[2] if ended else None
+        ended = [(start + len(stop), order, start, stop) for order, (start, stop) in enumerate(found) if start >= 0]
+        if not self.doubts_engine and all(start >= self._seam for _, _, start, _ in ended):
+            return None
+        return min(ended)[3] if ended else None
 
 
 def ended_at(call: GenerateCall, completion: Completion, count: int, stop: str) -> Completion:

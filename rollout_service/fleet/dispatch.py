@@ -18,7 +18,6 @@ from typing import Literal
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
 from rollout_service.fleet.continuation import (
-    Decode,
     StopSearch,
     ended_at,
     is_version_gone,
@@ -28,6 +27,7 @@ from rollout_service.fleet.continuation import (
     remainder,
     starts_anew,
 )
+from rollout_service.fleet.detokenizer import Decode
 from rollout_service.fleet.live import LiveRollout
 from rollout_service.fleet.placements import RoutedFleet
 from rollout_service.fleet.progress import Follower, Record
@@ -127,15 +127,18 @@ class Dispatcher:
 
         def watch(record: Record) -> None:
             if live is not None and starts_anew(call.sampling, self._limits) is None:
-                live.watch(record, self._search(call, ()))
+                live.watch(record, lambda: self._search(call, ()))
 
-        rollout = self._stopped(call, await self._generated(call, progress, watch))
-        if on_abort == "return" or rollout.returned or all(c.finish_reason != "abort" for c in rollout.completions):
-            return rollout.model_copy(update={"attempts": progress.attempts})
+        rollout = await self._generated(call, progress, watch)
+        stopped = [self._stopped_after(call, completion, 0) for completion in rollout.completions]
+        returns = on_abort == "return" or rollout.returned
+        refuted = [_is_refuted(*each) for each in zip(rollout.completions, stopped, strict=True)]
+        if (returns and not any(refuted)) or all(c.finish_reason != "abort" for c in stopped):
+            return rollout.model_copy(update={"completions": tuple(stopped), "attempts": progress.attempts})
         async with raise_first_failure() as group:
             rests = [
-                group.create_task(self._finished(call, completion, rollout.replica_id, progress, live))
-                for completion in rollout.completions
+                group.create_task(self._finished(call, *each, rollout.replica_id, progress, live, returns))
+                for each in zip(stopped, refuted, strict=True)
             ]
         completions, replicas, attempts, failures = zip(*(rest.result() for rest in rests), strict=True)
         if not any(completion.token_ids for completion in completions):
@@ -147,17 +150,29 @@ class Dispatcher:
         )
 
     async def _finished(
-        self, call: GenerateCall, completion: Completion, replica_id: str, so_far: _Progress, live: LiveRollout | None
+        self,
+        call: GenerateCall,
+        completion: Completion,
+        is_refuted: bool,
+        replica_id: str,
+        so_far: _Progress,
+        live: LiveRollout | None,
+        returns: bool,
     ) -> tuple[Completion, str, int, RolloutServiceError | None]:
         """Continue ``completion`` until it ends by itself, attempts are used up, or its rest fails.
 
-        Returns the completion, the replica that sampled its last token, the attempts, and why its rest failed.
+        ``is_refuted``: its engine ended it at a stop string of its prompt. ``returns``: the caller continues what is
+        aborted. Returns the completion, the replica that sampled its last token, the attempts, and why its rest failed.
         """
-        progress, failure = replace(so_far, is_rest=True), None
-        while completion.finish_reason == "abort" and progress.attempts < self._limits.max_attempts:
-            progress.attempts += 1
-            record(table.CONTINUATIONS, cause=progress.cut_short_by)
+        progress, failure, number = replace(so_far, is_rest=True), None, so_far.attempts
+        while completion.finish_reason == "abort":
+            number += 1
             anew = starts_anew(call.sampling, self._limits) is not None
+            if anew or not is_refuted:  # else nothing was in the way of the generation before
+                if returns or progress.attempts >= self._limits.max_attempts:
+                    break
+                progress.attempts += 1
+                record(table.CONTINUATIONS, cause=progress.cut_short_by)
             base = nothing_of(completion) if anew else completion
 
             def watch(rest: Record, base: Completion = base, anew: bool = anew) -> None:
@@ -166,21 +181,26 @@ class Dispatcher:
 
             progress.cut_short_by = "abort"
             try:
-                rollout = await self._rest(call, base, progress, watch)
+                rollout = await self._rest(call, base, number, progress, watch)
             except RolloutServiceError as error:
                 # the caller gets every token there is, of this completion and of the prompt's others
                 logger.warning("completion %d of %s stays unfinished: %s", base.index, call.request_id, error)
                 failure = error
                 break
-            completion, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
-            completion = self._stopped_after(call, completion, len(base.token_ids))
-            if rollout.returned:
-                break
+            made, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
+            completion = self._stopped_after(call, made, len(base.token_ids))
+            is_refuted = _is_refuted(made, completion)
+            returns = returns or rollout.returned
         return completion, replica_id, progress.attempts, failure
 
-    async def _rest(self, call: GenerateCall, base: Completion, progress: _Progress, watch: Watch) -> Rollout:
-        """Generate what ``base`` lacks, with weights that are not older than those of its last token."""
-        request = remainder(call, base, progress.attempts)
+    async def _rest(
+        self, call: GenerateCall, base: Completion, number: int, progress: _Progress, watch: Watch
+    ) -> Rollout:
+        """Generate what ``base`` lacks, with weights that are not older than those of its last token.
+
+        ``number``: of the generation, in the request's id.
+        """
+        request = remainder(call, base, number)
         try:
             return await self._generated(request, progress, watch)
         except TooEarly as refusal:
@@ -191,20 +211,29 @@ class Dispatcher:
         return await self._generated(request, progress, watch)
 
     def _search(self, call: GenerateCall, base: tuple[int, ...]) -> StopSearch | None:
-        """For stop strings in what follows ``base`` that began before. None: there are none to look for."""
-        if not call.sampling.stop or self._decode is None or not (call.partial_tokens or base):
+        """Return a search for stop strings in what follows ``base``; None if the engine finds each, and no other."""
+        if not call.sampling.stop or self._decode is None:
             return None
-        return StopSearch(call, base, self._decode)
-
-    def _stopped(self, call: GenerateCall, rollout: Rollout) -> Rollout:
-        """A rollout of a call that had tokens of its completion before, ended where they and it make a stop string."""
-        completions = tuple(self._stopped_after(call, completion, 0) for completion in rollout.completions)
-        return rollout.model_copy(update={"completions": completions})
+        search = StopSearch(call, base, self._decode)
+        return search if call.partial_tokens or base or search.doubts_engine else None
 
     def _stopped_after(self, call: GenerateCall, completion: Completion, seam: int) -> Completion:
+        """Return the completion as stop strings end it. Its tokens from ``seam`` on are of one generation.
+
+        One that its engine ended at a stop string of its prompt ends with "abort", and is to be continued.
+        """
+        is_stopped = completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
+        if not (call.partial_tokens or seam or is_stopped):
+            return completion
         search = self._search(call, completion.token_ids[:seam])
-        found = None if search is None else search.end_in(completion.token_ids[seam:])
-        return completion if found is None else ended_at(call, completion, seam + found[0], found[1])
+        if search is None:
+            return completion
+        if (found := search.end_in(completion.token_ids[seam:])) is not None:
+            return ended_at(call, completion, seam + found[0], found[1])
+        if not search.refutes(completion, seam):
+            return completion
+        is_longest = len(completion.token_ids) == call.sampling.max_tokens
+        return completion.model_copy(update={"finish_reason": "length" if is_longest else "abort", "stop_reason": None})
 
     async def _generated(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
         """One generation that was not lost with its replica before it made a token.
@@ -388,6 +417,11 @@ def _size(call: GenerateCall) -> int:
     grammar = call.sampling.structured_outputs
     text = sum(map(len, call.sampling.stop)) + (0 if grammar is None else len(grammar.model_dump_json()))
     return _BYTES_PER_CALL + _BYTES_PER_TOKEN * len(call.prompt_token_ids) + text
+
+
+def _is_refuted(made: Completion, stopped: Completion) -> bool:
+    """Return True if ``_stopped_after`` found no stop string where the engine ended a completion."""
+    return made.finish_reason != "abort" and stopped.finish_reason == "abort"
 
 
 def _whole(told: Completion, call: GenerateCall) -> Completion:

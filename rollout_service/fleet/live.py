@@ -4,7 +4,7 @@ Nothing is queued: a reader that is slow finds more at once when it looks again,
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,11 +34,11 @@ class _Growing:
     place: int
     """Of the completion in the record."""
     search: StopSearch | None
-    """For a stop string that began before this generation."""
+    """For stop strings that the engine of this generation does not find, or finds in its prompt."""
     looked_at: int = 0
     """Tokens of this generation that the search has seen."""
     end: int | None = None
-    """How many of them there are up to the one that completes such a stop string; None: no such token yet."""
+    """How many of them there are up to the one that completes a stop string; None: no such token yet."""
 
 
 class LiveRollout:
@@ -55,11 +55,13 @@ class LiveRollout:
         self._ended: set[int] = set()
         self._more = asyncio.Event()
 
-    def watch(self, record: Record, search: StopSearch | None = None) -> None:
-        """The first generation begins, or begins again since it was refused: with all completions, of which there is
-        one where there is something to search for."""
+    def watch(self, record: Record, new_search: Callable[[], StopSearch | None] = lambda: None) -> None:
+        """The first generation begins, or begins again since it was refused, with all completions.
+
+        ``new_search``: returns the search of one completion.
+        """
         record.on_more(self._more.set)
-        self._growing = {index: _Growing(None, record, index, search) for index in range(self._num_completions)}
+        self._growing = {index: _Growing(None, record, index, new_search()) for index in range(self._num_completions)}
 
     def watch_rest(self, base: Completion, record: Record, search: StopSearch | None = None) -> None:
         """What is left of the completion ``base`` is being made."""
@@ -109,13 +111,17 @@ class LiveRollout:
         made = draft.since(shown - of_base, growing.record.replica_id).model_copy(update={"index": index})
         if growing.search is None:
             return made
+        so_far = shown - of_base
         if growing.end is None:
-            new = made.token_ids[growing.looked_at - (shown - of_base) :]
+            new = made.token_ids[growing.looked_at - so_far :]
             found = growing.search.end_in(new)
             growing.looked_at += len(new)
-            growing.end = None if found is None else found[0]
+            if found is not None:
+                growing.end = found[0]
+            elif growing.search.refutes(made, -so_far):
+                growing.end = growing.looked_at
         if growing.end is None:
             return made
-        # the last piece, which says how it ended, comes with the rollout
-        up_to = part(made, 0, max(0, growing.end - (shown - of_base)))
+        # the last piece, which says how it ended, comes with the rollout, and has the token that ends it
+        up_to = part(made, 0, max(0, growing.end - 1 - so_far))
         return up_to.model_copy(update={"finish_reason": "abort", "stop_reason": None})

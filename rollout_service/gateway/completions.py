@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, Self
 
@@ -10,6 +10,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, model_validator
 
 from rollout_service.errors import InvalidRequest
+from rollout_service.fleet.detokenizer import TokenStrings
 from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import (
@@ -33,11 +34,11 @@ from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import (
     EVENT_STREAM,
     Spans,
-    TextStream,
     event_stream,
     live_pieces,
     side_by_side,
 )
+from rollout_service.gateway.text import TextStream, token_strings
 from rollout_service.protocol.generate import (
     ModelName,
     PromptLogprobs,
@@ -255,14 +256,16 @@ async def _chunks(
         live_pieces(prompt, sampling, services, options.model_copy(update={"request_id": f"{common['id']}-{i}"}))
         for i, prompt in enumerate(prompts)
     ]
-    choices = [_StreamedChoice(i, body, sampling, services) for i in range(len(prompts) * sampling.n)]
+    choices = [
+        _StreamedChoice(i, prompts[i // sampling.n], body, sampling, services) for i in range(len(prompts) * sampling.n)
+    ]
     async with aclosing(side_by_side(streams)) as pieces:
         async for i, piece in pieces:
             if isinstance(piece, Rollout):
                 rollouts.append(piece)
                 continue
             choice = choices[i * sampling.n + piece.made.index]
-            chunk = common | {"choices": [choice.more(piece, prompts[i])]}
+            chunk = common | {"choices": [choice.more(piece)]}
             if wanted.continuous_usage_stats:
                 chunk["usage"] = token_counts(len(prompts[i]), piece.start + len(piece.made.token_ids))
             yield chunk
@@ -278,18 +281,21 @@ async def _chunks(
 class _StreamedChoice:
     """What a choice's chunks have to know of those before."""
 
-    def __init__(self, index: int, body: CompletionRequest, sampling: Sampling, services: Services) -> None:
-        self._index, self._body, self._services = index, body, services
-        self._text, self._spans = TextStream(sampling, services), Spans()
+    def __init__(
+        self, index: int, prompt: tuple[int, ...], body: CompletionRequest, sampling: Sampling, services: Services
+    ) -> None:
+        self._index, self._prompt, self._body = index, prompt, body
+        self._text, self._spans = TextStream(prompt, sampling, services.tokenizer), Spans()
+        self._names = _names(prompt, body, services)
         self._characters = 0
-        """Of the tokens so far, each decoded by itself."""
+        """The number of characters in the strings of the tokens so far."""
 
-    def more(self, piece: LivePiece, prompt: tuple[int, ...]) -> dict[str, object]:
+    def more(self, piece: LivePiece) -> dict[str, object]:
         """The choice of a chunk."""
         made = self._spans.of(piece)
         choice: dict[str, object] = {
             "index": self._index,
-            "text": self._text.add(piece),
+            "text": self._text.add(made, piece.is_last),
             "logprobs": None if self._body.candidates is None else self._logprobs(made),
             "finish_reason": made.finish_reason if piece.is_last else None,
             "stop_reason": made.stop_reason,
@@ -298,11 +304,11 @@ class _StreamedChoice:
         if self._body.return_token_ids:
             choice["token_ids"] = made.token_ids
             if piece.start == 0:
-                choice["prompt_token_ids"] = prompt
+                choice["prompt_token_ids"] = self._prompt
         return choice | packed_mask(made)
 
     def _logprobs(self, made: Completion) -> dict[str, object]:
-        told, begin = _logprobs(made, self._body, self._services), self._characters
+        told, begin = _logprobs(made, self._names), self._characters
         self._characters += sum(map(len, told["tokens"]))
         return told | {"text_offset": [begin + offset for offset in told["text_offset"]]}
 
@@ -335,8 +341,10 @@ def _choice(
 ) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": index,
-        "text": text_of(completion, sampling, services) or "",
-        "logprobs": None if body.candidates is None else _logprobs(completion, body, services),
+        "text": text_of(completion, sampling, services, rollout.prompt_token_ids) or "",
+        "logprobs": None
+        if body.candidates is None
+        else _logprobs(completion, _names(rollout.prompt_token_ids, body, services)),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "weight_versions": spans(completion),
@@ -349,23 +357,35 @@ def _choice(
     return choice | packed_mask(completion) | routed_experts(completion)
 
 
-def _logprobs(completion: Completion, body: CompletionRequest, services: Services) -> dict[str, Any]:
-    def named(token: int) -> str:
-        if body.return_tokens_as_token_ids or services.tokenizer is None:
-            return f"token_id:{token}"
-        return str(services.tokenizer.decode([token]))
+class _TokenIds:
+    """Names tokens by their ids."""
 
-    tokens = [named(token) for token in completion.token_ids]
-    offsets, position = [], 0
-    for token in tokens:
-        offsets.append(position)
-        position += len(token)
-    likeliest = completion.top_logprobs or ((),) * len(tokens)
-    sampled = zip(completion.token_ids, completion.logprobs, likeliest, strict=True)
-    top = []
-    for each in sampled:
+    def of_next(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"token_id:{token}" for token in token_ids]
+
+    def add(self, token_id: int) -> None:
+        pass
+
+
+def _names(prompt: tuple[int, ...], body: CompletionRequest, services: Services) -> TokenStrings | _TokenIds:
+    if body.return_tokens_as_token_ids or services.tokenizer is None:
+        return _TokenIds()
+    return token_strings(prompt, services.tokenizer)
+
+
+def _logprobs(completion: Completion, names: TokenStrings | _TokenIds) -> dict[str, Any]:
+    """``names``: those of the tokens that follow what came before; they follow these tokens afterwards."""
+    tokens, offsets, top, position = list[str](), list[int](), list[dict[str, float]](), 0
+    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
+    for token, logprob, others in zip(completion.token_ids, completion.logprobs, likeliest, strict=True):
+        candidates = sampled_first(token, logprob, others)
+        strings = names.of_next([candidate.token_id for candidate in candidates])
         by_text: dict[str, float] = {}
-        for candidate in sampled_first(*each):
-            by_text.setdefault(named(candidate.token_id), candidate.logprob)
+        for text, candidate in zip(strings, candidates, strict=True):
+            by_text.setdefault(text, candidate.logprob)
+        tokens.append(strings[0])
+        offsets.append(position)
         top.append(by_text)
+        position += len(strings[0])
+        names.add(token)
     return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets, "top_logprobs": top}

@@ -1,6 +1,6 @@
 """What the gateway's routes stand on: the served model's facts and the clients of the other deployments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout_service.config import ServiceConfig
 from rollout_service.connections import ManyConnections
+from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import ROUTED_FLEET
 from rollout_service.fleet.serve_status import not_running
@@ -113,11 +114,6 @@ class Services:
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         pinned = PinnedCertificates()
         tokenizer = AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None
-
-        def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-            assert tokenizer is not None
-            return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,
@@ -127,7 +123,7 @@ class Services:
                 EngineClient(engine),
                 calls_ingest,
                 config.engine,
-                None if tokenizer is None else decode,
+                None if tokenizer is None else decoder_of(tokenizer),
                 ROUTED_FLEET,
                 config.sequences_per_gateway,
             ),

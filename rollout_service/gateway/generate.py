@@ -24,7 +24,8 @@ from rollout_service.gateway.prompts import (
     with_experts,
 )
 from rollout_service.gateway.routes import PromptsRoute
-from rollout_service.gateway.streams import EVENT_STREAM, Spans, TextStream, event_stream, live_pieces
+from rollout_service.gateway.streams import EVENT_STREAM, Spans, event_stream, live_pieces
+from rollout_service.gateway.text import TextStream
 from rollout_service.protocol.generate import (
     CompactLogprobs,
     DetachedRollout,
@@ -106,7 +107,7 @@ async def _reply(
         "model": model,
         "created": int(time.time()),
         "output_mode": body.output_mode,
-        "choices": [_whole_choice(c, services, body) for c in rollout.completions],
+        "choices": [_whole_choice(prompt, c, services, body) for c in rollout.completions],
         "usage": usage([rollout]),
         "replica_id": rollout.replica_id,
         "attempts": rollout.attempts,
@@ -127,7 +128,7 @@ async def _chunks(
     wanted, common = body.stream_options or StreamOptions(), dict[str, object]()
     common |= {"request_id": options.request_id, "output_mode": body.output_mode}
     sampling = body.sampling_params
-    texts = [TextStream(sampling, services, body.partial_token_ids) for _ in range(sampling.n)]
+    texts = [TextStream(prompt, sampling, services.tokenizer, body.partial_token_ids) for _ in range(sampling.n)]
     gathered = [Spans() for _ in range(sampling.n)]
     of_the_prompt: dict[str, object] = {}
     if body.return_token_ids or body.prompt is not None:
@@ -139,7 +140,7 @@ async def _chunks(
                 made = gathered[piece.made.index].of(piece)
                 choice = _choice(made, body) | {"finish_reason": made.finish_reason if piece.is_last else None}
                 if body.output_mode == "text":
-                    choice["text"] = texts[made.index].add(piece)
+                    choice["text"] = texts[made.index].add(made, piece.is_last)
                 chunk = common | of_the_prompt | {"choices": [choice]}
                 if wanted.continuous_usage_stats:
                     chunk["usage"] = token_counts(len(prompt) + len(partial), piece.start + len(made.token_ids))
@@ -177,11 +178,13 @@ def _logprobs(completion: Completion, body: GenerateRequest) -> object:
     return completion.logprobs if body.flat_logprobs else {"content": _by_token(completion)}
 
 
-def _whole_choice(completion: Completion, services: Services, body: GenerateRequest) -> dict[str, object]:
+def _whole_choice(
+    prompt: tuple[int, ...], completion: Completion, services: Services, body: GenerateRequest
+) -> dict[str, object]:
     if body.output_mode == "tokens":
         return _choice(completion, body)
     whole = completion.model_copy(update={"token_ids": body.partial_token_ids + completion.token_ids})
-    return _choice(completion, body) | {"text": text_of(whole, body.sampling_params, services)}
+    return _choice(completion, body) | {"text": text_of(whole, body.sampling_params, services, prompt)}
 
 
 def _compact_logprobs(completion: Completion, num_top: int) -> CompactLogprobs:

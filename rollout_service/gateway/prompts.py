@@ -20,6 +20,7 @@ from rollout_service.errors import (
 from rollout_service.fleet.continuation import sampling_of_the_rest
 from rollout_service.fleet.live import LiveRollout
 from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.text import TextStream
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
@@ -75,31 +76,11 @@ async def tokenize(texts: Sequence[str], services: Services, add_special_tokens:
     return await asyncio.get_running_loop().run_in_executor(_tokenizing, encode)
 
 
-def detokenize(token_ids: Sequence[int], services: Services, skip_special_tokens: bool = True) -> str | None:
-    """Text of ``token_ids``, or None if the model has no tokenizer."""
+def text_of(completion: Completion, sampling: Sampling, services: Services, prompt: Sequence[int] = ()) -> str | None:
+    """Return what a whole completion adds to the text of ``prompt``, or None if the model has no tokenizer."""
     if services.tokenizer is None:
         return None
-    text: str = services.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-    return text
-
-
-def text_of(completion: Completion, sampling: Sampling, services: Services) -> str | None:
-    """Its text, as vLLM makes it: up to the stop string or stop token that ended it, or with it.
-
-    vLLM looks for stop strings from the last place at which one can begin that ends in the newest token. None without a
-    tokenizer.
-    """
-    tokens, stop = completion.token_ids, completion.stop_reason
-    if completion.finish_reason == "stop" and not isinstance(stop, str) and not sampling.include_stop_str_in_output:
-        tokens = tokens[:-1]
-    text = detokenize(tokens, services, sampling.skip_special_tokens)
-    if text is None or completion.finish_reason != "stop" or not isinstance(stop, str):
-        return text
-    before = detokenize(tokens[:-1], services, sampling.skip_special_tokens) or ""
-    found = text.find(stop, max(0, len(before) - len(stop) + 1))
-    if found < 0:
-        return text
-    return text[: found + len(stop)] if sampling.include_stop_str_in_output else text[:found]
+    return TextStream(prompt, sampling, services.tokenizer).add(completion, is_last=True)
 
 
 def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) -> None:

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
 from rollout_service.fleet.live import LivePiece, LiveRollout
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.prompts import detokenize, of_prompt, roll_out, text_of
+from rollout_service.gateway.prompts import of_prompt, roll_out
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
 from rollout_service.protocol.sampling import Reasoning, Sampling
@@ -19,47 +19,6 @@ from rollout_service.tasks import raise_first_failure
 
 EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {}}}
 """Of a route's documented reply. OpenAPI 3.1 has no schema for events; their classes say what each holds."""
-_INCOMPLETE = "\ufffd"
-"""How the bytes of half a character are decoded."""
-
-
-class TextStream:
-    """The text of one completion, piece by piece; all pieces together are ``text_of`` the whole."""
-
-    def __init__(self, sampling: Sampling, services: Services, partial: Sequence[int] = ()) -> None:
-        """``partial``: tokens before the first piece, whose text comes with it."""
-        self._sampling, self._services = sampling, services
-        self._token_ids = list(partial)
-        self._from = self._told_to = 0
-        """Tokens whose text was found are those before ``_told_to``; what comes is decoded with those from ``_from``
-        on, as the text of a token depends on what is before it."""
-        self._sent = self._held = ""
-        held_back = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop), default=1) - 1
-        self._held_back = held_back
-
-    def add(self, piece: LivePiece) -> str:
-        """The text that is new with a piece, but for the beginning of what may be a stop string. No tokenizer: none."""
-        self._token_ids += piece.made.token_ids
-        if piece.is_last:
-            whole = piece.made.model_copy(update={"token_ids": tuple(self._token_ids)})
-            text = text_of(whole, self._sampling, self._services) or ""
-            return text[len(self._sent) :]
-        self._held += self._decoded()
-        ready = self._held[: max(0, len(self._held) - self._held_back)]
-        self._held = self._held[len(ready) :]
-        self._sent += ready
-        return ready
-
-    def _decoded(self) -> str:
-        before = self._text(self._token_ids[self._from : self._told_to])
-        text = self._text(self._token_ids[self._from :])
-        if len(text) <= len(before) or text.endswith(_INCOMPLETE):
-            return ""
-        self._from, self._told_to = self._told_to, len(self._token_ids)
-        return text[len(before) :]
-
-    def _text(self, token_ids: list[int]) -> str:
-        return detokenize(token_ids, self._services, self._sampling.skip_special_tokens) or ""
 
 
 class Spans:

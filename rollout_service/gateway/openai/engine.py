@@ -15,12 +15,14 @@ from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_service.errors import BadRequest, InvalidRequest, RolloutServiceError
+from rollout_service.fleet.detokenizer import TokenStrings
 from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import sampled_first
 from rollout_service.gateway.openai.exchange import current
 from rollout_service.gateway.prompts import roll_out, text_of
-from rollout_service.gateway.streams import TextStream, live_pieces
+from rollout_service.gateway.streams import live_pieces
+from rollout_service.gateway.text import TextStream, token_strings
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
@@ -125,15 +127,18 @@ class DispatchedEngine(EngineClient):
     ) -> AsyncGenerator[RequestOutput]:
         """vLLM's outputs of what is new each time."""
         exchange, ends = current.get(), list[CompletionOutput]()
-        texts = [TextStream(sampling, self._services) for _ in range(sampling.n)]
+        tokenizer = self._services.tokenizer
+        texts = [TextStream(prompt, sampling, tokenizer) for _ in range(sampling.n)]
+        names = [token_strings(prompt, tokenizer) for _ in range(sampling.n)]
         async with aclosing(pieces):
             async for piece in pieces:
                 exchange.begun = True
                 if isinstance(piece, Rollout):
                     exchange.rollouts.append(piece)
                     continue
-                text = texts[piece.made.index].add(piece)
-                output = _completion_output(piece.made, text, piece.is_last, params, self._services)
+                index = piece.made.index
+                text = texts[index].add(piece.made, piece.is_last)
+                output = _completion_output(piece.made, text, piece.is_last, params, names[index])
                 if piece.is_last:
                     ends.append(output)
                 else:
@@ -207,14 +212,23 @@ def _token_ids(prompt: Mapping[str, object]) -> tuple[int, ...]:
 
 
 def _output(rollout: Rollout, sampling: Sampling, params: SamplingParams, services: Services) -> RequestOutput:
-    prompt_logprobs = rollout.completions[0].prompt_logprobs
+    prompt, prompt_logprobs = rollout.prompt_token_ids, rollout.completions[0].prompt_logprobs
     outputs = [
-        _completion_output(each, text_of(each, sampling, services) or "", True, params, services)
+        _completion_output(
+            each,
+            text_of(each, sampling, services, prompt) or "",
+            True,
+            params,
+            token_strings(prompt, services.tokenizer),
+        )
         for each in rollout.completions
     ]
-    output = _request_output(rollout.request_id, rollout.prompt_token_ids, outputs, finished=True)
+    output = _request_output(rollout.request_id, prompt, outputs, finished=True)
     if prompt_logprobs is not None:
-        output.prompt_logprobs = [None if each is None else _by_id(each, services) for each in prompt_logprobs]
+        names, output.prompt_logprobs = token_strings((), services.tokenizer), []
+        for token, candidates in zip(prompt, prompt_logprobs, strict=True):
+            output.prompt_logprobs.append(None if candidates is None else _by_id(candidates, names))
+            names.add(token)
     return output
 
 
@@ -232,22 +246,27 @@ def _request_output(
 
 
 def _completion_output(
-    completion: Completion, text: str, has_ended: bool, params: SamplingParams, services: Services
+    completion: Completion, text: str, has_ended: bool, params: SamplingParams, names: TokenStrings
 ) -> CompletionOutput:
-    likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
-    sampled = zip(completion.token_ids, completion.logprobs, likeliest, strict=True)
+    """``names``: those of the tokens that follow what came before; they follow these tokens afterwards."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    if params.logprobs is not None:
+        logprobs, likeliest = [], completion.top_logprobs or ((),) * len(completion.token_ids)
+        for each in zip(completion.token_ids, completion.logprobs, likeliest, strict=True):
+            logprobs.append(_by_id(sampled_first(*each), names))
+            names.add(each[0])
     return CompletionOutput(
         index=completion.index,
         text=text,
         token_ids=list(completion.token_ids),
         cumulative_logprob=None,
-        logprobs=None if params.logprobs is None else [_by_id(sampled_first(*each), services) for each in sampled],
+        logprobs=logprobs,
         finish_reason=completion.finish_reason if has_ended else None,
         stop_reason=completion.stop_reason,
         weight_versions=[WeightVersionSpan(str(s.version), s.start, s.end) for s in completion.spans],
     )
 
 
-def _by_id(candidates: "tuple[Candidate, ...] | list[Candidate]", services: Services) -> dict[int, Logprob]:
-    assert services.tokenizer is not None  # a model without one has no chats
-    return {c.token_id: Logprob(c.logprob, c.rank or None, services.tokenizer.decode([c.token_id])) for c in candidates}
+def _by_id(candidates: Sequence[Candidate], names: TokenStrings) -> dict[int, Logprob]:
+    strings = names.of_next([c.token_id for c in candidates])
+    return {c.token_id: Logprob(c.logprob, c.rank or None, s) for c, s in zip(candidates, strings, strict=True)}

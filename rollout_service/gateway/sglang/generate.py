@@ -217,7 +217,7 @@ def _completion(
     if return_logprob:
         pairs = zip(completion.logprobs, completion.token_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-    text = text_of(completion, sampling, services) or ""  # empty without a tokenizer
+    text = text_of(completion, sampling, services, rollout.prompt_token_ids) or ""  # empty without a tokenizer
     return {"text": text, "output_ids": completion.token_ids, "meta_info": meta}
 
 

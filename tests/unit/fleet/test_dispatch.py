@@ -532,6 +532,74 @@ class HalfEngine:
         return made(4, end="abort")(call)  # type: ignore[operator]
 
 
+def decode_bytes(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+    return bytes(token_ids).decode(errors="replace")
+
+
+def of_bytes(made: bytes, end: str, stop: str | None = None, n: int = 1) -> Step:
+    """Return an answer of ``n`` completions whose tokens are bytes."""
+
+    def step(call: GenerateCall) -> Rollout:
+        completion = Completion(
+            index=0,
+            token_ids=tuple(made),
+            logprobs=(-0.5,) * len(made),
+            finish_reason=end,  # type: ignore[arg-type]
+            stop_reason=stop,
+            spans=(Span(version=3, start=0, end=len(made)),),
+        )
+        completions = tuple(completion.model_copy(update={"index": index}) for index in range(n))
+        return Rollout(
+            request_id=call.request_id,
+            prompt_token_ids=call.prompt_token_ids,
+            completions=completions,
+            replica_id="a",
+        )
+
+    return step
+
+
+class TestStopStringOfThePrompt:
+    """An engine whose prompt ends inside a character may find a stop string there."""
+
+    half, rest = "é".encode()[:1], "é".encode()[1:]
+
+    def _asking(self, prompt: bytes, max_tokens: int = 9, n: int = 1) -> GenerateCall:
+        sampling = Sampling(n=n, max_tokens=max_tokens, stop=("END",))
+        return GenerateCall(request_id="r", prompt_token_ids=tuple(prompt), sampling=sampling)
+
+    def _dispatcher(self, *steps: Step) -> tuple[Script, Dispatcher]:
+        engine = Script(list(steps))
+        return engine, Dispatcher(EngineClient(engine), Ingest(), EngineConfig(), decode_bytes)
+
+    async def test_it_ends_no_rest_and_costs_no_attempt(self) -> None:
+        cut, falsely = of_bytes(b"ab" + self.half, "abort"), of_bytes(self.rest, "stop", "END")
+        engine, dispatching = self._dispatcher(cut, falsely, of_bytes(b"cdefg", "length"))
+        rollout = await dispatching.complete(self._asking(b"END "))
+        [completion] = rollout.completions
+        assert bytes(completion.token_ids) == "abécdefg".encode() and completion.finish_reason == "length"
+        assert (rollout.attempts, len({c.request_id for c in engine.calls})) == (2, 3)
+
+    async def test_it_ends_no_completion_that_the_caller_continues(self) -> None:
+        falsely = of_bytes(self.rest, "stop", "END", n=2)
+        engine, dispatching = self._dispatcher(falsely, *[of_bytes(b"cd", "abort")] * 2)
+        rollout = await dispatching.complete(self._asking(b"END " + self.half, n=2), on_abort="return")
+        assert [(bytes(c.token_ids), c.finish_reason) for c in rollout.completions] == [
+            (self.rest + b"cd", "abort")
+        ] * 2
+        assert rollout.attempts == 1 and len(engine.calls) == 3
+
+    async def test_a_longest_completion_ends_by_its_length(self) -> None:
+        _, dispatching = self._dispatcher(of_bytes(self.rest, "stop", "END"))
+        [completion] = (await dispatching.complete(self._asking(b"END " + self.half, max_tokens=1))).completions
+        assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+
+    async def test_a_stop_string_of_the_completion_ends_it(self) -> None:
+        _, dispatching = self._dispatcher(of_bytes(self.rest + b"END", "stop", "END"))
+        [completion] = (await dispatching.complete(self._asking(b"END " + self.half))).completions
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", "END")
+
+
 class TestVersionOfTheRest:
     async def test_a_rest_waits_for_the_version_of_its_beginning(self) -> None:
         engine = Script([made(4, end="abort"), made(5, version=4)])

@@ -92,15 +92,26 @@ async def test_after_a_seam_stop_strings_are_looked_for_before_anything_is_shown
     reading.live.watch(record)
     tell(record, made(5))
     assert await reading.next() == (0, (5,), "abort")
-    texts = {5: "a", 6: "E", 7: "ND", 8: "x", 9: "b"}
+    texts = {1: "?", 2: "?", 5: "a", 6: "E", 7: "ND", 8: "x", 9: "b"}
     search = StopSearch(asking, (5, 6), lambda tokens, _: "".join(texts[token] for token in tokens))
     reading.live.watch_rest(made(5, 6), rest, search)
     tell(rest, made(7))
     assert [await reading.next() for _ in range(2)] == [(0, (6,), "abort"), (0, (7,), "abort")]
     tell(rest, made(8, 9, 9, end="length"))
-    assert await reading.next() == (0, (8,), "abort")
     tell(rest, made(9))
-    assert await reading.end(made(5, 6, 7, 8, end="stop")) == [(0, (), "stop")]
+    assert await reading.end(made(5, 6, 7, 8, end="stop")) == [(0, (8,), "stop")]
+
+
+async def test_an_end_at_a_stop_string_of_the_prompt_is_not_shown() -> None:
+    asking = CALL.model_copy(
+        update={"sampling": Sampling(stop=("END",)), "prompt_token_ids": tuple("END é".encode()[:-1])}
+    )
+    reading, record, rest = Reading(asking.sampling), Record(1, 1), Record(2, 1)
+    reading.live.watch(record, lambda: StopSearch(asking, (), lambda tokens, _: bytes(tokens).decode(errors="replace")))
+    tell(record, made("é".encode()[-1], end="stop").model_copy(update={"stop_reason": "END"}))
+    reading.live.watch_rest(made("é".encode()[-1]), rest)
+    tell(rest, made(8))
+    assert [await reading.next() for _ in range(2)] == [(0, ("é".encode()[-1],), "abort"), (0, (8,), "abort")]
 
 
 async def test_an_error_reaches_the_reader() -> None:

@@ -14,7 +14,6 @@ from rollout_service.gateway.models import models
 from rollout_service.gateway.prompts import (
     BYTES_PER_TOKEN,
     check_prompt,
-    detokenize,
     model_name,
     roll_out,
     text_of,
@@ -58,14 +57,15 @@ class TestText:
     async def test_text_becomes_ids_and_text_again(self, services: Services) -> None:
         [ids] = await tokenize(["12+34="], services)
         assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
-        assert detokenize(ids, services) == "12+34="
+        assert text_of(ended((*ids, 0), None), Sampling(), services) == "12+34="
 
     async def test_special_tokens_are_left_out_of_text_unless_asked_for(self, services: Services) -> None:
         assert services.tokenizer is not None
         [ab] = await tokenize(["ab"], services)
-        ids = [*ab, services.tokenizer.eos_token_id]
-        assert detokenize(ids, services) == "ab"
-        assert detokenize(ids, services, skip_special_tokens=False) == "ab<eos>"
+        completion = ended((*ab, services.tokenizer.eos_token_id), None)
+        kept = Sampling(include_stop_str_in_output=True)
+        assert text_of(completion, kept, services) == "ab"
+        assert text_of(completion, kept.model_copy(update={"skip_special_tokens": False}), services) == "ab<eos>"
 
     @pytest.mark.parametrize(
         ("text", "stop", "trimmed", "whole"),
@@ -88,7 +88,7 @@ class TestText:
     async def test_text_without_a_tokenizer_is_refused_with_what_to_send(self, no_tokenizer: Services) -> None:
         with pytest.raises(InvalidRequest, match="tiny has no tokenizer: send token ids"):
             await tokenize(["ab"], no_tokenizer)
-        assert detokenize([5], no_tokenizer) is None
+        assert text_of(ended((5,), None), Sampling(), no_tokenizer) is None
 
     def test_a_stop_string_without_a_tokenizer_is_refused(self, no_tokenizer: Services) -> None:
         check_prompt((5,), Sampling(stop_token_ids=(3,)), no_tokenizer)
