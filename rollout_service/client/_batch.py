@@ -170,8 +170,9 @@ class Group:
     def _rest_request(self, partial: Completion) -> GenerateRequest:
         sampling, done = self._sampling, len(partial.token_ids)
         changes: dict[str, object] = {"n": 1}
-        if sampling.seed not in (None, -1):
-            changes["seed"] = ((sampling.seed or 0) + partial.index) % LARGEST_SEED
+        if sampling.seed is not None:
+            seed = sampling.seed + partial.index
+            changes["seed"] = seed if seed <= LARGEST_SEED else seed % LARGEST_SEED
         about = dict(self._about)
         if not isinstance(asked := about.get("min_weight_version"), str):  # a label stands for a number unknown here
             about["min_weight_version"] = min_version_of_rest(asked if isinstance(asked, int) else None, partial)

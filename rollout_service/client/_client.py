@@ -42,7 +42,14 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 4096
 """Default of ``max_connections``: sixteen engines that decode 256 sequences each are busy with ``n=1``."""
-_ABOUT_THE_REQUEST = ("min_weight_version", "session_id", "priority", "on_abort", "return_routed_experts")
+_ABOUT_THE_REQUEST = (
+    "min_weight_version",
+    "session_id",
+    "priority",
+    "on_abort",
+    "return_routed_experts",
+    "add_special_tokens",
+)
 """Of the options of a generation: what says nothing of how to sample."""
 
 
@@ -162,6 +169,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         on_abort: OnAbort = "continue",
         return_routed_experts: bool = False,
         routed_experts_prompt_start: int | None = None,
+        add_special_tokens: bool | None = None,
         request_id: str | None = None,
     ) -> Rollout:
         """Sample ``n`` completions of one prompt, given as text or token ids. Parameters have vLLM's names and meaning.
@@ -183,6 +191,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 with ``engine.return_routed_experts``.
             routed_experts_prompt_start: Only from this token of the prompt on: the last one that had no row after the
                 turn before, where this prompt goes on from that.
+            add_special_tokens: Whether the tokenizer adds special tokens to a prompt in text, such as a beginning of
+                sequence. None: it does, but no second beginning of sequence to a text that begins with one.
             request_id: Name of this rollout in logs; the service makes one up otherwise.
 
         Raises:
@@ -213,6 +223,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             priority=priority,
             on_abort=on_abort,
             return_routed_experts=return_routed_experts,
+            add_special_tokens=add_special_tokens,
             request_id=request_id,
         )
         reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)

@@ -37,6 +37,7 @@ class GenerateOptions(TypedDict, total=False):
     on_abort: OnAbort
     return_routed_experts: bool
     routed_experts_prompt_start: int | None
+    add_special_tokens: bool | None
 
 
 def sampling_of(**parameters: object) -> Sampling:

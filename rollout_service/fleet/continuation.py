@@ -230,11 +230,12 @@ def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
     return None if not pieces or None in pieces else tuple(each for piece in pieces for each in piece or ())
 
 
-def _seed(seed: int, index: int, done: int) -> int:
-    """Another stream of random numbers for the rest: the same one again would repeat the draws of the first tokens.
+def _seed(seed: int, index: int, done: int) -> int | None:
+    """Return the seed of the rest: the same one again would repeat the draws of the first tokens.
 
-    Completion ``index`` starts with ``seed + index``, as in vLLM.
+    Completion ``index`` starts with ``seed + index``, as in vLLM, which takes -1 for none.
     """
-    if done == 0:
-        return seed + index
-    return xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % LARGEST_SEED
+    own = seed + index
+    if own == -1:
+        return None
+    return own if done == 0 else xxhash.xxh3_64_intdigest(f"{seed} {index} {done}".encode()) % LARGEST_SEED

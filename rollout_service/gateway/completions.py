@@ -83,7 +83,8 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     """0 or true returns the sampled tokens' logprobs, a number also those of so many of the likeliest."""
     stop: StopStrings | StopString | None = ()
     stop_token_ids: StopTokens | None = ()
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """See ``GenerateRequest.add_special_tokens``."""
     return_token_ids: bool | None = False
     """Add ``token_ids`` and ``prompt_token_ids`` to each choice."""
     return_tokens_as_token_ids: bool | None = False

@@ -58,7 +58,7 @@ async def generate(
     model = model_name(body.model, services)
     prompt = body.token_ids or ()
     if body.prompt is not None:
-        [prompt] = await tokenize([body.prompt], services)
+        [prompt] = await tokenize([body.prompt], services, body.add_special_tokens)
     options = body.options(x_session_id)
     if body.stream:
         return await event_stream(_chunks(prompt, body, services, options))

@@ -51,9 +51,12 @@ def model_name(asked: str | None, services: Services) -> str:
     return asked or services.name
 
 
-async def tokenize(texts: Sequence[str], services: Services, add_special_tokens: bool = True) -> list[tuple[int, ...]]:
+async def tokenize(
+    texts: Sequence[str], services: Services, add_special_tokens: bool | None = None
+) -> list[tuple[int, ...]]:
     """Token ids of each text, made in a thread: meanwhile this gateway answers other requests.
 
+    ``add_special_tokens``: see ``GenerateRequest``.
     Raises InvalidRequest if the model has no tokenizer, or a text is longer than its context can hold.
     """
     tokenizer = services.tokenizer
@@ -71,7 +74,15 @@ async def tokenize(texts: Sequence[str], services: Services, add_special_tokens:
             raise of_prompt(too_long, [index], len(texts))
 
     def encode() -> list[tuple[int, ...]]:
-        return [tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+        add = add_special_tokens is not False
+        made = [tuple(tokenizer.encode(text, add_special_tokens=add)) for text in texts]
+        if add_special_tokens is not None:
+            return made
+        bos, begins = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "bos_token", None)
+        return [
+            ids[1:] if begins and text.startswith(begins) and ids[:2] == (bos, bos) else ids
+            for text, ids in zip(texts, made, strict=True)
+        ]
 
     return await asyncio.get_running_loop().run_in_executor(_tokenizing, encode)
 

@@ -77,6 +77,9 @@ class GenerateRequest(RolloutOptions):
     token_ids: TokenIds | None = None
     prompt: str | None = None
     """Text instead of ``token_ids``; the reply then names the ids it became."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens to ``prompt``, such as a beginning of sequence. None: it does, but no
+    second beginning of sequence to a text that begins with one, as chat templates write it."""
     sampling_params: Sampling = Sampling()
     model: ModelName | None = None
     output_mode: Literal["tokens", "text"] = "tokens"

@@ -169,6 +169,12 @@ class CommonSampling(Frozen):
     def _few_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
+    @field_validator("seed")
+    @classmethod
+    def _none_for_minus_one(cls, seed: int | None) -> int | None:
+        # vLLM's own, which it replaces itself: a rest would get a seed made of it, the same for every request
+        return None if seed == -1 else seed
+
     @field_validator("logit_bias")
     @classmethod
     def _as_openai_bounds_it(cls, bias: dict[int, float] | None) -> dict[int, float] | None:

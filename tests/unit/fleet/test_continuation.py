@@ -103,6 +103,18 @@ def test_a_seeded_remainder_has_a_new_and_reproducible_seed() -> None:
     assert remainder(call(), piece((5,), (3, 1)), 2).sampling.seed is None
 
 
+@pytest.mark.parametrize(("seed", "index"), [(-1, 0), (-1, 3), (-4, 3)])
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_seed_that_is_none_for_vllm_is_none_for_the_rest(seed: int, index: int, done: int) -> None:
+    partial = piece((5,) * done, *[(3, 1)] * done, index=index)
+    assert remainder(call(n=4, seed=seed), partial, 2).sampling.seed is None
+
+
+def test_a_negative_seed_continues_with_different_seeds() -> None:
+    rests = [remainder(call(n=2, seed=-7), piece((5,), (3, 1), index=i), 2).sampling.seed for i in range(2)]
+    assert None not in rests and len(set(rests)) == 2
+
+
 def test_the_largest_seed_has_successors() -> None:
     rest = remainder(call(n=2, seed=LARGEST_SEED), piece((), index=1), 2)
     assert rest.sampling.seed == LARGEST_SEED + 1 < 2**63

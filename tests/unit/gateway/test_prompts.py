@@ -5,10 +5,14 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
+from httpx import ASGITransport
+from tokenizers.processors import TemplateProcessing
 
 from rollout_service.errors import ContextTooLong, InvalidRequest, NotFound
 from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
 from rollout_service.gateway.prompts import (
@@ -22,6 +26,8 @@ from rollout_service.gateway.prompts import (
 from rollout_service.protocol.generate import GenerateRequest, RolloutOptions
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import Sampling
+from tests.support.tokenizers import sentence_piece
+from tests.unit.gateway.chats import URL
 from tests.unit.gateway.fakes import EchoEngine
 
 CONTEXT = 64
@@ -58,6 +64,56 @@ class TestText:
         [ids] = await tokenize(["12+34="], services)
         assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
         assert text_of(ended((*ids, 0), None), Sampling(), services) == "12+34="
+
+    @pytest.mark.parametrize(
+        ("text", "add", "number"),
+        [
+            ("<s>q", None, 1),
+            ("q", None, 1),
+            ("<s>q", True, 2),
+            ("<s>q", False, 1),
+            ("q", False, 0),
+            ("<s><s>q", None, 2),
+        ],
+    )
+    async def test_text_has_as_many_beginnings_of_sequence_as_meant(
+        self, services: Services, text: str, add: bool | None, number: int
+    ) -> None:
+        tokenizer = sentence_piece()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+        )
+        [ids] = await tokenize([text], replace(services, tokenizer=tokenizer), add)
+        assert ids.count(1) == number
+
+    async def test_every_route_keeps_the_space_that_text_begins_with(self, services: Services) -> None:
+        tokenizer = sentence_piece()
+        services = replace(services, tokenizer=tokenizer, vocab_size=len(tokenizer))
+        ids = tokenizer.convert_tokens_to_ids(["x", "▁Paris"])  # the engine answers with these in reverse
+        asked = {"token_ids": ids, "output_mode": "text"}
+        async with httpx.AsyncClient(transport=ASGITransport(app=create_app(services)), base_url=URL) as http:
+            native = (await http.post("/inference/v1/generate", json=asked)).json()
+            events = (await http.post("/inference/v1/generate", json=asked | {"stream": True})).text
+            completions = (await http.post("/v1/completions", json={"prompt": ids, "logprobs": 0})).json()
+            sglang = (await http.post("/generate", json={"input_ids": ids})).json()
+        assert native["choices"][0]["text"] == completions["choices"][0]["text"] == sglang["text"] == " Parisx"
+        assert completions["choices"][0]["logprobs"]["tokens"] == [" Paris", "x"]
+        assert '"text": " Parisx"' in events
+
+    async def test_routes_for_text_take_add_special_tokens(self, services: Services) -> None:
+        assert services.tokenizer is not None
+        services.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
+        )
+        async with httpx.AsyncClient(transport=ASGITransport(app=create_app(services)), base_url=URL) as http:
+            for add, number in ((None, 1), (True, 2), (False, 1)):
+                option = {} if add is None else {"add_special_tokens": add}
+                asked = {"prompt": "<bos>ab", **option}
+                native = (await http.post("/inference/v1/generate", json=asked)).json()
+                assert native["prompt_token_ids"].count(1) == number
+                asked |= {"return_token_ids": True}
+                completions = (await http.post("/v1/completions", json=asked)).json()
+                assert completions["choices"][0]["prompt_token_ids"].count(1) == number
 
     async def test_special_tokens_are_left_out_of_text_unless_asked_for(self, services: Services) -> None:
         assert services.tokenizer is not None
