@@ -17,6 +17,7 @@ from rollout_service.protocol.weight_log import Control, DesiredState
 class PausableEngine(Protocol):
     """What is needed of the engine adapter. A cancelled ``pause`` leaves the engine to the next pause or resume."""
 
+    async def abort(self) -> None: ...
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def sleep(self) -> object: ...
@@ -37,8 +38,11 @@ class Pausing:
         """Whether the engine gave its memory back."""
         self.obeyed = ""
         """The last order that the engine is as."""
+        self.aborted = 0
+        """The largest ``DesiredState.abort`` that was obeyed."""
         self.returns = 0
-        """Pauses so far that return what they abort. A call during which this grows is not to be continued."""
+        """Aborts, and pauses that return what they abort, so far. A call during which this grows is not to be
+        continued."""
 
     @property
     def paused(self) -> bool:
@@ -65,6 +69,14 @@ class Pausing:
 
         Raises MemoryTaken from an engine that cannot wake; the next call tries again.
         """
+        has_aborted = desired.abort > self.aborted
+        if has_aborted:
+            self.returns += 1
+            await self._engine.abort()
+            self.aborted = desired.abort
+        return await self._obey_order(desired) or has_aborted
+
+    async def _obey_order(self, desired: DesiredState) -> bool:
         if desired.order != self._taken:
             before, self._taken = self._mode, desired.order
             self._mode = desired.pause_mode if desired.paused else None

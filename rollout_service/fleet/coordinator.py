@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Collection
 from typing import get_args
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken, RolloutServiceError
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Origin
+from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.log import WeightLog
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
@@ -31,6 +33,9 @@ class FleetCoordinator:
         self._poll_s = config.weights.poll_s
         self.table = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._desired: DesiredState | None = None
+        self._control = Control()
+        self._abort = 0
+        """Number of the last abort."""
         self._origin: Origin
         self._noted: frozenset[str] = frozenset()
         self._controlling, self._shielded = Turns(), ShieldedTasks()
@@ -39,6 +44,7 @@ class FleetCoordinator:
         """Say durably that this process writes the log, and expect who was live before. Raises LogCorrupt, OSError."""
         self._origin = self._log.sign()
         self.table.compare_with(self._log.head(), self._origin.log)
+        self._control = self._log.control()
         self._noted = self._log.fleet()
         self.table.wait_for(self._noted)
         self._history.known(self._noted)
@@ -49,7 +55,7 @@ class FleetCoordinator:
 
     def follow_log(self) -> None:
         """Want of the replicas what the log says now; wakes nobody. Raises LogCorrupt."""
-        head, control = self._log.head(), self._log.control()
+        head, control = self._log.head(), self._control
         if head is None:
             return
         self.table.compare_with(head, self._origin.log)
@@ -63,6 +69,7 @@ class FleetCoordinator:
             digest=head.digest,
             origin=self._origin,
             label=head.label,
+            abort=0 if self._desired is None else self._desired.abort,
         )
 
     def require_followed(self) -> None:
@@ -137,6 +144,26 @@ class FleetCoordinator:
             return control
 
         await self._all_obey(changed, "paused" if paused else "resumed", timeout_s)
+
+    async def abort_running(self, timeout_s: float) -> None:
+        """Have every replica return what it runs as it is; returns when all live ones have. Nothing is paused.
+
+        The order ends with this call: a replica that obeyed later would abort what was begun since.
+        Raises NotReady after ``timeout_s``.
+        """
+        self._require_desired()
+        # larger than those of an ingest before this one
+        number = self._abort = max(self._abort + 1, time.time_ns())
+        await self._want_abort(number)
+        try:
+            if not await self._changes.wait(lambda: self.table.all_aborted(number), timeout_s):
+                raise NotReady(
+                    f"not every replica has aborted what it ran after {timeout_s} s; nothing is paused: send it again",
+                    {"replicas": [status.model_dump(mode="json") for status in self.table.live()]},
+                )
+        finally:
+            if self._abort == number:
+                await self._want_abort(0)
 
     async def sleep(self, mode: PauseMode, timeout_s: float) -> None:
         """Have every replica give back the memory of its engine, once what runs was dealt with as ``mode`` says.
@@ -235,14 +262,44 @@ class FleetCoordinator:
         ``changed``: of what was asked before, what is asked now.
         """
         async with self._controlling:
-            known = self._log.control()
+            known = self._control
             control = changed(known).model_copy(update={"order": known.order})
             if control != known:
                 control = control.model_copy(update={"order": uuid.uuid4().hex})
-            await asyncio.to_thread(self._log.set_control, control)
+            try:
+                await asyncio.to_thread(self._log.set_control, control)
+            except OSError as error:
+                if control != known:
+                    await asyncio.to_thread(self._require_may_go_on, known, control, error)
+            self._control = control
             self.follow_log()
             await self._changes.notify()
         return control.order
+
+    def _require_may_go_on(self, known: Control, control: Control, error: OSError) -> None:
+        """Raise InsufficientStorage or RolloutServiceError for a pause or sleep that could not be noted in the log.
+
+        Engines that are to go on do so whatever the disk says: nobody could resume them otherwise.
+        """
+        if control.paused and not set(control.asleep) < set(known.asleep):
+            what = "what is asked of the fleet"
+            if error.errno in DISK_FULL:
+                raise no_room(f"{what}, which is not changed,", self._log.root, 1 << 10) from error
+            raise RolloutServiceError(f"{what} cannot be noted in {self._log.root}, and is not changed: {error}")
+        try:
+            if not control.paused:
+                self._log.clear_control()  # needs no room, and means the same
+                return
+        except OSError as also:
+            error = also
+        logger.error(
+            "the engines go on, which could not be noted in %s (%s): an ingest that restarts pauses them again",
+            self._log.root, error,
+        )  # fmt: skip
+
+    async def _want_abort(self, number: int) -> None:
+        self._desired = self._require_desired().model_copy(update={"abort": number})
+        await self._changes.notify()
 
     def _overtaken(self, order: str) -> bool:
         return self._desired is not None and self._desired.order != order

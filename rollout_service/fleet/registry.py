@@ -1,6 +1,7 @@
 """The table of replicas: who is live, what each serves, and the state that all of them should reach."""
 
 import time
+from collections.abc import Callable
 
 from rollout_service.fleet.failed_starts import FailedStartLog
 from rollout_service.protocol.fleet import ReplicaStatus
@@ -90,8 +91,15 @@ class FleetTable:
 
     def all_obey(self, order: str) -> bool:
         """Whether every replica that has served is as was last asked, and there is one if there must be."""
-        orders = [status.obeyed for status in self.live() if status.version is not None or status.state == "asleep"]
-        return self.is_complete() and bool(orders or self._may_be_empty) and all(obeyed == order for obeyed in orders)
+        return self._all_have_served_and(lambda status: status.obeyed == order)
+
+    def all_aborted(self, number: int) -> bool:
+        """Return True if every replica that has served has obeyed that abort or a later one."""
+        return self._all_have_served_and(lambda status: status.aborted >= number)
+
+    def _all_have_served_and(self, is_so: Callable[[ReplicaStatus], bool]) -> bool:
+        found = [is_so(status) for status in self.live() if status.version is not None or status.state == "asleep"]
+        return self.is_complete() and bool(found or self._may_be_empty) and all(found)
 
     def is_loading(self, replica_id: str, version: int) -> bool:
         """Whether a replica is live and on its way to a version."""

@@ -388,6 +388,10 @@ class Ingest:
         """See ``FleetCoordinator.set_paused``."""
         await self._fleet.set_paused(paused, mode, timeout_s, on_abort)
 
+    async def abort_running(self, timeout_s: float) -> None:
+        """See ``FleetCoordinator.abort_running``."""
+        await self._fleet.abort_running(timeout_s)
+
     async def is_paused(self) -> bool:
         """See ``FleetCoordinator.is_paused``."""
         return await self._fleet.is_paused()

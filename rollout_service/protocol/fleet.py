@@ -95,6 +95,8 @@ class ReplicaStatus(Frozen):
     obeyed: str = ""
     """The pause, resume, sleep or wake-up that it has obeyed last; while running rollouts are waited for, still the one
     before."""
+    aborted: int = 0
+    """The largest ``DesiredState.abort`` that it has obeyed."""
     running: int = 0
     """Sequences accepted and not yet answered."""
     error: str | None = None

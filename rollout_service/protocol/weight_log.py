@@ -73,3 +73,5 @@ class DesiredState(Frozen):
     """Of the log that the version is in."""
     label: str | None = None
     """Of that version."""
+    abort: int = 0
+    """Number of the abort that is under way; 0: none is. Unlike a pause it is not in the log."""

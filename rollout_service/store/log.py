@@ -161,6 +161,12 @@ class WeightLog:
         """Remember what the operator asked, durably."""
         self._replace("CONTROL", control)
 
+    def clear_control(self) -> None:
+        """Forget what the operator asked, durably and also on a full disk. Raises OSError."""
+        for root in self.roots:
+            (root / "CONTROL").unlink(missing_ok=True)
+            sync_folder(root)
+
     def folder(self, version: int) -> Path:
         """Where a committed version lies."""
         return self.root / str(version)

@@ -66,16 +66,10 @@ async def continue_generation(services: Here, body: ContinueGeneration | None = 
     return Done(message="generation goes on")
 
 
-@router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest, Overtaken, Asleep))
+@router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest))
 async def abort_request(services: Here, body: AbortRequest) -> Response:
-    """Return every running completion as it is, on all replicas. A pause stays one; otherwise generation goes on.
-
-    Whoever pauses between the two halves of this is resumed with it: one controller at a time.
-    """
-    was_paused = await services.ingest.is_paused()
-    await services.ingest.set_paused(True, "abort", ControlRoute.waits_s, "return")
-    if not was_paused:
-        await services.ingest.set_paused(False, "keep", ControlRoute.waits_s)
+    """Return every running completion as it is, on all replicas. Nothing is paused, and a pause stays one."""
+    await services.ingest.abort_running(ControlRoute.waits_s)
     return Response()
 
 

@@ -52,6 +52,9 @@ class FakeEngine:
         """Versions that were begun to be read, each time."""
         self.before_reading: Callable[[int], None] = lambda version: None
 
+    async def abort(self) -> None:
+        self.calls.append("abort")
+
     async def pause(self, mode: PauseMode) -> None:
         await self.pausing.passed()
         self.calls.append(f"pause {mode}")

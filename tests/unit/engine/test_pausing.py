@@ -112,6 +112,25 @@ class TestAborts:
             counts.append(weight_sync.returns)
         assert counts == [0, 0, 1, 1, 1]
 
+    async def test_an_abort_returns_what_runs_and_pauses_nothing(
+        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await ingest.change(abort=7)
+        assert not (await ingest.reported(lambda s: s.aborted == 7)).paused
+        await ingest.change(abort=0)  # it has ended
+        await ingest.change(label="again")
+        await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.label == "again")
+        assert (engine.calls, weight_sync.returns) == (["abort"], 1)
+
+    async def test_an_abort_during_a_pause_leaves_it_one(
+        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
+    ) -> None:
+        await pause(ingest, "keep", "first")
+        await ingest.reported(lambda s: s.obeyed == "first")
+        await ingest.change(abort=7)
+        assert (await ingest.reported(lambda s: s.aborted == 7)).paused
+        assert engine.calls == ["pause keep", "abort"]
+
 
 class TestVersionDuringAPause:
     async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(

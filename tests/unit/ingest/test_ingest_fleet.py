@@ -1,15 +1,17 @@
 """The ingest and its replicas: waiting for them, waking them, pausing them, keeping what they need."""
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import Asleep, CommitTimeout, NotReady, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, NotReady, Overtaken
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
-from rollout_service.protocol.weight_log import DesiredState
+from rollout_service.protocol.weight_log import Control, DesiredState
+from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
 from tests.unit.ingest.trainer import Trainer, Weights, config_of, order, replica, settle
@@ -189,6 +191,108 @@ class TestPausing:
         await trainer.push(1, weights)
         desired = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
         assert (asked(desired), desired.order) == ((1, True, "abort"), ordered)
+
+
+class TestAborting:
+    async def test_an_abort_answers_once_every_replica_has_aborted(self, ingest: Ingest, log: WeightLog) -> None:
+        for name in ("a", "b"):
+            await ingest.report(replica(name, 0))
+        before = await told(ingest)
+        abort = asyncio.create_task(ingest.abort_running(LONG_S))
+        desired = await ingest.sync(replica("a", 0, 1), before)
+        assert desired == before.model_copy(update={"abort": desired.abort}) and desired.abort > 0
+        await ingest.report(replica("a", 0, 2, aborted=desired.abort))
+        await settle()
+        assert not abort.done()
+        await ingest.report(replica("b", 0, 2, aborted=desired.abort))
+        await asyncio.wait_for(abort, LONG_S)
+        assert await told(ingest) == before and log.control() == Control()
+
+    async def test_an_abort_whose_caller_leaves_is_over(self, ingest: Ingest, log: WeightLog) -> None:
+        await ingest.report(replica("a", 0))
+        before = await told(ingest)
+        abort = asyncio.create_task(ingest.abort_running(LONG_S))
+        await settle()
+        abort.cancel()
+        await asyncio.wait([abort])
+        assert await told(ingest) == before and log.control() == Control()
+
+    async def test_an_abort_that_a_replica_does_not_obey_is_over(self, ingest: Ingest, log: WeightLog) -> None:
+        await ingest.report(replica("a", 0))
+        before = await told(ingest)
+        with pytest.raises(NotReady, match="nothing is paused") as late:
+            await ingest.abort_running(timeout_s=0.01)
+        assert [status["replica_id"] for status in late.value.detail["replicas"]] == ["a"]
+        assert await told(ingest) == before and log.control() == Control()
+
+    async def test_an_abort_overtakes_neither_a_pause_nor_an_abort(self, ingest: Ingest) -> None:
+        await ingest.report(replica("a", 0))
+        asked = [
+            asyncio.create_task(call)
+            for call in (
+                ingest.set_paused(True, "keep", LONG_S),
+                ingest.abort_running(LONG_S),
+                ingest.abort_running(LONG_S),
+            )
+        ]
+        while not (desired := await told(ingest)).paused or not desired.abort:
+            await asyncio.sleep(0)
+        await ingest.report(replica("a", 0, 2, paused=True, obeyed=desired.order, aborted=desired.abort))
+        await asyncio.wait_for(asyncio.gather(*asked), LONG_S)
+        assert await ingest.is_paused()
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be written, as on a file system without a free block."""
+
+    def write(path: Path, text: str | bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(durable_io, "write_synced", write)
+
+
+class TestFullDisk:
+    async def test_a_resume_on_a_full_disk_outlives_the_ingest(
+        self, ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await order(ingest, True)
+        fill_disk(monkeypatch)
+        await order(ingest, False)
+        assert not await ingest.is_paused() and not log.control().paused
+
+    async def test_a_resume_on_a_read_only_disk_is_obeyed(
+        self, ingest: Ingest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await order(ingest, True)
+        fill_disk(monkeypatch)
+
+        def refuse(self: WeightLog) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(WeightLog, "clear_control", refuse)
+        await order(ingest, False)
+        assert not await ingest.is_paused()
+
+    async def test_engines_wake_on_a_full_disk(self, ingest: Ingest, monkeypatch: pytest.MonkeyPatch) -> None:
+        await asleep(ingest)
+        fill_disk(monkeypatch)
+        for sequence, tag in ((10, "weights"), (20, "kv_cache")):
+            before = await ingest.sync(replica("a", None, sequence, state="asleep"), None)
+            waking = asyncio.create_task(ingest.wake_up([tag], LONG_S))  # type: ignore[list-item]
+            desired = await ingest.sync(replica("a", None, sequence + 1, state="asleep"), before)
+            await ingest.report(replica("a", None, sequence + 2, state="asleep", obeyed=desired.order))
+            assert await waking == (tag == "kv_cache") == (not desired.asleep)
+
+    async def test_a_pause_that_cannot_be_noted_changes_nothing(
+        self, ingest: Ingest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = await told(ingest)
+        fill_disk(monkeypatch)
+        with pytest.raises(InsufficientStorage, match="which is not changed"):
+            await ingest.set_paused(True, "keep", LONG_S)
+        with pytest.raises(InsufficientStorage):
+            await ingest.sleep("abort", LONG_S)
+        assert await told(ingest) == before
 
 
 class TestKeeping:
