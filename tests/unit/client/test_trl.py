@@ -96,8 +96,7 @@ def test_from_the_second_sync_on_tensors_are_not_held(transfer: RolloutServiceWe
             yield name, copy
             del copy
 
-    transfer.send_weights(made())
-    assert most == len(tensors)
+    transfer.send_weights(made())  # copies them
     alive.clear()
     most = 0
     transfer.send_weights(made())
