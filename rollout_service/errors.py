@@ -212,6 +212,10 @@ class DeploymentFailed(NotReady):
     http_status = 500
 
 
+class LogUnreadable(NotReady):
+    """The file system could not read the weight log just now, and may be able to in a moment."""
+
+
 class LogLocked(RolloutServiceError):
     """Another process writes this weight log."""
 

@@ -159,7 +159,7 @@ def _roll_back_at(url: str, to: int | str, token_file: Path | None) -> None:
 
 def _roll_back_in(path: Path, to: int | str) -> None:
     from rollout_service.errors import LogLocked, RolloutServiceError
-    from rollout_service.kv_scales.coordinator import read_result, with_result
+    from rollout_service.kv_scales.coordinator import read_result, restore_result
     from rollout_service.store.durable_io import WriterLock
     from rollout_service.store.labels import VersionLabels
     from rollout_service.store.rollback import require_kept, stage_again
@@ -173,14 +173,16 @@ def _roll_back_in(path: Path, to: int | str) -> None:
             labels.load()
             number, newest = labels.number_of(to), log.versions()[-1]
             require_kept(log.versions(), number, labels)
-            source = with_result(log.manifest(number), read_result(log.folder(number)))
-            if source.digest == with_result(log.manifest(newest), read_result(log.folder(newest))).digest:
+            source = log.manifest(number)
+            if source.digest == log.manifest(newest).digest:
                 typer.echo(f"version {newest} is the newest, and has these weights already")
                 return
             version, record = max([newest, *log.served().digests]) + 1, read_record(log.folder(number))
             while log.staging(version).with_name(f"{version}.parts").exists():
                 version += 1
             manifest = stage_again(log, source, version)
+            if manifest.awaits_kv_scales:
+                restore_result(read_result(log.folder(number)), log.staging(version), version)
             log.commit(manifest, "keep", record and record.model_copy(update={"begin": record.begin.numbered(version)}))
             labels.note(version, manifest.label)
     except LogLocked as error:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from rollout_service.errors import LogCorrupt, NotFound, NotReady
+from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound, NotReady
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
@@ -36,10 +36,17 @@ class FollowedLog:
 
     async def open(self) -> Control:
         """Wait until there is a version; returns what was last asked of the fleet."""
-        while self._copies is None and self.log.head() is None:
+        told = ""
+        while True:
+            try:
+                if self._copies is not None or self.log.head() is not None:
+                    self.origin = self._origin_now()
+                    return self.log.control() if self._copies is None else self._copies.newest.control
+            except LogUnreadable as error:
+                if told != error.message:
+                    told = error.message
+                    logger.warning("waiting for the log: %s", error)
             await asyncio.sleep(0.1)  # the ingest is making version 0
-        self.origin = self._origin_now()
-        return self.log.control() if self._copies is None else self._copies.newest.control
 
     async def look(self) -> None:
         """Learn what is newest, where only the ingest can say. Raises NotReady if it is away, LogCorrupt."""
@@ -129,7 +136,7 @@ class FollowedLog:
         return manifest
 
     async def _checked(self, head: Head, reading: Awaitable[_Found]) -> _Found:
-        """Raises NotFound or LogCorrupt for what cannot be read."""
+        """Raises NotFound, LogCorrupt or LogUnreadable for what cannot be read."""
         try:
             return await reading
         except (OSError, LogCorrupt) as error:
@@ -137,7 +144,8 @@ class FollowedLog:
                 raise NotFound(f"version {head.version} was removed while it was read") from error
             if isinstance(error, LogCorrupt):
                 raise
-            raise LogCorrupt(f"version {head.version} cannot be read: {error}") from error
+            kind = LogCorrupt if isinstance(error, FileNotFoundError) else LogUnreadable
+            raise kind(f"version {head.version} cannot be read: {error}") from error
 
     def _origin_now(self) -> Origin | None:
         return self.log.origin() if self._copies is None else self._copies.newest.origin

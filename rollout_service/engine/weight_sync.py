@@ -26,6 +26,7 @@ from rollout_service.errors import (
     EngineFailed,
     InsufficientStorage,
     LogCorrupt,
+    LogUnreadable,
     MemoryTaken,
     NotFound,
     NotReady,
@@ -50,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 600.0
 """Between two readings of a version that was found corrupt: someone may mend it."""
+
+_REPEAT_S = 60.0
+"""Seconds between two log lines about one failure."""
 
 _GOODBYE_S = 2.0
 """A replica waits no longer for the ingest when it ends: the whole service may be ending."""
@@ -119,6 +123,7 @@ class WeightSync:
         self._staged: tuple[Head, Manifest, float] | None = None
         """A version that lies beside the model and waits for its KV scales, and the seconds that this took."""
         self._corrupt = _CorruptVersion(2 * config.poll_s)
+        self._unreadable = _Repeated()
         self.labels = ServedLabels()
         """Of the versions that were served here."""
 
@@ -135,19 +140,30 @@ class WeightSync:
     async def start(self) -> None:
         """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
         self._pausing.begin(await self._log.open())
-        while not self._life.serves(head := self._log.newest()):
+        head: Head | None = None
+        failed: Head | None = None
+        while True:
             try:
+                if self._life.serves(head := self._log.newest()):
+                    break
                 await self._to_version(head)
                 await self._log.look()
             except NotReady as error:
-                logger.warning("version %d is not here yet: %s", head.version, error)
+                if self._unreadable.is_news(str(error)):
+                    logger.warning("the newest version, %s, is not here yet: %s", head and head.version, error)
                 await asyncio.sleep(self._config.poll_s)
             except (LogCorrupt, NotFound) as error:
-                await self._log.look()
-                if self._log.newest() == head:
+                await self._look_at_start()
+                # once more, since a disk may fail to read for a moment
+                if failed == head == self._log.newest():
                     raise
-                logger.info("version %d was removed for a newer one: %s", head.version, error)
+                failed = head
+                logger.warning("version %s is read again, or a newer one: %s", head and head.version, error)
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
+
+    async def _look_at_start(self) -> None:
+        with suppress(NotReady):  # the next turn says so
+            await self._log.look()
 
     def status(self) -> ReplicaStatus:
         """What this replica says of itself."""
@@ -193,7 +209,7 @@ class WeightSync:
         """Return True if the newest version of the log, as it was last read, is ``version`` or newer."""
         try:
             return self._log.newest().version >= version
-        except LogCorrupt:
+        except (LogCorrupt, NotReady):
             return False
 
     async def caught_up(self) -> None:
@@ -254,6 +270,7 @@ class WeightSync:
                     continue
                 head = await self._looked()
                 if self._life.serves(head):
+                    self._corrupt.forget()
                     await self._pausing.open()
                     await self._recovered()
                 elif not self._corrupt.is_waited_for(head):
@@ -263,6 +280,8 @@ class WeightSync:
             except NotFound as error:  # a newer version was committed and this one dropped meanwhile
                 logger.info("looking again: %s", error)
                 self._woken.set()
+            except (LogUnreadable, OSError) as error:
+                await self._wait_for_log(head, error)
             except NotReady as error:  # the next poll looks again
                 logger.warning("staying at version %s: %s", self.version, error)
                 if head is not None:
@@ -272,6 +291,14 @@ class WeightSync:
                 wait_s = self._corrupt.found(head)
                 logger.error("staying at version %s, looking again in %.1f s: %s", self.version, wait_s, error)
                 await self._stay(error)
+
+    async def _wait_for_log(self, head: Head | None, error: Exception) -> None:
+        """Go on with what is served while the file system cannot read the log, or the version ``head``."""
+        wait_s = self._corrupt.found(head)
+        if self._unreadable.is_news(str(error)):
+            logger.error("staying at version %s, looking again: %s", self.version, error)
+        if head is not None or wait_s > self._corrupt.first_wait_s:  # a single failure is not worth a report
+            await self._stay(error)
 
     async def _stay(self, error: Exception) -> None:
         """Say why a version was not loaded. The engine goes on with what it has, if that may be served."""
@@ -372,20 +399,39 @@ class WeightSync:
             logger.warning("could not report to the ingest: %s", error)  # the next sync reports again
 
 
+class _Repeated:
+    """A failure that goes on: it is logged when it begins or changes, and once a minute."""
+
+    def __init__(self) -> None:
+        self._message, self._said_at = "", 0.0
+
+    def is_news(self, message: str) -> bool:
+        """Return True if the message is to be logged."""
+        now = time.monotonic()
+        if message == self._message and now - self._said_at < _REPEAT_S:
+            return False
+        self._message, self._said_at = message, now
+        return True
+
+
 class _CorruptVersion:
     """One that could not be read. It is not read again at each poll, but after twice as long each time."""
 
     def __init__(self, first_wait_s: float) -> None:
-        self._first_wait_s = first_wait_s
+        self.first_wait_s = first_wait_s
         self._head: Head | None = None
         self._wait_s = self._retry_at = 0.0
 
     def found(self, head: Head | None) -> float:
         """Returns for how many seconds it is let alone."""
-        again = self._head is not None and self._head == head
-        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if again else self._first_wait_s
+        again = self._wait_s > 0 and self._head == head
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if again else self.first_wait_s
         self._head, self._retry_at = head, time.monotonic() + self._wait_s
         return self._wait_s
+
+    def forget(self) -> None:
+        """What is newest was read."""
+        self._head, self._wait_s = None, 0.0
 
     def is_waited_for(self, head: Head) -> bool:
         return head == self._head and time.monotonic() < self._retry_at

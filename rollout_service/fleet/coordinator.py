@@ -13,7 +13,7 @@ from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
-from rollout_service.protocol.weight_log import Control, DesiredState, Origin
+from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.log import WeightLog
 from rollout_service.tasks import Changes, ShieldedTasks, Turns
@@ -33,6 +33,7 @@ class FleetCoordinator:
         self._poll_s = config.weights.poll_s
         self.table = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
         self._desired: DesiredState | None = None
+        self._head: Head | None = None
         self._control = Control()
         self._abort = 0
         """Number of the last abort."""
@@ -54,10 +55,14 @@ class FleetCoordinator:
         await self._controlling.close()
 
     def follow_log(self) -> None:
-        """Want of the replicas what the log says now; wakes nobody. Raises LogCorrupt."""
-        head, control = self._log.head(), self._control
-        if head is None:
-            return
+        """Want of the replicas what the log says now; wakes nobody. Raises LogCorrupt, LogUnreadable."""
+        head = self._log.head()
+        if head is not None:
+            self.follow(head)
+
+    def follow(self, head: Head) -> None:
+        """Want of the replicas the newest version, and what was asked of the fleet last; wakes nobody."""
+        self._head, control = head, self._control
         self.table.compare_with(head, self._origin.log)
         self._desired = DesiredState(
             version=head.version,
@@ -272,7 +277,8 @@ class FleetCoordinator:
                 if control != known:
                     await asyncio.to_thread(self._require_may_go_on, known, control, error)
             self._control = control
-            self.follow_log()
+            if self._head is not None:
+                self.follow(self._head)
             await self._changes.notify()
         return control.order
 

@@ -18,6 +18,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.drain import work_s
 from rollout_service.errors import (
     LogCorrupt,
+    LogUnreadable,
     NotFound,
     NotReady,
     RolloutServiceError,
@@ -34,7 +35,7 @@ from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.ingest.weight_transfer import WeightTransfer
-from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales
+from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales, restore_result
 from rollout_service.metrics.process import count_received, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
@@ -336,7 +337,7 @@ class Ingest:
 
         Replicas that start are not waited for: they take no request before they are at the newest version.
         """
-        digest = (await self._summary(version)).log_digest if version in self._log.versions() else None
+        digest = (await self._summary(version)).digest if version in self._log.versions() else None
         await self._fleet.wait_served(version, digest, timeout_s)
 
     async def discard(self, version: int) -> None:
@@ -357,7 +358,7 @@ class Ingest:
             rollback_of=summary.rollback_of,
             delta_of=summary.delta_of,
             uploaded_bytes=summary.uploaded_bytes,
-            state="live" if self._fleet.table.all_serve(version, summary.log_digest) else "committed",
+            state="live" if self._fleet.table.all_serve(version, summary.digest) else "committed",
             digest=summary.digest,
             total_bytes=summary.total_bytes,
             kv_scales_from=summary.kv_scales_from,
@@ -468,9 +469,8 @@ class Ingest:
         """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
         if version not in self._summaries:
             committed = await asyncio.to_thread(self._log_of(version).manifest, version)
-            manifest, log_digest = self._kv_scales.with_published(committed), committed.digest
-            digest = log_digest if manifest is committed else manifest.digest
-            summary = VersionSummary.of(manifest, digest, log_digest, await self._record(version))
+            manifest = self._kv_scales.with_published(committed)
+            summary = VersionSummary.of(manifest, committed.digest, await self._record(version))
             if manifest.awaits_kv_scales:
                 return summary
             self._summaries[version] = summary
@@ -525,13 +525,15 @@ class Ingest:
                 return newest
             require_kept(self._kept(), to, self._labels)
             log = self._log_of(to)
-            found = await asyncio.to_thread(log.manifest, to)
-            source = await asyncio.to_thread(self._kv_scales.with_published, found)
+            source = await asyncio.to_thread(log.manifest, to)
             if source.digest == (await self._summary(newest)).digest:
                 return newest
             record, number = await self._record_of(to), self._uploads.free_number()
             try:
                 manifest = await asyncio.to_thread(stage_again, self._log, source, number, log.folder(to))
+                if manifest.awaits_kv_scales:
+                    measured = await asyncio.to_thread(self._kv_scales.published, to)
+                    await asyncio.to_thread(restore_result, measured, self._log.staging(number), number)
             except OSError as error:
                 raise RolloutServiceError(f"version {to} cannot be made the newest again: {error}") from error
             version = manifest.version
@@ -564,20 +566,24 @@ class Ingest:
         self._kv_scales.committed(manifest)
         self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
-            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, head.digest, record)
+            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, record)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,
             extra={"weight_version": head.version},
         )  # fmt: skip
-        self._fleet.follow_log()
+        self._fleet.follow(head)
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
         """Drop the versions that no replica and no staged delta needs."""
         if not self._fleet.table.is_complete():
             return
-        versions = self._log.versions()
+        try:
+            versions, kept = self._log.versions(), set(self._kept())
+        except LogUnreadable as error:  # what has just been committed is committed; the next commit tries again
+            logger.warning("no version is removed now: %s", error)
+            return
         in_use = self._fleet.table.in_use() | self._uploads.needed | self._durability.needed
         # a replica that starts reads the newest, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
@@ -588,7 +594,8 @@ class Ingest:
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
                 else:
                     self._durability.dropped(version)
-        for version in self._summaries.keys() - set(self._kept()):
+                    kept.discard(version)
+        for version in self._summaries.keys() - kept:
             del self._summaries[version]
 
     async def _remove_copied(self) -> None:

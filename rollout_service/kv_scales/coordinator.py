@@ -144,9 +144,12 @@ class VersionScales:
         return manifest
 
     def committed(self, manifest: Manifest) -> None:
-        """A version is the newest now."""
+        """A version is the newest now. Raises LogCorrupt."""
         if not manifest.awaits_kv_scales:
             self._take(manifest.version, manifest.kv_scales)
+        elif (result := self.published(manifest.version)) is not None:  # a rollback's
+            self.largest = result.largest
+            self._take(manifest.version, result.scales)
 
     def restore(self, newest: Manifest) -> None:
         """Take up what the log has, for an ingest that starts. Raises LogCorrupt."""
@@ -373,6 +376,15 @@ def read_result(folder: Path) -> KVScaleResult | None:
         return KVScaleResult.model_validate({name: value for name, value in fields.items() if name not in _OF_BEFORE})
     except ValidationError as error:
         raise LogCorrupt(f"{folder / KV_SCALES_FILE} does not parse: {error}") from error
+
+
+def restore_result(result: KVScaleResult | None, staged: Path, version: int) -> None:
+    """Give a staged version that restores an older one what was measured of that one, if anything was. Raises OSError.
+
+    The scales stay beside the manifest, so that both versions have the same digest.
+    """
+    if result is not None:
+        write_result(staged, result.model_copy(update={"version": version}))
 
 
 def with_result(manifest: Manifest, result: KVScaleResult | None) -> Manifest:

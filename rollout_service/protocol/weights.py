@@ -51,7 +51,8 @@ class WeightStatus(Frozen):
     alone, never. With ``weights.durability: behind`` a version is served before, and is never durable if a newer one
     has overtaken it on its way to the disk."""
     digest: str | None = None
-    """xxh3-128 over the manifest, KV scales included once they are known; None while staged."""
+    """xxh3-128 over the manifest; None while staged. KV scales that came with the version are part of it; those
+    that the service measures are not. A rollback has the digest of the version that it restores."""
     total_bytes: int = 0
     kv_scales_from: KVScalesFrom | None = None
     """Where the scales of its FP8 KV cache come from, see docs/kv_scales.md; None while staged."""

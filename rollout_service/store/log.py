@@ -23,6 +23,7 @@ read. A folder newer than LATEST is what a crash between the two renames left, a
 A log in memory may have another one behind it, on a disk: see ``store/durable_log.py``.
 """
 
+import errno
 import os
 import re
 import threading
@@ -34,7 +35,7 @@ from typing import TypeVar
 import xxhash
 from pydantic import Field, ValidationError
 
-from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
@@ -81,6 +82,7 @@ class KnownServed(Frozen):
 
 
 _Model = TypeVar("_Model", bound=Frozen)
+_Found = TypeVar("_Found")
 
 
 class WeightLog:
@@ -202,8 +204,10 @@ class WeightLog:
         path = self.folder(version) / MANIFEST_FILE
         try:
             manifest = read_manifest(self.folder(version))
-        except (OSError, ManifestDamaged) as error:
+        except (FileNotFoundError, ManifestDamaged) as error:
             raise LogCorrupt(f"{path}: {error}") from error
+        except OSError as error:
+            raise LogUnreadable(f"{path} cannot be read: {error}; it is tried again") from error
         if manifest.version != version:
             raise LogCorrupt(f"{path} is of version {manifest.version}")
         if digest is None and (head := self.head()) is not None and head.version == version:
@@ -338,15 +342,13 @@ class WeightLog:
             remove_tree(dropped)
 
     def _folders(self) -> list[int]:
-        if not self.root.is_dir():
-            return []
-        return sorted(int(path.name) for path in self.root.iterdir() if _VERSION.fullmatch(path.name))
+        return sorted(int(name) for name in _read_again(lambda: os.listdir(self.root), ()) if _VERSION.fullmatch(name))
 
     def _read(self, name: str, model: type[_Model]) -> _Model | None:
-        try:
-            return model.model_validate_json((self.root / name).read_bytes())
-        except FileNotFoundError:
+        if (text := _read_again((self.root / name).read_bytes, None)) is None:
             return None
+        try:
+            return model.model_validate_json(text)
         except ValidationError as error:
             raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
 
@@ -358,6 +360,22 @@ class WeightLog:
         for root in self.roots:
             root.mkdir(parents=True, exist_ok=True)
             replace_synced(root / name, content.model_dump_json())
+
+
+def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:
+    """Return what ``read`` does, or ``missing`` if nothing is there. Raises LogUnreadable.
+
+    NFS answers ESTALE for a file that was replaced while it was opened: the next attempt opens the new one.
+    """
+    for attempts_left in (2, 1, 0):
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError):
+            return missing
+        except OSError as error:
+            if error.errno != errno.ESTALE or not attempts_left:
+                raise LogUnreadable(f"the weight log cannot be read: {error}; it is tried again") from error
+    raise AssertionError("the last attempt returns or raises")
 
 
 def uploads_folder(root: Path) -> Path:

@@ -33,9 +33,12 @@ def require_kept(kept: Sequence[int], version: int, labels: VersionLabels) -> No
 def stage_again(log: WeightLog, source: Manifest, version: int, folder: Path | None = None) -> Manifest:
     """Lay out the files of a kept version as ``version``, and return its manifest, ready for ``WeightLog.commit``.
 
-    ``source``: the kept version's manifest, with the KV scales that the new one is to have. ``folder``: where it lies,
-    if not in this log. Every byte is read and compared with its digest first. Raises LogCorrupt, InsufficientStorage or
-    OSError, and leaves nothing behind then.
+    Every byte is read and compared with its digest first. Raises LogCorrupt, InsufficientStorage or OSError, and leaves
+    nothing behind then.
+
+    Args:
+        source: the kept version's manifest.
+        folder: where it lies, if not in this log.
     """
     folder, staged = folder or log.folder(source.version), log.staging(version)
     log.verify(source, folder=folder)

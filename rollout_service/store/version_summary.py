@@ -12,8 +12,7 @@ class VersionSummary(NamedTuple):
     """What statuses and metrics tell of a manifest, without its tensors, which may be 40 000."""
 
     digest: str
-    log_digest: str
-    """What LATEST said of it: without the KV scales that were published since. Replicas name it by this."""
+    """What LATEST said of it. Replicas name it by this."""
     total_bytes: int
     kv_scales_from: KVScalesFrom
     kv_scales: dict[str, float] | None
@@ -25,13 +24,17 @@ class VersionSummary(NamedTuple):
     timings: UploadTimings | None
 
     @classmethod
-    def of(cls, manifest: Manifest, digest: str, log_digest: str, record: UploadRecord | None) -> "VersionSummary":
-        """``digest``: the manifest's, which takes a while to compute. ``record``: how it came, if that is known."""
+    def of(cls, manifest: Manifest, digest: str, record: UploadRecord | None) -> "VersionSummary":
+        """
+        Args:
+            manifest: with the KV scales that were published since.
+            digest: as committed; it takes a while to compute.
+            record: how it came, if that is known.
+        """
         pushed = None if manifest.rollback_of is not None else record
         begin = None if pushed is None else pushed.begin
         return cls(
             digest,
-            log_digest,
             manifest.total_bytes,
             manifest.kv_scales_from,
             manifest.kv_scales,

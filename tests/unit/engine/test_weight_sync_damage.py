@@ -7,7 +7,8 @@ import pytest
 from rollout_service.config import WeightsConfig
 from rollout_service.engine import weight_sync as module
 from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady
+from rollout_service.errors import DeploymentFailed, EngineFailed, LogUnreadable, NotReady
+from rollout_service.protocol.weight_log import Head
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
@@ -38,6 +39,63 @@ async def test_a_corrupt_version_leaves_the_old_served_and_says_why(
     await push(log, ingest, 2)
     await serving(weight_sync, ingest, 2)
     assert weight_sync.status().error is None and [c for c in engine.calls if "load" in c] == ["load 2"]
+
+
+@pytest.mark.parametrize("name", ["LATEST", "ORIGIN"])
+async def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, name: str
+) -> None:
+    path = log.root / name
+    if path.exists():
+        path.rename(log.root / "aside")
+    path.mkdir()  # reading it raises OSError
+    await ingest.change(label="look")
+    status = await ingest.reported(lambda s: s.state == "stale")
+    assert status.version == 0 and status.error is not None and name in status.error
+    weight_sync.check_health()
+    path.rmdir()
+    if (log.root / "aside").exists():
+        (log.root / "aside").rename(path)
+    await push(log, ingest, 1)
+    await serving(weight_sync, ingest, 1)
+    assert weight_sync.status().error is None and not engine.paused
+
+
+async def test_a_single_failed_read_changes_nothing(
+    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, real = 0, WeightLog.head
+
+    def head(self: WeightLog) -> Head | None:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            raise LogUnreadable("EIO")
+        return real(self)
+
+    monkeypatch.setattr(WeightLog, "head", head)
+    await ingest.change(label="look")
+    while reads < 3:
+        await asyncio.sleep(0)
+    weight_sync.check_health()
+    assert {status.state for status in ingest.reports[1:]} <= {"ready"}
+
+
+async def test_a_start_waits_for_a_log_that_cannot_be_read(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    latest = log.root / "LATEST"
+    latest.rename(log.root / "aside")
+    latest.mkdir()
+    weight_sync = WeightSync("r", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
+    starting = asyncio.create_task(weight_sync.start())
+    done, _ = await asyncio.wait([starting], timeout=0.05)
+    assert not done
+    latest.rmdir()
+    (log.root / "aside").rename(latest)
+    await asyncio.wait_for(starting, LONG_S)
+    assert weight_sync.version == 0
+    weight_sync.stop()
 
 
 async def test_an_engine_whose_workers_fail_while_staging_is_replaced(

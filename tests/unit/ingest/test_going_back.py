@@ -251,16 +251,36 @@ class TestRollback:
 
     async def test_measured_kv_scales_go_with_the_weights(self, model: Path, tmp_path: Path, weights: Weights) -> None:
         kv_cache = {"scales_policy": "calibrate", "calibration": {"margin": 1.0, "power_of_two": False}}
-        ingest, log = Ingest(config_of(model, tmp_path / "log", kv_cache=kv_cache)), WeightLog(tmp_path / "log")
+        config = config_of(model, tmp_path / "log", kv_cache=kv_cache, weights={"keep_versions": 4})
+        ingest, log = Ingest(config), WeightLog(tmp_path / "log")
         await ingest.start()
         first = await ingest.kv.publish_result(0, "a", [measured((448, 896, 224))])
         await push(ingest, Trainer(ingest), changed(weights, 1.0))
         await ingest.kv.publish_result(1, "a", [measured((448, 448, 448))])
         back = await ingest.roll_back(RollBack(to=0))
-        manifest = log.manifest(back.version)
-        assert first.scales and manifest.kv_scales == first.scales and not manifest.awaits_kv_scales
+        restored = await ingest.kv.request_lease(back.version, "b")  # what a replica is told that loads it
+        assert restored == first.model_copy(update={"version": back.version}) and first.scales
         assert await ingest.roll_back(RollBack(to=0)) == back
-        assert back.digest == (await ingest.status(back.version)).digest
+        assert back.digest == (await ingest.status(0)).digest == log.manifest(0).digest
         again = await ingest.roll_back(RollBack(to=1))
         assert (again.version, again.kv_scales_from) == (back.version + 1, "calibrate")
+        assert again.digest == (await ingest.status(1)).digest
+        await ingest.stop()
+
+    @pytest.mark.parametrize("amax", [None, (0, 0, 0)], ids=["never measured", "measurement failed"])
+    async def test_a_rollback_has_the_digest_of_the_version_it_restores(
+        self, model: Path, tmp_path: Path, weights: Weights, amax: tuple[float, float, float] | None
+    ) -> None:
+        kept = {"keep_versions": 4}
+        ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept))
+        await ingest.start()
+        await ingest.kv.publish_result(0, "a", [measured((448, 896, 224))])
+        pushed = await push(ingest, Trainer(ingest), changed(weights, 1.0))
+        if amax is not None:
+            await ingest.kv.publish_result(1, "a", [measured(amax)])
+        await push(ingest, Trainer(ingest), changed(weights, 2.0))
+        back = await ingest.roll_back(RollBack(to=1))
+        assert back.digest == pushed.digest == (await ingest.status(1)).digest
+        await ingest.kv.publish_result(back.version, "a", [measured((448, 448, 448))])
+        assert (await ingest.status(back.version)).digest == pushed.digest
         await ingest.stop()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, NotReady, Overtaken
+from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, LogUnreadable, NotReady, Overtaken
+from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
-from rollout_service.protocol.weight_log import Control, DesiredState
+from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
@@ -293,6 +294,27 @@ class TestFullDisk:
         with pytest.raises(InsufficientStorage):
             await ingest.sleep("abort", LONG_S)
         assert await told(ingest) == before
+
+
+class TestUnreadableLog:
+    async def test_a_commit_stands_while_the_log_cannot_be_listed(
+        self, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await ingest.report(replica("a", 0))
+        await trainer.upload(1, weights)
+        with monkeypatch.context() as patch:
+            follow = FleetCoordinator.follow
+
+            def follow_and_fail(self: FleetCoordinator, head: Head) -> None:
+                follow(self, head)
+                patch.setattr(WeightLog, "_folders", unreadable)
+
+            patch.setattr(FleetCoordinator, "follow", follow_and_fail)
+            assert (await ingest.commit(1, CommitUpload())).version == (await told(ingest)).version == 1
+
+
+def unreadable(log: WeightLog) -> list[int]:
+    raise LogUnreadable("EIO")
 
 
 class TestKeeping:

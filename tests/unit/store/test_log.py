@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weight_log import Control, Head
@@ -347,3 +347,57 @@ class TestUnconfirmed:
             log.commit(manifest, "keep")
         assert log.head() == before and log.versions() == [0] and log.unconfirmed == {}
         assert log.commit(manifest, "keep").version == 1
+
+
+class TestUnreadable:
+    """A file system that fails for a moment, as NFS does, or a process without file descriptors."""
+
+    @pytest.fixture
+    def failing(self, log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+        """Have so many reads of the log fail with an error of the system."""
+        commit(log, 0)
+
+        def fail(code: int, times: int) -> None:
+            left, read_bytes, listdir = times, Path.read_bytes, os.listdir
+
+            def failed() -> None:
+                nonlocal left
+                left -= 1
+                if left >= 0:
+                    raise OSError(code, os.strerror(code))
+
+            monkeypatch.setattr(Path, "read_bytes", lambda path: (failed(), read_bytes(path))[1])
+            monkeypatch.setattr(os, "listdir", lambda path: (failed(), listdir(path))[1])
+
+        return fail
+
+    @pytest.mark.parametrize("read", [WeightLog.head, WeightLog.versions, WeightLog.control, WeightLog.origin])
+    @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+    def test_what_cannot_be_read_for_now_is_no_damage(
+        self,
+        log: WeightLog,
+        failing: Callable[[int, int], None],
+        read: Callable[[WeightLog], object],
+        code: int,
+    ) -> None:
+        failing(code, 1)
+        with pytest.raises(LogUnreadable, match=os.strerror(code)):
+            read(log)
+        read(log)
+
+    def test_a_stale_file_handle_is_opened_again(self, log: WeightLog, failing: Callable[[int, int], None]) -> None:
+        failing(errno.ESTALE, 2)
+        assert log.versions() == [0]
+        failing(errno.ESTALE, 100)
+        with pytest.raises(LogUnreadable):
+            log.head()
+
+    def test_a_manifest_that_cannot_be_read_is_no_damage(self, log: WeightLog) -> None:
+        commit(log, 0)
+        path = log.folder(0) / MANIFEST_FILE
+        path.unlink()
+        with pytest.raises(LogCorrupt):
+            log.manifest(0)
+        path.mkdir()
+        with pytest.raises(LogUnreadable):
+            log.manifest(0)
