@@ -342,7 +342,8 @@ class WeightLog:
             remove_tree(dropped)
 
     def _folders(self) -> list[int]:
-        return sorted(int(name) for name in _read_again(lambda: os.listdir(self.root), ()) if _VERSION.fullmatch(name))
+        names: list[str] = _read_again(lambda: os.listdir(self.root), [])
+        return sorted(int(name) for name in names if _VERSION.fullmatch(name))
 
     def _read(self, name: str, model: type[_Model]) -> _Model | None:
         if (text := _read_again((self.root / name).read_bytes, None)) is None:
