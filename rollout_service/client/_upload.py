@@ -101,7 +101,7 @@ class Uploader:
             plain: parts go to the ingest over connections of their own; if not, over ``direct``.
         """
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
-        self._given_up: set[str] = set()
+        self._asked: _AskedListener = _AskedListener("")
         self._kept: _KeptTable | None = None
         self._quantizes: _Quantizes | None = None
         self._shared: dict[Shared, SharedMemoryPushes] = {
@@ -282,7 +282,11 @@ class Uploader:
         It is asked for a proof first, and shown nothing until then: on this machine, or in this network, another
         server may listen at that address.
         """
-        if plan.upload_url is None or plan.upload_key is None or plan.upload_url in self._given_up:
+        if plan.upload_url is None or plan.upload_key is None:
+            return None
+        if self._asked.url != plan.upload_url:
+            self._asked = _AskedListener(plan.upload_url)
+        if not self._asked.is_due():
             return None
         url = plan.upload_url.rstrip("/")
         plain = PlainConnections(url, self._pinned.context, PART_READ_S) if self._plain else None
@@ -294,10 +298,40 @@ class Uploader:
                 self._pinned.add(plan.upload_certificate)
             await listener.prove(plan.version)
         except (httpx.TransportError, RolloutServiceError, ValueError) as error:
-            self._given_up.add(plan.upload_url)
-            logger.warning("weights go through %s, not directly to %s: %s", self._http.url, listener.url, error)
+            skipped = self._asked.failed(is_slow=isinstance(error, httpx.TimeoutException))
+            logger.warning(
+                "weights go through %s, not directly to %s: %s; it is asked again %s",
+                self._http.url, listener.url, reason_of(error),
+                f"after {skipped} more pushes" if skipped else "at the next push",
+            )  # fmt: skip
             return None
+        self._asked.failures = 0
         return listener
+
+
+class _AskedListener:
+    """How often a listener has failed to prove itself, and for how many pushes it is not asked."""
+
+    MAX_SKIPPED = 63
+
+    def __init__(self, url: str) -> None:
+        self.url, self.failures, self._skip = url, 0, 0
+
+    def is_due(self) -> bool:
+        """Return True if it is to be asked for this push. Called once for each push."""
+        self._skip -= 1
+        return self._skip < 0
+
+    def failed(self, *, is_slow: bool) -> int:
+        """Return for how many pushes it is not asked: after a first slow answer none, then twice as many each time."""
+        self.failures += 1
+        self._skip = min((1 << self.failures - is_slow) - 1, self.MAX_SKIPPED)
+        return self._skip
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's kind and message, which is empty for time-outs."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class DirectListener:
@@ -350,7 +384,9 @@ class DirectListener:
             await send()
         except (httpx.TransportError, RolloutServiceError) as error:
             self.given_up = True
-            logger.warning("%s takes nothing any more, which now goes through the gateway: %s", self.url, error)
+            logger.warning(
+                "%s takes nothing any more, which now goes through the gateway: %s", self.url, reason_of(error)
+            )
             return False
         return True
 

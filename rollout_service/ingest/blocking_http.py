@@ -150,7 +150,8 @@ class Connection:
     """Answers the requests of one connection, one after the other."""
 
     def __init__(self, sock: socket.socket, peer: tuple[str, int], *, idle: Callable[[bool], None]) -> None:
-        """``idle``: is told when the connection begins to wait for a request (True), and when one comes (False)."""
+        """``idle``: is told when the connection begins to wait for a request (True), and when a whole head has come
+        (False)."""
         self._socket, self._peer, self._idle = sock, peer, idle
         self._ahead = b""
         if not isinstance(sock, ssl.SSLSocket):
@@ -198,11 +199,11 @@ class Connection:
         while True:
             if received:
                 if not begun:
-                    self._idle(False)
                     begun, deadline = True, time.monotonic() + HEAD_S
                 http.receive_data(received)
                 event = http.next_event()
                 if isinstance(event, h11.Request):
+                    self._idle(False)
                     return event
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             received = self._socket.recv(MAX_HEAD_BYTES)
@@ -227,6 +228,7 @@ class Connection:
     def _end(self, body: Body) -> None:
         """End so that the reply is read: what comes for a socket that is closed makes the system drop the reply."""
         self._socket.settimeout(HEAD_S)
+        self._idle(True)
         if not isinstance(self._socket, ssl.SSLSocket):
             self._socket.shutdown(socket.SHUT_WR)
         body.discard()

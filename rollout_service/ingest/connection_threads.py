@@ -14,9 +14,11 @@ from rollout_service.ingest.blocking_http import HEAD_S, Connection, Handle
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""Further ones wait for the end of one of these; the one that has waited longest for a request is closed for them."""
+"""For a further one, the one is closed whose caller has kept it waiting for the longest time; if requests of all are
+being answered, it waits for the end of one."""
 _NO_MEANS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _RETRY_S = 1.0
+_LOOK_AGAIN_S = 0.1
 
 
 class ConnectionThreads:
@@ -33,7 +35,8 @@ class ConnectionThreads:
         self._listener, self._tls, self._handle, self._most = listener, tls, handle, most
         self._open: dict[socket.socket, threading.Thread] = {}
         self._idle: dict[socket.socket, None] = {}
-        """Those that wait for a request, the longest first."""
+        """Those that wait for their callers, the longest first: for a handshake, a whole head, or the rest of a refused
+        body."""
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="upload-accept", daemon=True)
@@ -92,7 +95,8 @@ class ConnectionThreads:
                     if ending is not None:
                         del self._idle[ending]
                         _shut(ending)
-                self._changed.wait()
+                # what has come may be no whole head: then nobody says that it can be closed after all
+                self._changed.wait(None if ending in self._open else _LOOK_AGAIN_S)
             if self._stopping.is_set():
                 connection.close()
                 return
@@ -108,6 +112,7 @@ class ConnectionThreads:
                 plain.settimeout(HEAD_S)
                 connection = encrypted = self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
                 self._replace(plain, encrypted)
+                self._idle_of(encrypted)(True)
                 encrypted.do_handshake()
             Connection(connection, peer, idle=self._idle_of(connection)).serve(self._handle, self._stopping.is_set)
         except OSError as error:  # of the handshake

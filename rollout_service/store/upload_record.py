@@ -4,6 +4,7 @@ A JSON document and, on a line of its own, the xxh3-128 of it: a record that a c
 from a sound one.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,27 @@ class UploadRecord(Frozen):
 
 
 def source_stamp(folder: Path) -> str:
-    """A hash over names, sizes and times of modification of the safetensors in ``folder`` and of their index.
+    """Return a hash over names, sizes and times of the safetensors in ``folder``, their index and the configuration.
 
+    Tools set a file's time of modification (``rsync -a``, ``cp -p``) and file systems round it; no tool sets its inode
+    and the time of its last change. Each file is opened, because NFS asks the server for them only then.
     Raises OSError.
     """
-    files = [path for pattern in ("*.safetensors", "*.safetensors.index.json") for path in folder.glob(pattern)]
-    entries = [(path.name, path.stat()) for path in sorted(files)]
-    text = "\n".join(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in entries)
+    patterns = ("*.safetensors", "*.safetensors.index.json", "config.json")
+    text = "\n".join(
+        f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\0{stat.st_ino}"
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern))
+        for stat in [_stat_opened(path)]
+    )
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _stat_opened(path: Path) -> os.stat_result:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the other end of a named pipe
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def write_record(folder: Path, record: UploadRecord) -> None:

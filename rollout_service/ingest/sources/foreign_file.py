@@ -108,8 +108,9 @@ class SourceReader:
             )
 
 
-def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+def _identity(stat: os.stat_result) -> tuple[int, int, int, int, int]:
+    # the last of them, because tools set the one before
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @contextmanager

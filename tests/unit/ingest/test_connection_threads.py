@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from rollout_service.ingest import blocking_http
 from rollout_service.ingest.blocking_http import Reply, Request
 from rollout_service.ingest.connection_threads import ConnectionThreads
 
@@ -69,6 +70,24 @@ def test_one_that_says_nothing_makes_room_for_one_that_does(gate: Gate, port: in
         assert asking.recv(1000).startswith(b"HTTP/1.1 200 ")
         # any four of them: which ones waited for a request first is up to their threads
         assert len(closed(silent, 4)) == 4
+
+
+@pytest.mark.parametrize(
+    "half",
+    [b"PUT / HTTP/1.1\r\nHost: here\r\n", b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n"],
+    ids=["half a head", "a body that was answered and does not come"],
+)
+def test_what_does_not_come_makes_room_for_what_does(
+    gate: Gate, port: int, half: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_http, "HEAD_S", 1000.0)
+    gate.open.set()
+    with ExitStack() as stack:
+        for _ in range(5):
+            connected(stack, port).sendall(half)
+        asking = connected(stack, port)
+        asking.sendall(GET)
+        assert asking.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
 def test_one_too_many_waits_until_another_has_its_answer(gate: Gate, port: int) -> None:

@@ -81,6 +81,21 @@ async def test_without_a_newer_number_a_version_has_the_next(
     assert await pushed(ingest, saved(root, "b", changed(weights, 1.0)), number) == 8
 
 
+@pytest.mark.parametrize("how", ["in place", "by a rename"])
+async def test_a_rewrite_with_the_same_sizes_and_times_is_a_new_version(
+    ingest: Ingest, root: Path, weights: Weights, model: Path, how: str
+) -> None:
+    folder, sent = saved(root, "latest", weights), changed(weights, 1.0)
+    assert await pushed(ingest, folder) == 1
+    before = (folder / "model.safetensors").stat()
+    target = folder / ("model.safetensors" if how == "in place" else "new")
+    save_file(dict(sent), target)
+    os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+    target.rename(folder / "model.safetensors")
+    assert await pushed(ingest, folder) == 2
+    assert (await ingest.status(2)).digest == expected.digest(sent, ServedModel.load(model).fingerprint)
+
+
 async def test_the_same_folder_again_is_the_same_version(
     ingest: Ingest, root: Path, weights: Weights, config: ServiceConfig
 ) -> None:
