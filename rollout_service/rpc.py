@@ -235,9 +235,9 @@ class _Client:
         self._handle, self._deployment = handle, deployment
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(*args: object) -> Any:
+        async def call(*args: object, **named: object) -> Any:
             with _translated(self._deployment):
-                return await getattr(self._handle, method).remote(*args)
+                return await getattr(self._handle, method).remote(*args, **named)
 
         return call
 

@@ -20,17 +20,17 @@ def actor(object_store: None) -> Any:
 
     @ray.remote(num_cpus=0)
     class Deployment:
-        async def status(self, answer: object) -> object:
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+        async def status(self, version: object) -> object:
+            if isinstance(version, Exception):
+                raise version
+            return version
 
     return Deployment.remote()
 
 
 class TestClient:
     async def test_answers_as_the_deployment_does(self, actor: Any) -> None:
-        assert await ingest_client(actor).status(7) == 7
+        assert await ingest_client(actor).status(7) == await ingest_client(actor).status(version=7) == 7
 
     @pytest.mark.parametrize("error", [NotFound("gone", {"version": 7}), NotReady("soon"), LogCorrupt("torn")])
     async def test_raises_our_errors_as_they_were(self, actor: Any, error: RolloutServiceError) -> None:
