@@ -98,9 +98,11 @@ class IngestReplica(Ingest):
         return await self.kv.choose_kv_cache(choice)
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when the listener has ended, or this process has let go of the log to end."""
+        """Serve's health check: fails when the listener or a background task has ended, or this process has let go of
+        the log to end."""
         if not self._drain.begun:
             await self._listener.check_health()
+            self.check_tasks()
         elif self._drain.done:  # not before: the successor needs the log
             self._drain.check_health()
 

@@ -113,6 +113,11 @@ class Durability:
     def _done_or_stuck(self) -> bool:
         return self._next() is None or (self._failed is not None and self._copying is None)
 
+    def check_health(self) -> None:
+        """Raise RolloutServiceError if copying has ended: versions would not become durable any more, unseen."""
+        if self._task is not None and self._task.done():
+            raise RolloutServiceError("no version becomes durable any more: the task that copies them has ended")
+
     # --- a commit
 
     def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None) -> Head:
@@ -252,7 +257,10 @@ class Durability:
             if version is None:
                 await self._wake.wait()
             elif await self._copy(version):
-                await self._copied()
+                try:
+                    await self._copied()
+                except (OSError, RolloutServiceError) as error:  # the next version does it
+                    logger.error("version %d is durable, and no older one was removed for it: %s", version, error)
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_S):
@@ -278,6 +286,9 @@ class Durability:
             self._given_up[version] = error
         except (OSError, RolloutServiceError, ManifestDamaged) as error:
             logger.error("version %d is served, and is not durable yet: %s", version, error)
+            self._failed = version, error
+        except Exception as error:  # nothing else would copy the versions to come
+            logger.exception("version %d is served, and is not durable yet", version)
             self._failed = version, error
         else:
             self._failed = None

@@ -160,6 +160,13 @@ class Ingest:
         await self._uploads.close()
         self._lock.release()
 
+    def check_tasks(self) -> None:
+        """Raise RolloutServiceError if something that goes on in the background has ended."""
+        self._durability.check_health()
+        for task in self._background:
+            if task.done():
+                raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
+
     async def _start(self) -> None:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
@@ -654,4 +661,7 @@ class Ingest:
     async def _expire_staged(self) -> None:
         while True:
             await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
-            await self._shielded.run(self._expire())
+            try:
+                await self._shielded.run(self._expire())
+            except (OSError, RolloutServiceError) as error:  # the next turn tries again
+                logger.warning("staged versions that nobody goes on with stay for now: %s", error)

@@ -22,6 +22,7 @@ from rollout_service.errors import (
     InvalidRequest,
     LogCorrupt,
     LogLocked,
+    RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.ingest import durability
@@ -192,6 +193,39 @@ class TestLiveBeforeDurable:
         state = (await ingest.state()).durable
         assert state is not None and (state.version, state.never_durable) == (5, 3)
         assert disk.versions() == [4, 5]
+
+    async def test_copying_outlives_an_error_that_nobody_expects(
+        self, start: Start, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def no_descriptors(self: Ingest) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(Ingest, "_remove_copied", no_descriptors)
+        ingest = await start()
+        await Trainer(ingest).push(1, weights)
+        assert (await ingest.commit(1, DURABLE)).durable
+        copy = DurableLog.copy
+
+        def fail(self: DurableLog, version: int, stopped: Callable[[], bool] = lambda: False) -> None:
+            monkeypatch.setattr(DurableLog, "copy", copy)
+            raise ValueError("nobody expects this")
+
+        monkeypatch.setattr(DurableLog, "copy", fail)
+        await Trainer(ingest).push(2, changed(weights, 0.5))
+        while (error := (await ingest.status(2)).error) is None:
+            await asyncio.sleep(0.01)
+        assert "nobody expects this" in error.message and "tried again" in error.message
+        assert (await ingest.commit(2, DURABLE)).durable
+        ingest.check_tasks()
+
+    async def test_a_copying_task_that_has_ended_is_seen_by_the_health_check(self, start: Start) -> None:
+        ingest = await start()
+        ingest.check_tasks()
+        assert ingest._durability._task is not None
+        ingest._durability._task.cancel()
+        await asyncio.wait([ingest._durability._task])
+        with pytest.raises(RolloutServiceError, match="no version becomes durable any more"):
+            ingest.check_tasks()
 
     async def test_a_version_that_somebody_waits_for_is_not_overtaken(
         self, slow: SlowDisk, start: Start, weights: Weights, disk: WeightLog
