@@ -154,8 +154,8 @@ class DirectFile:
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
+        return os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, 0o644)
+        return os.open(path, flags, 0o600)

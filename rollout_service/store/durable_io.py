@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 from typing import Self
@@ -29,8 +30,18 @@ class WriterLock:
 
     def acquire(self, timeout_s: float) -> Self:
         """Wait at most ``timeout_s`` for another writer to end. Raises LogLocked, naming it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        make_private(self._path.parent)
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise _not_ours(self._path, "is a symbolic link") from error
+        try:
+            require_own(self._path)
+        except LogLocked:
+            os.close(fd)
+            raise
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -63,9 +74,36 @@ class WriterLock:
         self.release()
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user reads, if there is none yet. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def require_own(path: Path) -> None:
+    """Raise LogLocked if another user may have made ``path``, or a folder on its way.
+
+    Where everybody may make files and nobody may remove another user's, as in /dev/shm and /tmp, only those of this
+    user and of root are trusted. Elsewhere owners say nothing: NFS maps them.
+    """
+    trusted, shared = {os.geteuid(), 0}, stat.S_IWOTH | stat.S_ISVTX
+    path = path.absolute()
+    for child in (path, *path.parents):
+        if child.parent.stat().st_mode & shared == shared and (owner := child.lstat().st_uid) not in trusted:
+            raise _not_ours(child, f"belongs to user {owner}, in a folder where everybody may make one")
+
+
+def _not_ours(path: Path, why: str) -> LogLocked:
+    return LogLocked(f"{path} {why}: it is not used for a weight log; remove it, or name another weights.root")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def write_synced(path: Path, text: str | bytes) -> None:
-    """Write ``text`` and return once it is on disk."""
-    with path.open("wb") as stream:
+    """Write ``text`` and return once it is on disk. A new file is this user's alone, and no link is followed."""
+    with open(path, "wb", opener=_private) as stream:
         stream.write(text.encode() if isinstance(text, str) else text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -24,7 +24,15 @@ from pathlib import Path
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, block_buffer
-from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, replace_synced, sync_folder
+from rollout_service.store.durable_io import (
+    DISK_FULL,
+    WriterLock,
+    make_private,
+    no_room,
+    remove_tree,
+    replace_synced,
+    sync_folder,
+)
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Manifest, StoredTensor
 from rollout_service.store.mapped_files import is_in_memory
@@ -121,7 +129,7 @@ class DurableLog:
         self._versions = frozenset(self.log.versions())
 
     def _remove_half_done(self) -> None:
-        self.log.root.mkdir(parents=True, exist_ok=True)
+        make_private(self.log.root)
         remove_tree(uploads_folder(self.log.root))
         if not (self.log.root / "LATEST").exists():
             # the very first copy may have ended between its two renames; a number that is not in SERVED may have been

@@ -39,7 +39,7 @@ from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
-from rollout_service.store.durable_io import remove_tree, replace_synced, sync_folder, write_synced
+from rollout_service.store.durable_io import make_private, remove_tree, replace_synced, sync_folder, write_synced
 from rollout_service.store.manifest import (
     CHUNK_BYTES,
     MANIFEST_FILE,
@@ -150,7 +150,7 @@ class WeightLog:
 
     def set_served(self, served: KnownServed) -> None:
         """Note them, durably. Raises OSError, also if the disk does not confirm them."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_private(self.root)
         unconfirmed = replace_synced(self.root / "SERVED", served.model_dump_json())
         if unconfirmed is not None:
             raise unconfirmed
@@ -354,12 +354,12 @@ class WeightLog:
             raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
 
     def _set_head(self, head: Head) -> OSError | None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_private(self.root)
         return replace_synced(self.root / "LATEST", head.model_dump_json())
 
     def _replace(self, name: str, content: Frozen) -> None:
         for root in self.roots:
-            root.mkdir(parents=True, exist_ok=True)
+            make_private(root)
             replace_synced(root / name, content.model_dump_json())
 
 

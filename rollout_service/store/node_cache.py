@@ -23,7 +23,15 @@ from rollout_service.errors import LogCorrupt, LogLocked, NotReady
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.rpc import IngestCalls
 from rollout_service.store.chunk_server import CHUNK_BYTES
-from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree, sync_folder
+from rollout_service.store.durable_io import (
+    DISK_FULL,
+    WriterLock,
+    make_private,
+    no_room,
+    remove_tree,
+    require_own,
+    sync_folder,
+)
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import ManifestDamaged, read_manifest
 from rollout_service.threads import to_thread_and_back
@@ -64,7 +72,9 @@ class NodeCache:
         """What the ingest last said."""
         self.log = WeightLog(root / "copies" / newest.origin.log)
         """The copies, as a log."""
+        make_private(root)
         self.log.root.mkdir(parents=True, exist_ok=True)
+        require_own(self.log.root)
         self._in_use: dict[int, int] = {}
         self._fd = _shared_lock(self.log.root)
         for other in self.log.root.parent.iterdir():

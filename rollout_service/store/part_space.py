@@ -234,7 +234,7 @@ def received(space: PartSpace, path: Path, nbytes: int) -> Iterator[Incoming]:
 
 
 def _new(path: Path, nbytes: int) -> _Mapped:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)  # what has no room is an error here, and no signal when it is written to
     except OSError:

@@ -207,7 +207,7 @@ class VersionWriter:
         """Its descriptor; it holds its header."""
         path = self._folder / file.name
         is_spare = self._memory is not None and self._memory.spare.take(file.nbytes, path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o600)
         self._fds[file.name] = fd
         _write_at(fd, memoryview(file.header), 0)
         return fd

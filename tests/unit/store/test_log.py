@@ -3,13 +3,15 @@
 import errno
 import itertools
 import os
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
+from rollout_service.errors import LogCorrupt, LogLocked, LogUnreadable, NotFound
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weight_log import Control, Head
@@ -401,3 +403,38 @@ class TestUnreadable:
         path.mkdir()
         with pytest.raises(LogUnreadable):
             log.manifest(0)
+
+
+class TestPrivate:
+    @pytest.fixture
+    def shared(self) -> Iterator[Path]:
+        """A folder where every user may make files, as /dev/shm is."""
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            os.chmod(folder, 0o1777)
+            yield Path(folder)
+
+    def test_a_log_is_read_by_its_user_alone(self, shared: Path) -> None:
+        log = WeightLog(shared / "log")
+        with durable_io.WriterLock(log.root).acquire(0):
+            commit(log, 0)
+        log.sign()
+        files = [path for path in log.root.rglob("*") if path.is_file()]
+        assert {"LOCK", "LATEST", "ORIGIN", MANIFEST_FILE, "weights-00001.safetensors"} <= {path.name for path in files}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+        assert stat.S_IMODE(log.root.stat().st_mode) == 0o700
+
+    def test_a_lock_that_is_a_link_is_not_followed(self, shared: Path) -> None:
+        (shared / "log").mkdir()
+        (shared / "precious").write_text("precious")
+        (shared / "log" / "LOCK").symlink_to(shared / "precious")
+        with pytest.raises(LogLocked, match="LOCK is a symbolic link: it is not used"):
+            durable_io.WriterLock(shared / "log").acquire(0)
+        assert (shared / "precious").read_text() == "precious"
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+    @pytest.mark.parametrize("below", ["", "weights"], ids=["the root", "above the root"])
+    def test_a_folder_of_another_user_is_refused(self, shared: Path, below: str) -> None:
+        (shared / "log" / below).mkdir(parents=True)
+        os.chown(shared / "log", 65534, 65534)
+        with pytest.raises(LogLocked, match=f"{shared}/log belongs to user 65534"):
+            durable_io.WriterLock(shared / "log" / below).acquire(0)
