@@ -51,6 +51,9 @@ class OpenRequests:
 
         async def noting_send(message: Message) -> None:
             nonlocal answered
+            if not answered and request in self._refused:
+                # vLLM's classes take a cancelled task for a caller that has left, and answer 400
+                raise asyncio.CancelledError
             answered = True
             await send(message)
 

@@ -145,3 +145,14 @@ async def test_a_question_that_fails_is_asked_again_later(error: RolloutServiceE
         await engine.used_up.wait()
         assert slept == [RETRY_S] and [c.token_ids for c in record.completions()] == [(7,)]
         assert [ask.acknowledged for ask in engine.asked] == [0, 10, 10, 30]
+
+
+async def test_replicas_are_told_their_part_of_the_queue() -> None:
+    engine, placements = Engine(), Placements()
+    follower = Follower(engine, "g", placements, queued=lambda: 7)  # type: ignore[arg-type]
+    with follower.follow(1) as first, follower.follow(1) as second:
+        placements.note("g", first.number, "a")
+        placements.note("g", second.number, "b")
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0)
+        assert [ask.queued for ask in engine.asked] == [4, 4]
