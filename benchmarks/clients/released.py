@@ -75,7 +75,7 @@ CLIENTS = (
     ),
     Client(
         "SkyRL",
-        "generate, chat, Tinker's samples",
+        "generate, chat, its `sample`",
         "vLLM's weight-transfer routes",
         f"its rollout and weight-sync clients {GLOO}",
         folder="skyrl",
