@@ -131,6 +131,35 @@ def with_model(plan: Plan) -> tuple[Plan, Finding]:
     return replace(plan, version_bytes=report.stored_bytes), Finding(check=name, level="ok", found=found)
 
 
+# --- the chat template
+
+
+def chat_template(plan: Plan) -> Iterator[Finding]:
+    """What sessions do with the model's chat template, if the model is in a folder of this machine."""
+    try:
+        path = plan.config.model.here().path
+    except ValueError:
+        return  # the model's own finding says it
+    if not (path / "tokenizer_config.json").is_file():
+        return
+    from transformers import AutoTokenizer  # seconds
+
+    from rollout_service.sessions.probe import begins_branches, outcomes_of, summary
+
+    name, file = "chat template", plan.config.chat.chat_template
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        template = None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        yield Finding(check=name, level="problem", found=str(error))
+        return
+    if template is None and not tokenizer.chat_template:
+        return
+    found = outcomes_of(tokenizer, template)
+    advice = "chat.chat_template: a template that keeps history as it is" if begins_branches(found) else ""
+    yield Finding(check=name, level="warning" if advice else "ok", found=summary(found), advice=advice)
+
+
 # --- packages
 
 
@@ -447,7 +476,7 @@ def certificate_finding(check: str, certfile: Path, keyfile: Path, settings: str
     return Finding(check=check, level="ok", found=str(certfile))
 
 
-CHECKS = (packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings, tls)
+CHECKS = (chat_template, packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings, tls)
 """Each asks the machine. None takes long, unless what it asks hangs."""
 
 

@@ -1,15 +1,20 @@
 """vLLM's server classes, made when the first chat comes: importing them takes seconds, and not everybody chats."""
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollout_service.config import ChatConfig, ServiceConfig
 from rollout_service.errors import InvalidRequest
 from rollout_service.logs import TELL_VLLM
+from rollout_service.sessions.probe import begins_branches, outcomes_of, summary
+from rollout_service.sessions.template import REASONS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rollout_service.gateway.dependencies import Services
     from rollout_service.vllm_serving import (
         AnthropicServingMessages,
@@ -17,6 +22,9 @@ if TYPE_CHECKING:
         OpenAIServingResponses,
         ServingTokenization,
     )
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
         "tool_parser": chat.tool_parser,
         "reasoning_parser": chat.reasoning_parser or "",
     }
+    _log_template(services, template["chat_template"], str(getattr(model_config.hf_config, "model_type", "")))
     online = ContinuingRenderer(model_config, renderer, request_logger=None, **template, **trusted, **parsers)
     common = {"online_renderer": online, "request_logger": None, **template, **parsers}
     return Serving(
@@ -112,3 +121,12 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
         messages=RecordedMessages(engine, models, "assistant", **common),
         tokenization=vllm.ServingTokenization(models, online, request_logger=None, **template, **trusted),
     )
+
+
+def _log_template(services: "Services", template: str | None, model_type: str) -> None:
+    """Log what sessions do with the chat template."""
+    if model_type == "gpt_oss":
+        logger.warning("sessions begin a branch at each turn: %s", REASONS["harmony"])
+    elif template is not None or getattr(services.tokenizer, "chat_template", None):
+        found = outcomes_of(cast("PreTrainedTokenizerBase", services.tokenizer), template)
+        logger.log(logging.WARNING if begins_branches(found) else logging.INFO, "chat template: %s", summary(found))

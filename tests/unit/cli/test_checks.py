@@ -13,6 +13,7 @@ from rollout_service.cli.machine import Disk, Gpu, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document
 from rollout_service.memory import Memory
+from rollout_service.model.tiny import make_tiny_qwen3
 from tests.support.certificates import make_certificate
 from tests.support.models import make_model
 
@@ -80,6 +81,25 @@ class TestPlan:
             assert same.version_bytes == 0 and found.level == "ok"
         _, found = checks.with_model(plan(model={"path": tmp_path / "missing"}))
         assert found.level == "problem" and "no config.json" in found.found
+
+
+class TestChatTemplate:
+    @pytest.mark.parametrize(
+        ("template", "level", "says"),
+        [
+            (None, "ok", "a session continues after a reply, a tool call"),
+            ("{% for m in messages %}{{ 'T' if loop.last }}{{ m.content }}|{% endfor %}", "warning", "another way"),
+        ],
+    )
+    def test_says_what_sessions_do_with_it(self, tmp_path: Path, template: str | None, level: str, says: str) -> None:
+        make_tiny_qwen3(tmp_path / "model")
+        chat = {"chat": {"chat_template": tmp_path / "t.jinja"}} if template else {}
+        (tmp_path / "t.jinja").write_text(template or "")
+        [found] = checks.chat_template(plan(model={"path": tmp_path / "model"}, **chat))
+        assert found.level == level and says in found.found and bool(found.advice) == (level == "warning")
+
+    def test_a_model_without_a_tokenizer_has_none(self, tmp_path: Path) -> None:
+        assert list(checks.chat_template(plan(model={"path": make_model(tmp_path / "qwen3", "qwen3")}))) == []
 
 
 class TestPackages:

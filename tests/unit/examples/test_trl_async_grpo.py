@@ -14,7 +14,7 @@ app = Typer()
 app.command()(main)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed here")
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="TRL is installed here")
 def test_without_trl_it_says_how_to_install_it(tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["--out", str(tmp_path / "out")])
     assert run.exit_code == 2

@@ -16,7 +16,7 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from rollout_service.gateway.openai import exchange
+from rollout_service.gateway.openai import exchange, serving
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.model.tiny import character_tokenizer
 from rollout_service.sessions.template import REASONS
@@ -140,6 +140,17 @@ TOOLS_LAST = (
     "{% for m in messages %}{% if loop.revindex == 1 %}TOOLS {% endif %}{{ m.role }}: {{ m.content }}{% if m.role == "
     "'assistant' %}<|im_end|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+async def test_the_start_says_what_sessions_do(speaking: Open, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, serving.__name__):
+        async with speaking(TOOLS_LAST, ("<|im_end|>",)) as agent:
+            await agent.say("hello<|im_end|>")
+    [logged] = [record for record in caplog.records if record.name == serving.__name__]
+    assert logged.levelno == logging.WARNING
+    assert (
+        "a branch begins after a reply" in logged.getMessage() and REASONS["rewritten_history"] in logged.getMessage()
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
