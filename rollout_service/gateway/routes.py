@@ -34,6 +34,8 @@ class OpenRoute(APIRoute):
 
     body_bytes: ClassVar[int] = 8 << 20
     """Longest JSON body. Reading it holds up every other request of this gateway for a second at most."""
+    most_lists: ClassVar[int] = 1 << 20
+    """Maximum number of lists and objects in a body; brackets in its strings count as well."""
     errors: ClassVar[tuple[type[RolloutServiceError], ...]] = (RolloutServiceError, NotReady)
     """What every such route may answer with. The rest stands with each route."""
 
@@ -63,7 +65,8 @@ class OpenRoute(APIRoute):
         """Raise what a caller gets that may not call this route."""
 
     def check_body(self, request: Request, body: bytes) -> None:
-        """Raise PayloadTooLarge for a body that would take too much memory once it is parsed."""
+        """Raise PayloadTooLarge for a body of lists: 8 MiB of ``[],`` take seconds to parse, and 200 MB."""
+        _bound(request, "lists and objects", body.count(b"[") + body.count(b"{"), self.most_lists)
 
 
 class PromptsRoute(OpenRoute):
@@ -71,20 +74,14 @@ class PromptsRoute(OpenRoute):
 
     body_bytes = 64 << 20
     """Maximum body size: 1024 prompts of 8000 token ids, of up to 8 bytes each."""
-    most_values: ClassVar[int] = 2 << 20
-    """Maximum number of strings, lists and objects in a body above ``OpenRoute.body_bytes``."""
+    most_strings: ClassVar[int] = 2 << 20
+    """Maximum number of strings in a body above ``OpenRoute.body_bytes``."""
 
     def check_body(self, request: Request, body: bytes) -> None:
-        """Raise PayloadTooLarge for a large body of small values: 64 MiB of ``[]`` take 2 GB once they are parsed."""
-        if len(body) <= OpenRoute.body_bytes:
-            return
-        values = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
-        if values > self.most_values:
-            raise PayloadTooLarge(
-                f"{_name(request)}: a body of more than {OpenRoute.body_bytes} bytes has at most {self.most_values} "
-                f"strings, lists and objects, and this one has {values}: send the prompts in several requests",
-                {"limit_values": self.most_values},
-            )
+        """Raise PayloadTooLarge for a body that would take too much memory once it is parsed."""
+        super().check_body(request, body)
+        if len(body) > OpenRoute.body_bytes:
+            _bound(request, "strings", body.count(b'"') // 2, self.most_strings)
 
 
 class GuardedRoute(OpenRoute):
@@ -92,6 +89,7 @@ class GuardedRoute(OpenRoute):
 
     body_bytes = 64 << 20
     """A version of 200 000 tensors has a table of half of that."""
+    most_lists = 8 << 20
     errors = (*OpenRoute.errors, Unauthorized, Forbidden)
 
     def admit(self, request: Request) -> None:
@@ -130,6 +128,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect as error:
         raise MalformedRequest(f"{_name(request)}: the body was cut off: send it again") from error
     return bytes(body)
+
+
+def _bound(request: Request, what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise PayloadTooLarge(
+            f"{_name(request)}: a body has at most {limit} {what}, and this one has {number}: send what is in it in "
+            "several requests",
+            {"limit": limit},
+        )
 
 
 def body_of(model: type[BaseModel]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import spans
 from rollout_service.gateway.openai.exchange import Exchange, SessionTurn, current
 from rollout_service.gateway.openai.serving import Serving
-from rollout_service.gateway.prompts import DATA_ERRORS
+from rollout_service.gateway.prompts import BYTES_PER_TOKEN, DATA_ERRORS
 from rollout_service.gateway.routes import OpenRoute
 from rollout_service.protocol.generate import ModelName, RolloutOptions
 from rollout_service.protocol.sampling import CommonSampling, StopString, StopStrings, without_repetition
@@ -50,6 +50,8 @@ OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "
 """Fields of OpenAI's responses for what a server keeps between requests."""
 TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Kinds of tools of OpenAI's responses that the caller runs itself. All others are a server's own."""
+MAX_PARTS = 16384
+"""Maximum number of objects and lists in a chat's body. An agent's turn has about eight."""
 _STOPS = frozenset({"stop", "stop_sequences"})
 """Names of the stop strings, which vLLM bounds by a number of its own: they pass beside its classes."""
 _MAX_REQUEST_ID = 256
@@ -163,6 +165,7 @@ async def _serving(services: Services) -> tuple[Serving, Any]:
 def _parse(model: type[Any], body: JsonObject, request: Request, services: Services) -> Any:
     """Raises BadRequest for a body that the API does not define, or that has more than is implemented, by name."""
     route = f"{request.method} {request.url.path}"
+    _require_bounded(route, body, services)
     try:
         body = cast(JsonObject, without_repetition(body))
         parsed = model.model_validate({name: value for name, value in body.items() if name not in _STOPS})
@@ -229,6 +232,39 @@ def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
         raise BadRequest(
             f"tools: {', '.join(unknown)}: this service runs no tools: give functions, and run them yourself",
             {"not_implemented": unknown},
+        )
+
+
+def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
+    """Raise ContextTooLong for more than a context can hold: vLLM reads a request on the event loop, for seconds."""
+    most_characters = BYTES_PER_TOKEN * services.max_model_len
+    parts = characters = 0
+    unread: list[object] = [body]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, str):
+            characters += len(value)
+        elif isinstance(value, dict | list):
+            parts += 1
+            unread += value.values() if isinstance(value, dict) else value
+    if parts > MAX_PARTS:
+        raise ContextTooLong(
+            f"{route}: the request has {parts} messages, parts and other objects, and at most {MAX_PARTS} are taken: "
+            "send a shorter conversation",
+            {"parts": parts, "limit": MAX_PARTS},
+        )
+    if characters > most_characters:
+        raise ContextTooLong(
+            f"{route}: the request has {characters} characters, and this model's maximum context length of "
+            f"{services.max_model_len} tokens holds at most {most_characters}: send a shorter conversation",
+            {"characters": characters, "limit": most_characters, "max_model_len": services.max_model_len},
+        )
+    tokens = body.get("tokens")
+    if isinstance(tokens, list) and len(tokens) > services.max_model_len:
+        raise ContextTooLong(
+            f"{route}: tokens has {len(tokens)} ids, more than this model's maximum context length of "
+            f"{services.max_model_len}: send them in several requests",
+            {"tokens": len(tokens), "max_model_len": services.max_model_len},
         )
 
 

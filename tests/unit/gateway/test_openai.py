@@ -8,12 +8,15 @@ import anthropic
 import httpx
 import httpx2
 import openai
+import pydantic
 import pytest
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
 from rollout_service.errors import Overloaded
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
+from rollout_service.gateway.openai.routes import MAX_PARTS
+from rollout_service.gateway.prompts import BYTES_PER_TOKEN
 from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, ids
 
 
@@ -342,7 +345,7 @@ class TestMessages:
         assert scripted.calls[0].min_weight_version == 3
 
 
-LONG = "x" * 4_000_000
+LONG = "x" * 20_000
 SURFACES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/responses": {"input": "hi"},
@@ -357,7 +360,7 @@ class TestNames:
 
     @pytest.mark.parametrize("path", SURFACES)
     @pytest.mark.parametrize("field", ["request_id", "session_id", "user", "cache_salt", "model", "prompt_cache_key"])
-    async def test_a_name_of_megabytes_is_refused(
+    async def test_a_long_name_is_refused(
         self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, field: str
     ) -> None:
         reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], field: LONG})
@@ -385,6 +388,34 @@ class TestNames:
         body = {"model": "tiny", "messages": HELLO}
         reply = await chat_http.post(path.format(session), json=body, headers={name: value})
         assert reply.status_code in (400, 422) and not scripted.calls, reply.text
+
+
+class TestSize:
+    """vLLM validates and renders on the event loop: what no context can hold does not get there."""
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+    @pytest.mark.parametrize("what", ["text", "messages", "parts"])
+    async def test_what_no_context_holds_is_refused_unread(
+        self, chat_http: httpx.AsyncClient, path: str, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pydantic.BaseModel, "model_validate", _unread)
+        part = {"type": "text", "text": "a"}
+        messages: list[Any] = {
+            "text": [{"role": "user", "content": "a" * (BYTES_PER_TOKEN * 512 + 1)}],
+            "messages": [{"role": "user", "content": "a"}] * MAX_PARTS,
+            "parts": [{"role": "user", "content": [part] * MAX_PARTS}],
+        }[what]
+        field = "input" if path == "/v1/responses" else "messages"
+        reply = await chat_http.post(path, json={"model": "tiny", "max_tokens": 9, field: messages})
+        assert reply.status_code == 400 and reply.json()["error"]["type"] == "ContextTooLong", reply.text
+
+    async def test_more_ids_than_a_context_are_not_decoded(self, chat_http: httpx.AsyncClient) -> None:
+        reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
+        assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
+
+
+def _unread(*_: object, **__: object) -> None:
+    raise AssertionError("it was read")
 
 
 class TestBounds:
