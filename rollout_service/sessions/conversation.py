@@ -9,6 +9,8 @@ from rollout_service.protocol.sessions import Message
 
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 """Kinds of parts of a message that are text: a chat's, and those of OpenAI's responses."""
+_MAX_DEPTH = 256
+"""Maximum number of brackets in a call's arguments that are compared by their meaning rather than as text."""
 
 
 def key_of(messages: Sequence[Message], context: object) -> str:
@@ -109,8 +111,8 @@ def _json(value: object) -> bytes:
 
 def _arguments(arguments: object) -> object:
     """JSON text and what it means are the same."""
-    if not isinstance(arguments, str):
-        return arguments
+    if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") > _MAX_DEPTH:
+        return arguments  # what a model nests without end raises RecursionError, here or as it is written again
     try:
         return json.loads(arguments)
     except ValueError:

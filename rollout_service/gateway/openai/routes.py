@@ -369,7 +369,7 @@ def _as_ours(error: Exception) -> Exception:
         return ContextTooLong(
             "the conversation fills this model's maximum context length, and no room is left for a reply: shorten it"
         )
-    client_errors = (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError)
+    client_errors = (VLLMClientError, ValueError, TypeError, OverflowError, NotImplementedError, RecursionError)
     of_a_template = any(cls.__name__ == "TemplateError" for cls in type(error).__mro__)
     return BadRequest(str(error)) if isinstance(error, client_errors) or of_a_template else error
 

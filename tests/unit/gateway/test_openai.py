@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,8 +17,9 @@ from rollout_service.errors import Overloaded
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.routes import MAX_PARTS
+from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
-from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, ids
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, config_of, ids
 
 
 @pytest.fixture
@@ -194,6 +196,12 @@ MALFORMED = [CALL % "546", CALL % '["x"]', CALL % '"x"', CALL % '{"a": ', CALL %
 A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
 
 
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
 class TestWhatTheModelSaid:
     """Whatever it is, it is a reply: SDKs ask again after a 500, which selects the samples."""
 
@@ -212,6 +220,37 @@ class TestWhatTheModelSaid:
         if not stream:
             assert reply.json()["content"] == [{"type": "text", "text": said}]
             assert reply.json()["stop_reason"] == "end_turn" and turn["message"]["content"] == said
+
+    @pytest.mark.parametrize("said", [KIMI % '{"a": ', KIMI % ("[" * 1500), CALL % ("[" * 1500), CALL % '{"a": '])
+    @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+    async def test_a_conversation_goes_on_after_a_bad_call(
+        self, chatting: Services, model: Path, scripted: ScriptedEngine, said: str, path: str
+    ) -> None:
+        config = config_of(model, tool_parser="hermes" if "arguments" in said else "kimi_k2")
+        roomy = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 4096})})
+        services = replace(chatting, max_model_len=4096, chats=LazyServing(roomy))
+        scripted.text = said
+        tools = {"messages": A_TOOL, "responses": {"type": "function", **TOOL["function"]}}
+        messages: list[Any] = list(HELLO)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(services)), base_url=URL) as http:
+            session = (await http.post("/v1/sessions")).json()
+            base = session["anthropic_path"] + "/v1/" + path
+            for turn in (1, 2):
+                field = "input" if path == "responses" else "messages"
+                body = {"model": "tiny", field: messages, "tools": [tools.get(path, TOOL)]}
+                reply = await http.post(base, json=body | ({"max_tokens": 9} if path == "messages" else {}))
+                assert reply.status_code == 200 and len(scripted.calls) == turn, reply.text
+                told = reply.json()
+                messages += (
+                    told["output"]
+                    if path == "responses"
+                    else [{"role": "assistant", "content": told["content"]}]
+                    if path == "messages"
+                    else [told["choices"][0]["message"]]
+                )
+                messages.append({"role": "user", "content": "go on"})
+            kept = (await http.get(f"/v1/sessions/{session['session_id']}")).json()
+        assert len(kept["turns"]) == 2
 
     @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
     @pytest.mark.parametrize("stream", [False, True])
