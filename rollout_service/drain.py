@@ -110,6 +110,11 @@ class Drain:
             _end_in(self.ending_s)
 
 
+def end_on_sigterm() -> None:
+    """End this process at once when it gets SIGTERM. May be called from any thread."""
+    _on_sigterm(lambda: _exit("and has nothing to finish"))
+
+
 def _end_in(seconds: float) -> None:
     timer = threading.Timer(seconds, _exit, ["and nobody has stopped it since its time was up"])
     timer.daemon = True  # or it would hold up a process that ends in another way
@@ -128,7 +133,12 @@ def _on_sigterm(signalled: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
+def end_process(status: int) -> None:
+    """End this process from any thread; what it has logged is written."""
+    logging.shutdown()
+    os._exit(status)
+
+
 def _exit(when: str) -> None:
     logger.warning("process %d got SIGTERM %s: it ends now", os.getpid(), when)
-    logging.shutdown()
-    os._exit(_EXIT_STATUS)
+    end_process(_EXIT_STATUS)

@@ -13,6 +13,7 @@ NAMES = (
     PrivateName("ray.serve._private.constants", "SERVE_CONTROLLER_NAME", _READ_IN),
     PrivateName("ray.serve._private.constants", "SERVE_NAMESPACE", _READ_IN),
     PrivateName("ray.serve._private.controller", "ServeController.check_alive", _READ_IN, ("self",)),
+    PrivateName("ray.serve._private.controller", "ServeController.get_http_config", _READ_IN, ("self",)),
     PrivateName("ray.serve._private.controller", "ServeController.graceful_shutdown", _READ_IN, ("self", "wait")),
 )
 
@@ -23,6 +24,7 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.config import HTTPOptions
 
 _ANSWER_S = 5.0
 _SHUTDOWN_S = 30.0
@@ -54,6 +56,17 @@ async def _ask_controller(within_s: float) -> None:
     controller = serve_controller()
     async with asyncio.timeout(within_s):
         await controller.check_alive.remote()
+
+
+async def http_options() -> HTTPOptions:
+    """Return where Serve's proxies listen, once the controller answers."""
+    while True:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                options: HTTPOptions = await serve_controller().get_http_config.remote()
+                return options
+        except (TimeoutError, RayError, ValueError):  # it has died, is being started anew, or hangs
+            await asyncio.sleep(_POLL_S)
 
 
 def restart_controller() -> None:

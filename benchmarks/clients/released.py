@@ -158,5 +158,14 @@ CLIENTS = (
         packages=("openai", "anthropic"),
         links={"OpenAI's and Anthropic's SDKs": "docs/agents.md"},
     ),
+    Client(
+        "The newest SDKs, openai-agents, pydantic-ai, LiteLLM",
+        "chat, responses, messages; sessions in tokens",
+        "",
+        "against a running service: tools, streams, whole agent loops in sessions",
+        folder="agents",
+        packages=("openai", "anthropic", "openai-agents", "pydantic-ai-slim", "litellm"),
+        links={"The newest SDKs": "docs/agents.md"},
+    ),
 )
 """In the order of the table."""

@@ -1,12 +1,13 @@
 """Sends SIGKILL, SIGTERM and SIGSTOP to any process at random moments, under load, and says what it cost.
 
-    python -m benchmarks.soak [--minutes 20] [--seed 1]
+    python -m benchmarks.soak [--minutes 20] [--seed 1] [--replicas 1]
 
-The shipped CPU deployment with one engine, six callers, a trainer that pushes without end, and weights whose every
-token tells their version. Struck are: replica, engine core, vLLM worker, ingest, gateway, monitor, Serve's controller
-and its HTTP proxy; not Ray's own daemons. The same seed gives the same strikes in the same order. What happened when is
-in ``out/soak/seed-N.jsonl``. Ends with status 0 if no token was stale, no request and no version lost, the service came
-back after every strike, and none of its processes was left at the end; with 1 if not, and 130 if it was interrupted.
+The shipped CPU deployment with so many engines and as many gateways, six callers, a trainer that pushes without end,
+and weights whose every token tells their version. Struck are: replica, engine core, vLLM worker, ingest, gateway,
+monitor, Serve's controller and its HTTP proxy; not Ray's own daemons. The same seed gives the same strikes in the same order.
+What happened when is in ``out/soak/``. Ends with status 0 if no token was stale, no request and no version lost, the
+service came back after every strike, and none of its processes was left at the end; with 1 if not, and 130 if it was
+interrupted.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from benchmarks.soak.diary import Diary
 from benchmarks.soak.engines import EngineStarts
 from benchmarks.soak.probe import Probe
 from benchmarks.soak.push import Pusher
-from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts
+from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts, told_of_waits
 from benchmarks.soak.schedule import strikes
 from benchmarks.soak.strike import Blow, Striker, send
 from rollout_service.client import RolloutClient
@@ -47,10 +48,10 @@ OUT = PROJECT / "out/soak"
 console = Console(soft_wrap=True)
 
 
-async def soak(service: LocalService, seed: int, minutes: float, diary: Diary) -> Json:
+async def soak(service: LocalService, seed: int, minutes: float, replicas: int, diary: Diary) -> Json:
     """Strike for so many minutes, wait until the service is whole again, and return what came of it."""
     async with RolloutClient(service.url, retries=12) as client:
-        place = Ground(service, client, committed=0, replicas=1)
+        place = Ground(service, client, committed=0, replicas=replicas)
         pusher = Pusher(place, diary, seed)
         await pusher.first()
         diary.begin()
@@ -79,7 +80,8 @@ async def soak(service: LocalService, seed: int, minutes: float, diary: Diary) -
         "failed_pushes": pusher.failed,
         **told_of_blows(striker.blows),
         **told_of_outages(probe.timeline, ended_s, striker.blows),
-        **told_of_starts(starts.seconds),
+        **told_of_waits(probe.timeline, ended_s, striker.blows, starts.starts, starts.unserved),
+        **told_of_starts([start.seconds for start in starts.starts]),
     }
 
 
@@ -130,7 +132,7 @@ def say(blow: Blow, diary: Diary, rollouts: Load) -> None:
     )
 
 
-def run(seed: int, minutes: float, diary: Diary) -> Json | None:
+def run(seed: int, minutes: float, replicas: int, diary: Diary) -> Json | None:
     """One run on a service of its own; None if it was interrupted."""
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark  # noqa: TID251 - every process below this one inherits it, and is known by it
@@ -138,12 +140,13 @@ def run(seed: int, minutes: float, diary: Diary) -> Json | None:
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
             end_as_by_ctrl_c()
-            overrides = settings(Path(folder), replicas=1)
+            overrides = settings(Path(folder), replicas)
+            overrides["scaling"]["gateways"] = replicas
             # versions are pushed as fast as they are taken, and every third aborts what runs
             overrides["engine"]["max_attempts"] = 1000
             with running_service(CPU_DEPLOYMENT, overrides) as service:
                 end_as_by_ctrl_c()  # in place of the handler that Ray has put there
-                case = asyncio.run(soak(service, seed, minutes, diary))
+                case = asyncio.run(soak(service, seed, minutes, replicas, diary))
     finally:
         left = asyncio.run(gone(mark))
         for process in marked(mark):
@@ -166,19 +169,20 @@ def end_as_by_ctrl_c() -> None:
 def main(
     minutes: Annotated[float, typer.Option(min=0.1, help="For so long signals are sent.")] = 20.0,
     seed: Annotated[int, typer.Option(help="What is struck when.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines, and gateways.")] = 1,
 ) -> None:
     """Strike at random, print what it cost, and put the case of this seed into benchmarks/results/.../soak.json."""
-    diary = Diary(OUT / f"seed-{seed}.jsonl")
+    diary = Diary(OUT / f"seed-{seed}-replicas-{replicas}.jsonl")
     console.print(f"starting the service (about a minute), then {minutes:g} minutes; diary: {diary.path}")
-    found = run(seed, minutes, diary)
+    found = run(seed, minutes, replicas, diary)
     diary.close()
     if found is None:
         console.print("interrupted: no result")
         raise typer.Exit(130)
-    case = {"seed": seed, "minutes": minutes, "callers": CALLERS} | found
+    case = {"seed": seed, "replicas": replicas, "minutes": minutes, "callers": CALLERS} | found
     case["clean"] = is_clean(case)
-    cases = results.joined(results.cases("soak"), [case], ("seed",))
-    path = results.write("soak", {"cases": sorted(cases, key=lambda each: each["seed"])})
+    cases = results.joined(results.cases("soak"), [case], ("seed", "replicas"))
+    path = results.write("soak", {"cases": sorted(cases, key=lambda each: (each["replicas"], each["seed"]))})
     console.print_json(data=case)
     console.print(f"{'clean' if case['clean'] else 'NOT CLEAN'}; added to {path}")
     raise typer.Exit(0 if case["clean"] else 1)

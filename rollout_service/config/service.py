@@ -144,7 +144,10 @@ class ScalingConfig(Config):
     ``{"rollout_node": 1}``, or of a kind of GPU, ``{"accelerator_type:H100": 0.001}``."""
 
     gateways: int = Field(default=1, ge=1)
-    """Processes that answer HTTP; each uses one core at most (docs/performance.md says what a rollout costs one)."""
+    """The number of processes that answer HTTP. With 2 or more, one that dies leaves no time without an answer.
+
+    Each uses one core at most; docs/performance.md says what a rollout costs it.
+    """
 
     drain_timeout_s: float = Field(default=30, gt=0)
     """How long a process has that is to end: SIGTERM, scaling down, a node being drained. What runs goes on for two

@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain
+from rollout_service.drain import Drain, end_process
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 VERSION_WAIT_S = 0.5
 """Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""
+_EXIT_STATUS = 1
+"""The status of a replica's process that ends because its engine is lost."""
 _INGEST_S = 2.0
 """A replica that drains waits no longer for the ingest, which may be ending, too."""
 _TAKES_REQUESTS = ("ready", "syncing", "stale")
@@ -211,8 +213,22 @@ class EngineReplica:
         self._drain.check_health()
         if not self._routed:
             await self._weight_sync.caught_up()
-        await self._engine.check_health()
-        self._weight_sync.check_health()
+        try:
+            await self._engine.check_health()
+            self._weight_sync.check_health()
+        except EngineFailed as lost:
+            if self._routed:
+                await self._end_process(lost)
+            raise  # Serve says why a replica has not started
+
+    async def _end_process(self, why: EngineFailed) -> None:
+        """End this replica for good.
+
+        Serve replaces a replica at once whose process has ended, and another one after three failed checks.
+        """
+        logger.error("replica %s ends, and Serve starts another: %s", self._replica_id, why)
+        await self.__del__()
+        end_process(_EXIT_STATUS)
 
     async def _end(self) -> None:
         """The work of a drain. Serve calls ``__del__`` when no call is open any more, and then ends the process."""

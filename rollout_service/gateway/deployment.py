@@ -33,6 +33,7 @@ from rollout_service.gateway.openai import sessions
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.overdue import OpenRequests, Removal
 from rollout_service.gateway.sglang import routers as sglang
+from rollout_service.gateway.standby import Standby
 from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.web.errors import install_error_handlers
@@ -84,14 +85,15 @@ class GatewayReplica:
         chats.make_if_configured(self._services)
         self._open = OpenRequests()
         self._removal = Removal(self._open, self._drain.work_s)
-        watches = (watch_controller, self._removal.watch, made.dispatcher.show_queue)
+        self._app = create_app(self._services)
+        self._app.add_middleware(self._open.middleware)
+        self._standby = Standby(self._app)
+        watches = (watch_controller, self._removal.watch, self._standby.watch, made.dispatcher.show_queue)
         self._watching = [asyncio.create_task(watch()) for watch in watches]
         self._drain.serves(self._end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        app = create_app(self._services)
-        app.add_middleware(self._open.middleware)
-        return app
+        return self._app
 
     async def check_health(self) -> None:
         """Serve's health check: fails when this process is to end."""
@@ -99,5 +101,6 @@ class GatewayReplica:
         self._drain.check_health()
 
     async def _end(self) -> None:
+        self._standby.close()
         await asyncio.sleep(self._drain.left_s)
         self._open.refuse()

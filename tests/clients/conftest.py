@@ -40,6 +40,7 @@ async def service_url(model: Path, sources: Path) -> AsyncIterator[str]:
         "model": {"path": str(model), "aliases": [str(model)]},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "weights": {"root": str(model.with_name("weights")), "poll_s": 1.0, "source_roots": [str(sources)]},
+        "engine": {"max_model_len": 4096},  # an agent's second turn reads its tools' schemas, a token a character
         "chat": {"tool_parser": "hermes"},
     }
     async with own_service(overrides) as (url, _):

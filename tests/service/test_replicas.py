@@ -74,7 +74,6 @@ async def test_a_restarted_ingest_finds_its_versions_and_replicas(
 async def test_a_dead_controller_is_restarted_and_keeps_every_replica(
     how: signal.Signals, service: LocalService, client: RolloutClient, telltale: int
 ) -> None:
-    """After SIGTERM Ray's process lives on and answers no call; the gateway finds that out."""
     (controller,), before = descendants("ray::ServeController"), _replica_processes()
     controller.send_signal(how)
     await asyncio.to_thread(psutil.wait_procs, [controller])
@@ -88,6 +87,24 @@ async def test_a_dead_controller_is_restarted_and_keeps_every_replica(
     rollouts = await client.generate_batch([PROMPT] * 8, max_tokens=4, temperature=0.0, min_weight_version=telltale)
     for rollout in rollouts:
         assert_pure(rollout.completions[0])
+
+
+async def test_requests_are_answered_while_no_proxy_lives(service: LocalService, client: RolloutClient) -> None:
+    (controller,), (proxy,) = descendants("ray::ServeController"), descendants("ray::ProxyActor")
+    controller.suspend()  # nobody starts another proxy
+    try:
+        proxy.terminate()
+        await asyncio.to_thread(psutil.wait_procs, [proxy])
+        while not descendants("ray::ProxyActor"):
+            with suppress(RolloutServiceError):
+                assert len((await client.generate(PROMPT, max_tokens=4)).completions[0].token_ids) == 4
+                break
+        else:
+            pytest.fail("there is another proxy")
+    finally:
+        controller.resume()
+    while not descendants("ray::ProxyActor"):
+        await asyncio.sleep(0.1)
 
 
 def _replica_processes() -> set[int]:

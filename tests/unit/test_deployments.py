@@ -22,6 +22,10 @@ from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document, start_options
 
 PROJECT = Path(__file__).parents[2]
+CALLBACKS = {
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "rollout_service.serve_callbacks.in_controller",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rollout_service.serve_callbacks.in_proxy",
+}
 YAMLS = sorted((PROJECT / "deployments").glob("*.yaml"))
 
 every_yaml = pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
@@ -93,11 +97,19 @@ class TestShipped:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         constants = import_module("ray.serve._private.constants")  # Serve knows the variables by these names
-        assert {name: getattr(constants, name.removeprefix("RAY_SERVE_")) for name in variables} == {
+        assert {name: getattr(constants, name if name in CALLBACKS else name[10:]) for name in variables} == {
             "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": 1,
             "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 4,
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60,
+            **CALLBACKS,
         }
+
+    @every_yaml
+    def test_the_callbacks_of_a_deployment_are_ones_that_serve_takes(self, path: Path) -> None:
+        variables = start_options(document(path))["controller_options"]["runtime_env"]["env_vars"]
+        for name in CALLBACKS:
+            module, _, function = variables[name].rpartition(".")
+            assert not signature(getattr(import_module(module), function)).parameters
 
 
 class TestOfServe:

@@ -83,6 +83,11 @@ async def test_a_process_that_serves_nobody_yet_ends_at_once() -> None:
     assert await output_after_sigterm(ends=True, serves="", then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
 
 
+async def test_sigterm_ends_a_process_of_serve_at_once() -> None:
+    output = await output_after_sigterm(ends=True, serves="drain.end_on_sigterm()", then=FOR_EVER)
+    assert output == ([], 128 + signal.SIGTERM)
+
+
 class Clock:
     now = 100.0
 

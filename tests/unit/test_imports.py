@@ -38,7 +38,7 @@ OF_AN_EXTRA = {"protocol/compiled_planes.py": "delta"}
 WITH_TORCH_FOR_CUDA = {"cuda"}
 """What ``torch`` brings where it uses CUDA, and nobody installs elsewhere."""
 LAYERS = (
-    *("errors", "connections", "tls", "private_names", "threads", "drain", "tasks", "ring"),
+    *("errors", "connections", "tls", "private_names", "threads", "drain", "serve_callbacks", "tasks", "ring"),
     *(
         "ray_internals",
         "transformers_internals",

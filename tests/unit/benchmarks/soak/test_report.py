@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.soak.account import Timeline
-from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts
+from benchmarks.soak.engines import EngineStart
+from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts, told_of_waits
 from benchmarks.soak.schedule import Signal, Strike
 from benchmarks.soak.strike import Blow
 
@@ -33,6 +34,26 @@ def test_an_outage_is_blamed_on_the_only_strike_in_it() -> None:
     assert (told["longest_outage_s"], told["longest_outage_from_s"]) == (9.0, 30.0)
     assert told["struck_in_longest_outage"] == ["29.8 s: SIGTERM to replica", "35.0 s: SIGKILL to replica"]
     assert told["longest_outage_by_one_signal_s"] == {"SIGKILL": 5.0, "SIGTERM": 0.0, "SIGSTOP": 0.0}
+
+
+class TestWaits:
+    """Answers stop at 10 for 40 s."""
+
+    found = Timeline([*range(11), *range(50, 61)])
+
+    def test_an_outage_costs_a_start_and_what_was_needed_besides(self) -> None:
+        start = EngineStart(14.0, 48.0)
+        told = told_of_waits(self.found, 60.0, [blow(10.0)], [start], [(11.0, 48.0)])
+        assert told == {"longest_beyond_a_start_s": 6.0, "longest_with_a_live_engine_s": 3.0}
+
+    def test_a_strike_at_an_engine_that_starts_begins_the_wait_anew(self) -> None:
+        blows = [blow(10.0), blow(20.0, victim="engine core"), blow(30.0, victim="gateway")]
+        told = told_of_waits(self.found, 60.0, blows, [EngineStart(24.0, 48.0)], [(11.0, 48.0)])
+        assert told["longest_beyond_a_start_s"] == 6.0
+
+    def test_an_outage_without_a_start_counts_while_an_engine_lived(self) -> None:
+        told = told_of_waits(self.found, 60.0, [blow(10.0, victim="proxy")], [EngineStart(1.0, 8.0)], [])
+        assert told == {"longest_beyond_a_start_s": 0.0, "longest_with_a_live_engine_s": 40.0}
 
 
 def test_the_start_of_an_engine_is_the_median_of_all() -> None:

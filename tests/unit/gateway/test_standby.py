@@ -1,0 +1,120 @@
+"""A gateway listens at the proxy's port while the proxy does not answer, and only then."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import pytest
+import uvicorn
+from ray.serve.config import HTTPOptions
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_service.gateway.standby import Standby
+from rollout_service.local import free_port
+
+LONG_S = 30.0
+
+
+def says(text: str) -> ASGIApp:
+    """Return an app that answers every request with ``text``."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(text)(scope, receive, send)
+
+    return app
+
+
+@asynccontextmanager
+async def proxy(port: int) -> AsyncIterator[None]:
+    """A server that shares its port, as Serve's proxy does."""
+    server = uvicorn.Server(uvicorn.Config(says("proxy"), interface="asgi3", lifespan="off", log_config=None))
+    listener = socket.create_server(("127.0.0.1", port), reuse_port=True)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def standby(options: HTTPOptions) -> AsyncIterator[Standby]:
+    """A gateway's standby that looks all the time, until the block ends."""
+
+    async def here() -> HTTPOptions:
+        return options
+
+    made = Standby(says("gateway"), here, lambda _: asyncio.sleep(0.01))
+    watching = asyncio.create_task(made.watch())
+    try:
+        yield made
+    finally:
+        made.close()
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+async def answer(port: int, path: str = "/v1/models") -> str:
+    """Return who answers a new connection; "nobody" if it is refused."""
+    async with httpx.AsyncClient(trust_env=False, timeout=LONG_S) as http:
+        try:
+            return (await http.get(f"http://127.0.0.1:{port}{path}")).text
+        except httpx.TransportError:
+            return "nobody"
+
+
+async def until(wanted: str, ask: Callable[[], Awaitable[str]]) -> None:
+    """Ask until the answer has been ``wanted`` twenty times in a row: the kernel chooses among several listeners."""
+    in_a_row = 0
+    async with asyncio.timeout(LONG_S):
+        while in_a_row < 20:
+            in_a_row = in_a_row + 1 if await ask() == wanted else 0
+            await asyncio.sleep(0.01)
+
+
+async def test_the_gateway_answers_while_the_proxy_is_away(port: int) -> None:
+    async with standby(HTTPOptions(host="127.0.0.1", port=port)):
+        async with proxy(port):
+            await until("proxy", lambda: answer(port))
+        await until("gateway", lambda: answer(port))
+        assert await answer(port, "/-/healthz") == "success"
+        async with proxy(port):
+            await until("proxy", lambda: answer(port))
+        await until("gateway", lambda: answer(port))
+
+
+async def test_a_node_that_never_had_a_proxy_gets_no_standby(port: int) -> None:
+    looks = 0
+
+    async def looked(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0)
+
+    async def here() -> HTTPOptions:
+        return HTTPOptions(host="127.0.0.1", port=port)
+
+    watching = asyncio.create_task(Standby(says("gateway"), here, looked).watch())
+    async with asyncio.timeout(LONG_S):
+        while looks < 5:
+            await asyncio.sleep(0.01)
+    assert await answer(port) == "nobody"
+    watching.cancel()
+
+
+async def test_a_gateway_that_ends_listens_no_more(port: int) -> None:
+    async with standby(HTTPOptions(host="0.0.0.0", port=port)) as ending:
+        async with proxy(port):
+            await until("proxy", lambda: answer(port))
+        await until("gateway", lambda: answer(port))
+        ending.close()
+        await until("nobody", lambda: answer(port))

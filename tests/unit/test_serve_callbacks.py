@@ -1,0 +1,40 @@
+"""A proxy that has just started holds requests until it has its routes."""
+
+import asyncio
+
+import httpx
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from rollout_service.serve_callbacks import HoldUntilReady
+
+
+class Proxy:
+    """Answers as Serve's: 404 to everything before it has routes."""
+
+    def __init__(self) -> None:
+        self.has_routes, self.bodies, self.looks = False, list[bytes](), 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 200 if self.has_routes else 404
+        if scope["path"] == "/-/healthz":
+            self.looks += 1
+            status = 200 if self.has_routes else 503
+        elif self.has_routes:
+            self.bodies.append((await receive())["body"])
+        await PlainTextResponse(str(status), status)(scope, receive, send)
+
+
+async def test_requests_wait_for_routes_and_are_then_answered_whole() -> None:
+    proxy = Proxy()
+    transport = httpx.ASGITransport(HoldUntilReady(proxy))
+    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as http:
+        asking = asyncio.create_task(http.post("/v1/completions", content=b"a prompt"))
+        while proxy.looks < 2:
+            await asyncio.sleep(0.01)
+        assert (await http.get("/-/healthz")).status_code == 503
+        proxy.has_routes = True
+        assert (await asking).status_code == 200 and proxy.bodies == [b"a prompt"]
+        looks = proxy.looks
+        assert (await http.post("/v1/completions", content=b"another")).status_code == 200
+        assert proxy.looks == looks
