@@ -4,10 +4,10 @@
 
 The shipped CPU deployment with so many engines and as many gateways, six callers, a trainer that pushes without end,
 and weights whose every token tells their version. Struck are: replica, engine core, vLLM worker, ingest, gateway,
-monitor, Serve's controller and its HTTP proxy; not Ray's own daemons. The same seed gives the same strikes in the same order.
-What happened when is in ``out/soak/``. Ends with status 0 if no token was stale, no request and no version lost, the
-service came back after every strike, and none of its processes was left at the end; with 1 if not, and 130 if it was
-interrupted.
+monitor, Serve's controller and its HTTP proxy; not Ray's own daemons. The same seed gives the same strikes in the same
+order. What happened when is in ``out/soak/``. Ends with status 0 if no token was stale, no request and no version
+lost, the service came back after every strike, and none of its processes was left at the end; with 1 if not, and 130
+if it was interrupted.
 """
 
 import asyncio
