@@ -10,7 +10,7 @@ import ray
 from fastapi import Depends, Header, Request
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rollout_service.config import ServiceConfig
 from rollout_service.connections import ManyConnections
@@ -113,7 +113,7 @@ class Services:
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         pinned = PinnedCertificates()
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path) if model.has_tokenizer else None
+        tokenizer = model.tokenizer
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,

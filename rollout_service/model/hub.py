@@ -26,7 +26,20 @@ from rollout_service.model.weight_files import INDEX_FILE, listed_files, weight_
 
 logger = logging.getLogger(__name__)
 
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.model",
+    "*.model.v[0-9]*",
+    "*.tiktoken",
+    "*.spm",
+    "*.bpe",
+    "bpe.codes",
+)
+"""Files of a tokenizer that transformers or vLLM can start from; which others belong to one, its class knows."""
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", *VOCABULARIES)
 """The configuration, the tokenizer's files and the index of the weights: what every node needs."""
 IN_SUBFOLDERS = "*/*"
 """Other formats of the same model; nothing of ours lies there."""

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from rollout_service.config import ModelConfig, QuantConfig
@@ -28,13 +29,13 @@ from rollout_service.model.families import FAMILIES, Heads
 from rollout_service.model.naming import naming_of
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.model.tensor_table import Expected, differences
+from rollout_service.model.tokenizer import load_tokenizer
 from rollout_service.model.vllm_layout import read_layout
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
 from rollout_service.transformers_internals import ignored_when_loading, kept_in_float32
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 ROUTERS = ("gate", "shared_expert_gate")
 """What chooses experts, or scales the shared one; last part of the modules' names."""
 _AT_COMMIT = "@"
@@ -235,10 +236,15 @@ class ServedModel:
         """Token ids are ``[0, vocab_size)``."""
         return int(self.text_config.vocab_size)
 
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the folder, or None if it has none that can be loaded. Raises as ``load_tokenizer``."""
+        return load_tokenizer(self.path)
+
     @property
     def has_tokenizer(self) -> bool:
         """Text prompts and stop strings work."""
-        return all((self.path / file).is_file() for file in TOKENIZER_FILES)
+        return self.tokenizer is not None
 
     def check_table(self, tensors: Iterable[UploadTensor], plan: QuantPlan, *, whole: bool = True) -> None:
         """Compare a trainer's tensor table with the model, both ways; raises InvalidManifest with every difference.

@@ -1,0 +1,43 @@
+"""The tokenizer of a model folder, in whichever of the formats that transformers loads."""
+
+import logging
+import textwrap
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rollout_service.model.hub import VOCABULARIES
+
+logger = logging.getLogger(__name__)
+_ALONE = "tokenizer.json"
+"""A file from which nothing but damage keeps transformers."""
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in ``folder``, or None, with a warning, if transformers cannot load it.
+
+    Raises ValueError for a tokenizer.json that cannot be loaded.
+    """
+    files = vocabulary_files(folder)
+    if not files:
+        logger.warning(
+            "%s holds no tokenizer (%s): text prompts and stop strings are refused", folder, ", ".join(VOCABULARIES)
+        )
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever a tokenizer's own code and the packages below it raise
+        why = (
+            f"{folder}: transformers cannot load the tokenizer of {', '.join(files)}: "
+            f"{textwrap.shorten(str(error), 300, placeholder=' …')}"
+        )
+        if _ALONE in files:
+            raise ValueError(f"{why}; copy or download these files again") from error
+        logger.warning("%s; text prompts and stop strings are refused: convert it to tokenizer.json", why)
+        return None
+    return tokenizer
+
+
+def vocabulary_files(folder: Path) -> list[str]:
+    """Return the names of the files in ``folder`` that a tokenizer is loaded from, sorted; empty: it has none."""
+    return sorted({path.name for pattern in VOCABULARIES for path in folder.glob(pattern) if path.is_file()})
