@@ -11,6 +11,7 @@ from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
+from rollout_service.model.small_files import require_sound_checkpoint
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import AttentionStatus
 
@@ -84,7 +85,7 @@ def inspect_model(
     """Read config.json, which ``source.path`` is, or which is in that folder or repository; decide for each tensor.
 
     Raises FileNotFoundError, ModelNotDownloaded, or ValueError for a model that cannot be served so, as ``ServedModel``
-    does.
+    and ``require_sound_checkpoint`` do.
     """
     path = source.path if source.repo_id is None else config_file(source)
     folder = path.parent if path.name == "config.json" else path
@@ -95,6 +96,7 @@ def inspect_model(
         )
     model = ServedModel.load(folder)
     plan = model.plan(quant, tensor_parallel_size, expert_parallel)
+    require_sound_checkpoint(folder, model, plan, config_alone=path.name == "config.json")
     return ModelReport(
         model=source.repo_id or folder.absolute().name,
         model_type=model.config.model_type,

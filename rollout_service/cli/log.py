@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_service.cli.output import complain, fail, read_token
+from rollout_service.cli.output import command, complain, fail, read_token
 
 if TYPE_CHECKING:
     from rollout_service.protocol.weights import WeightStatus
     from rollout_service.store.log import WeightLog
     from rollout_service.store.manifest import Manifest
 
+HELP = "List, check and prune a log of weight versions on disk, weights.root of a service, or go back in it."
 app = typer.Typer(
-    help="List, check and prune a log of weight versions on disk, weights.root of a service, or go back in it.",
+    help=HELP,
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -22,7 +23,7 @@ app = typer.Typer(
 Root = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the log: weights.root in the configuration.")]
 
 
-@app.command()
+@command(app)
 def ls(path: Root) -> None:
     """List the versions in PATH, committed and staged; the newest is marked with a star.
 
@@ -57,7 +58,7 @@ def ls(path: Root) -> None:
         fail(error)
 
 
-@app.command()
+@command(app)
 def verify(
     path: Root,
     version: Annotated[int | None, typer.Option(help="This one alone; all committed ones by default.")] = None,
@@ -70,9 +71,14 @@ def verify(
 
     log, damaged = _opened(path), 0
     try:
-        versions = log.versions() if version is None else [version]
-    except RolloutServiceError as error:
+        versions = log.versions()
+    except (RolloutServiceError, OSError) as error:
         fail(error)
+    if version is not None:
+        if version not in versions:
+            there = ", ".join(map(str, versions)) or "none"
+            fail(f"version {version} is not in {path}, and nothing was verified; there are versions {there}")
+        versions = [version]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for number in versions:
             try:
@@ -88,7 +94,7 @@ def verify(
         fail(f"{damaged} of {len(versions)} versions in {path} are damaged")
 
 
-@app.command()
+@command(app)
 def gc(
     path: Root,
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest versions stay.")] = 2,
@@ -114,7 +120,7 @@ def gc(
         fail(error)
 
 
-@app.command()
+@command(app)
 def rollback(
     log: Annotated[
         str, typer.Argument(metavar="PATH or URL", help="Folder of the log, or address of the service that writes it.")
@@ -175,6 +181,7 @@ def _roll_back_in(path: Path, to: int | str) -> None:
             require_kept(log.versions(), number, labels)
             source = log.manifest(number)
             if source.digest == log.manifest(newest).digest:
+                log.verify(log.manifest(newest))  # as stage_again does of a version that it copies
                 typer.echo(f"version {newest} is the newest, and has these weights already")
                 return
             version, record = max([newest, *log.served().digests]) + 1, read_record(log.folder(number))

@@ -8,7 +8,7 @@ import typer
 
 import rollout_service
 from rollout_service.cli import log
-from rollout_service.cli.output import complain, fail, read_token
+from rollout_service.cli.output import command, complain, fail, problems_of, read_token
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-app.add_typer(log.app, name="log")
+app.add_typer(log.app, name="log", short_help=log.HELP)
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,7 +41,7 @@ def main(
     """What stands before every command."""
 
 
-@app.command()
+@command(app)
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="On the Hugging Face hub, or a folder in its layout.")],
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica: engine.tensor_parallel_size.")] = 1,
@@ -64,7 +64,6 @@ def serve(
     deployments/cpu_rollout.yaml. Checks first what doctor checks. For other settings: --print-config > FILE, edit FILE,
     serve run FILE.
     """
-    from pydantic import ValidationError
 
     from rollout_service.config import ModelConfig
 
@@ -83,8 +82,6 @@ def serve(
                 port=port,
             )
         )
-    except ValidationError as error:
-        fail("; ".join(_problems(error)))
     except (OSError, ValueError) as error:
         fail(error)
     if print_config:
@@ -95,10 +92,11 @@ def serve(
     if problems := prepared.problems():
         lines = [f"  {each.check}: {each.found}" + (f" → {each.advice}" if each.advice else "") for each in problems]
         fail("\n".join(["this would not work, and nothing was started:", *lines]))
+    complain(prepared.choices())
     serve.run(prepared.document)
 
 
-@app.command()
+@command(app)
 def config(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A Serve config, such as those in deployments/.")],
 ) -> None:
@@ -144,7 +142,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-@app.command()
+@command(app)
 def inspect(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="On the Hugging Face hub, a folder, or its config.json alone.")
@@ -199,7 +197,7 @@ def inspect(
     Reads config.json only; no weights are needed, and none downloaded, but for --fp8-kv. Fails, naming the layers, if
     MODEL does not divide into FP8 blocks.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
     from rich.console import Console
 
     if fp8_kv:
@@ -225,8 +223,6 @@ def inspect(
         source = ModelConfig(path=model, revision=revision)
         quant = QuantConfig(weights=weights.value, skip=tuple(skip or ()), indivisible=indivisible.value)
         report = inspect_model(source, quant, tp, expert_parallel)
-    except ValidationError as error:
-        fail("; ".join(_problems(error)))
     except (OSError, ValueError) as error:
         fail(error)
     memory = None if gpu_gb is None else inspect_memory(report, gpu_gb, gpu_share, length)
@@ -240,7 +236,6 @@ def inspect(
 
 
 def _inspect_kv(model: Path, revision: str | None, prompts: Path | None, device: Device, json: bool) -> None:
-    from pydantic import ValidationError
     from rich.console import Console
 
     from rollout_service.config import ModelConfig, ServiceConfig
@@ -256,8 +251,6 @@ def _inspect_kv(model: Path, revision: str | None, prompts: Path | None, device:
         folder = with_model_here(pinned(source), weights=True).model.path
         with layers_shown(Console(stderr=True)) as progress:
             report = inspect_kv(folder, prompts=prompts, device=device.value, progress=progress)
-    except ValidationError as error:
-        fail("; ".join(_problems(error)))
     except (OSError, ValueError, RolloutServiceError) as error:
         fail(error)
     if json:
@@ -266,7 +259,7 @@ def _inspect_kv(model: Path, revision: str | None, prompts: Path | None, device:
         print_kv_report(report, Console())
 
 
-@app.command()
+@command(app)
 def doctor(
     path: Annotated[
         Path | None,
@@ -309,7 +302,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
+@command(app)
 def fleet(
     url: Annotated[str, typer.Option(help="Address of the service.")] = "http://127.0.0.1:8000",
     token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
@@ -333,37 +326,8 @@ def fleet(
 
 
 def _invalid(path: Path, error: "ValidationError") -> str:
-    problems = "\n".join(f"  {line}" for line in _problems(error))
+    problems = "\n".join(f"  {line}" for line in problems_of(error))
     return f"{path} is not a valid configuration:\n{problems}"
-
-
-def _problems(error: "ValidationError") -> list[str]:
-    """One line for each thing that is wrong: where, what, and what was given (but never a secret)."""
-    lines = []
-    for problem in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown field{_fields_beside(problem['loc'])}")
-            continue
-        given = problem["input"]
-        quoted = isinstance(given, str | int | float | None) and "auth" not in problem["loc"]
-        lines.append(
-            f"{where}: {problem['msg'].removeprefix('Value error, ')}" + (f", not {given!r}" if quoted else "")
-        )
-    return lines
-
-
-def _fields_beside(location: tuple[int | str, ...]) -> str:
-    from rollout_service.config import ServiceConfig
-    from rollout_service.config.engine import Config
-
-    section: type[Config] = ServiceConfig
-    for name in location[:-1]:
-        kind = section.model_fields[str(name)].annotation
-        if not (isinstance(kind, type) and issubclass(kind, Config)):
-            return ""
-        section = kind
-    return f"; there are {', '.join(section.model_fields)}"
 
 
 def _fleet_table(fleet: "Fleet") -> "Table":

@@ -1,13 +1,24 @@
 """How the commands of ``rollout-service`` say what is wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def complain(message: object) -> None:
     """Write ``message`` to standard error, under the command's name."""
+    if isinstance(message, ValueError):
+        from pydantic import ValidationError  # not for --help
+
+        if isinstance(message, ValidationError):
+            message = "; ".join(problems_of(message))
     typer.echo(f"rollout-service: {message}", err=True)
 
 
@@ -28,3 +39,43 @@ def read_token(file: Path | None) -> str | None:
     if not token:
         fail(f"the token file {file} is empty")
     return token
+
+
+def problems_of(error: "ValidationError") -> list[str]:
+    """One line for each thing that is wrong: where, what, and what was given (but never a secret)."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown field{_fields_beside(problem['loc'])}")
+            continue
+        given = problem["input"]
+        quoted = isinstance(given, str | int | float | None) and "auth" not in problem["loc"]
+        lines.append(
+            f"{where}: {problem['msg'].removeprefix('Value error, ')}" + (f", not {given!r}" if quoted else "")
+        )
+    return lines
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> str:
+    from rollout_service.config import ServiceConfig
+    from rollout_service.config.engine import Config
+
+    section: type[Config] = ServiceConfig
+    for name in location[:-1]:
+        field = section.model_fields.get(str(name))
+        kind = None if field is None else field.annotation
+        if not (isinstance(kind, type) and issubclass(kind, Config)):
+            return ""
+        section = kind
+    return f"; there are {', '.join(section.model_fields)}"
+
+
+def command(app: typer.Typer) -> Callable[[Command], Command]:
+    """Return a decorator that adds a command whose help is wrapped in the list of commands, and not cut there."""
+
+    def add(function: Command) -> Command:
+        first = (function.__doc__ or "").split("\n\n")[0]
+        return app.command(short_help=" ".join(first.split()))(function)
+
+    return add

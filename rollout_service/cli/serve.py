@@ -100,6 +100,19 @@ class Prepared:
         plan = replace(complete, config=complete.config.model_copy(update={"model": here}))
         return cls(document, *with_model(plan))
 
+    def choices(self) -> str:
+        """Return in one line what ``deployment`` and the model chose, and how to choose otherwise."""
+        config = self.plan.config
+        engine, scaling = config.engine, config.scaling
+        longest = getattr(ServedModel.of(config.model).text_config, "max_position_embeddings", None)
+        of = "" if longest is None or longest <= engine.max_model_len else f" of the model's {longest}"
+        return (
+            f"{'engines on GPUs' if self.plan.on_gpus else 'engines on the CPU'}: a context of {engine.max_model_len} "
+            f"tokens{of} (engine.max_model_len), {engine.max_num_seqs} sequences at once (engine.max_num_seqs), "
+            f"{scaling.min_replicas} to {scaling.max_replicas} replicas, weights in {config.weights.root}; "
+            "--print-config > FILE writes all settings, to be changed and run by serve run FILE"
+        )
+
     def problems(self) -> list[Finding]:
         """All that would keep it from starting."""
         found = [self.model, *examine(self.plan)]

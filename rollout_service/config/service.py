@@ -49,6 +49,14 @@ def expanded(setting: str, path: Path) -> Path:
     return Path(found).absolute()
 
 
+def _require_ascii(path: Path) -> None:
+    if not str(path).isascii():
+        raise ValueError(
+            f"model.path={path} has characters beyond ASCII, with which engines do not start: rename the folder, or "
+            "name a symbolic link to it (ln -s)"
+        )
+
+
 class ModelConfig(Config):
     """Which model is served."""
 
@@ -83,6 +91,11 @@ class ModelConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _path_is_ascii(self) -> "ModelConfig":
+        _require_ascii(self.path)
+        return self
+
+    @model_validator(mode="after")
     def _name_is_the_same_on_every_node(self) -> "ModelConfig":
         if self.served_name is None and "$" in self.path.name:
             raise ValueError(f"model.path is {self.path}, of which each node makes another name: set model.served_name")
@@ -92,7 +105,9 @@ class ModelConfig(Config):
         """With ``path`` as this node spells it. Raises ValueError if it names a variable that is not set here."""
         if "$" not in str(self.path):
             return self
-        return self.model_copy(update={"path": expanded("model.path", self.path), "served_name": self.name})
+        path = expanded("model.path", self.path)
+        _require_ascii(path)
+        return self.model_copy(update={"path": path, "served_name": self.name})
 
     @property
     def repo_id(self) -> str | None:

@@ -14,13 +14,13 @@ _ALONE = "tokenizer.json"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in ``folder``, or None, with a warning, if transformers cannot load it.
+    """Return the tokenizer in ``folder``. None: it has none, or, with a warning, none that transformers can load.
 
     Raises ValueError for a tokenizer.json that cannot be loaded.
     """
     files = vocabulary_files(folder)
     if not files:
-        logger.warning(
+        logger.info(
             "%s holds no tokenizer (%s): text prompts and stop strings are refused", folder, ", ".join(VOCABULARIES)
         )
         return None

@@ -1,11 +1,14 @@
 """The report of ``rollout-service inspect``: its sums, and what is left of it in a narrow terminal."""
 
 import io
+import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from rollout_service.cli.inspect_memory import inspect_memory, print_memory
@@ -154,3 +157,57 @@ class TestMemory:
         print_memory(memory, console)
         assert isinstance(console.file, io.StringIO)
         assert console.file.getvalue().count("does not fit") == 2
+
+
+class TestSmallFiles:
+    """What would fail once all weights are there is told by config.json, the index and the files' headers."""
+
+    @staticmethod
+    def refusal(folder: Path) -> str:
+        with pytest.raises(ValueError) as refused:
+            inspect_model(ModelConfig(path=folder), QuantConfig())
+        return str(refused.value)
+
+    @pytest.mark.parametrize("method", ["awq", "gptq", "mxfp4", "compressed-tensors", "bitsandbytes", "fp8"])
+    def test_a_foreign_quantization_is_named(self, method: str, tmp_path: Path) -> None:
+        said = {"quant_method": method, "weight_block_size": [64, 64]}
+        config = FAMILIES["llama"]().to_dict() | {"quantization_config": said}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert f"quantized with {method}" in self.refusal(tmp_path) and "BF16" in self.refusal(tmp_path)
+
+    def test_our_own_fp8_is_taken(self, tmp_path: Path) -> None:
+        said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict() | {"quantization_config": said}))
+        assert inspect_model(ModelConfig(path=tmp_path), QuantConfig()).parameters
+
+    @pytest.mark.parametrize("with_weights", [True, False])
+    def test_unknown_tensors_are_named_before_weights_are_read(self, with_weights: bool, tmp_path: Path) -> None:
+        make_model(tmp_path, "llama")
+        names = dict.fromkeys(stored_shapes(tmp_path), "model-1.safetensors")
+        if with_weights:
+            add_tensors(tmp_path, {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)})
+        else:
+            (tmp_path / "model.safetensors").unlink()
+        inspected = tmp_path / "model.safetensors.index.json"
+        if not with_weights:
+            inspected.write_text(json.dumps({"weight_map": names}))
+            assert inspect_model(ModelConfig(path=tmp_path), QuantConfig()).parameters
+            index = {"weight_map": names | {"model.layers.0.mlp.up_proj.qweight": "model-1.safetensors"}}
+            inspected.write_text(json.dumps(index))
+        assert "1 unknown: model.layers.0.mlp.up_proj.qweight" in self.refusal(tmp_path)
+
+    def test_a_missing_shard_is_named(self, tmp_path: Path) -> None:
+        folder = make_model(tmp_path, "llama")
+        files = {"a": "model.safetensors", "b": "model-2.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        assert "are missing: model-2.safetensors" in self.refusal(folder)
+
+    def test_a_damaged_tokenizer_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict()))
+        (tmp_path / "tokenizer.json").write_text("{")
+        assert "tokenizer.json" in self.refusal(tmp_path)
+
+
+def add_tensors(folder: Path, more: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **more}, file)

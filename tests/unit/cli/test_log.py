@@ -40,7 +40,20 @@ def test_verify_lists_sound_versions_and_fails_for_the_others(log: WeightLog) ->
     assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["version 0", "version 1", "version 3"]
     assert run("verify", log.root, "--version", 1).exit_code == 0
     assert run("verify", log.root, "--version", 2).exit_code == 1
-    assert "version 9 is not in the log" in run("verify", log.root, "--version", 9).stderr
+
+
+def test_verify_of_a_missing_version_says_which_there_are(log: WeightLog) -> None:
+    result = run("verify", log.root, "--version", 9)
+    assert result.exit_code == 1 and "version 9 is not in" in result.stderr and "0, 1, 2, 3" in result.stderr
+    assert "damaged" not in result.stderr
+
+
+@pytest.mark.parametrize("to", [3, 1])
+def test_rollback_to_a_damaged_version_fails(log: WeightLog, to: int) -> None:
+    flip_a_byte(log, to, FIRST)
+    result = run("rollback", log.root, "--to", to)
+    assert result.exit_code == 1 and FIRST in result.stderr and result.stdout == ""
+    assert log.versions() == [0, 1, 2, 3]
 
 
 def test_gc_keeps_the_newest(log: WeightLog) -> None:

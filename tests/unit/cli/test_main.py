@@ -111,8 +111,9 @@ def serve_config(tmp_path: Path) -> Callable[[Any], Path]:
     return write
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: object, env: dict[str, str] | None = None) -> Result:
+    shown = {"COLUMNS": "200", "NO_COLOR": "1", **(env or {})}
+    return CliRunner(env=shown).invoke(app, [str(argument) for argument in arguments])
 
 
 def test_version_is_the_package_s() -> None:
@@ -122,6 +123,14 @@ def test_version_is_the_package_s() -> None:
 def test_help_names_every_command() -> None:
     output = run("--help").output
     assert all(command in output for command in ("--version", "config", "inspect", "fleet"))
+
+
+@pytest.mark.parametrize("group", [(), ("log",)])
+def test_help_of_commands_is_wrapped_and_not_cut(group: tuple[str, ...]) -> None:
+    said = run(*group, "--help", env={"COLUMNS": "80"}).stdout
+    assert said.count("...") == 1 and max(map(len, said.splitlines())) <= 80  # of the usage
+    for line in ("memory, disks and ports.",) if not group else ("files can be linked, nothing is copied.",):
+        assert line in " ".join(said.split())
 
 
 @pytest.fixture
@@ -209,7 +218,10 @@ class TestInspectOfTheHub:
 
     def test_downloads_config_json_alone(self, hub: HubServer, moe_config: Path, tmp_path: Path) -> None:
         of_the_hub = self.run(hub, tmp_path, self.REPO, "--json", "--revision", "v1")
-        of_a_folder = json.loads(run("inspect", moe_config, "--json").stdout)
+        inspected = run("inspect", moe_config, "--json")
+        assert inspected.exit_code == 0, inspected.output
+        of_a_folder = json.loads(inspected.stdout)
+        assert of_the_hub.returncode == 0, of_the_hub.stderr
         assert json.loads(of_the_hub.stdout) == of_a_folder | {"model": self.REPO}
         assert hub.downloaded() == ["config.json"]
 

@@ -113,7 +113,8 @@ class TestPrintConfig:
         options = [tiny_model, "--replicas", "1-2", "--port", free_port(), "--name", "policy"]
         printed = serve(*options, "--print-config")
         assert printed.exit_code == 0 and started == [] and not ray.is_initialized()
-        assert serve(*options).exit_code == 0
+        served = serve(*options)
+        assert served.exit_code == 0 and "on the CPU: a context of 512 tokens of the model's" in served.stderr
         file = here / "service.yaml"
         file.write_text(printed.stdout)
         assert [read_document(file)] == started
@@ -161,6 +162,18 @@ class TestRefusals:
 
     def test_heads_that_cannot_be_shared_out(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
         assert "tensor_parallel_size=8" in self.refused(started, tiny_model, "--tp", 8, "--port", free_port())
+
+    def test_what_small_files_tell_is_refused(self, here: Path, started: list[Document]) -> None:
+        folder = make_model(here / "awq", "llama")
+        (folder / "model.safetensors").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+        assert "quantized with awq" in self.refused(started, "awq", "--port", free_port())
+
+    def test_what_no_field_can_be_is_told_in_plain_words(self, here: Path, started: list[Document]) -> None:
+        (here / "modèle").mkdir()
+        said = self.refused(started, "modèle")
+        assert "model.path=modèle has characters beyond ASCII" in said and "validation error" not in said
 
     def test_what_is_no_model(self, here: Path, started: list[Document]) -> None:
         (here / "empty").mkdir()

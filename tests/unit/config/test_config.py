@@ -25,6 +25,21 @@ def section_class(name: str) -> type[Config]:
     return kind
 
 
+@pytest.mark.parametrize("path", ["models/modèle", "$HOME/模型", "models/a b/%41/~x"])
+def test_a_model_path_beyond_ascii_is_refused(path: str) -> None:
+    if path.isascii():
+        assert ServiceConfig.model_validate({"model": {"path": path}}).model.path == Path(path)
+    else:
+        assert "name a symbolic link" in message_of({"model": {"path": path, "served_name": "m"}})
+
+
+def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "/données")
+    model = ServiceConfig.model_validate({"model": {"path": "$MODELS/tiny"}}).model
+    with pytest.raises(ValueError, match=r"model\.path=/données/tiny has characters"):
+        model.here()
+
+
 class TestSections:
     def test_nothing_needs_to_be_given(self) -> None:
         config = ServiceConfig.model_validate({})
