@@ -25,6 +25,7 @@
     ├── Overloaded                503  a bound on memory is reached, such as that of the gateway's queue: retry later.
     │                                  Between gateway and replica: the replica is full, and the call waits
     ├── NotReady                  503  no live replica, or the service is still starting
+    │   ├── LogUnreadable         503  the log cannot be read just now
     │   └── DeploymentFailed      500  a process of the service failed with an error that is none of these
     ├── LogLocked                 503  another process writes this weight log
     ├── CommitTimeout             504  committed, but not live on every replica, or not durable, in time
