@@ -1,23 +1,19 @@
-"""The builder that ``serve run deployments/….yaml`` calls: ServiceConfig → Serve application."""
+"""The builder that ``serve run deployments/….yaml`` calls: ServiceConfig → Serve application.
+
+Imports neither vLLM nor torch: deployments are named by import paths, which their replicas import.
+"""
+
+from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application, Deployment
-from vllm.platforms import current_platform
 
 from rollout_service.config import ScalingConfig, ServiceConfig
-from rollout_service.engine.args import engine_environment
-from rollout_service.engine.extra import check_extra
-from rollout_service.engine.replica import EngineReplica
+from rollout_service.engine.environment import engine_environment, is_vllm_for_cpu
 from rollout_service.fleet.autoscaling import RolloutAutoscaling
 from rollout_service.fleet.routing import STATS_PERIOD_S, RolloutRouter
-from rollout_service.gateway.deployment import GatewayReplica
-from rollout_service.ingest.deployment import IngestReplica
 from rollout_service.model.hub import pinned
-from rollout_service.model.tiny import make_tiny_qwen3
-from rollout_service.monitor.deployment import MonitorReplica
-from rollout_service.sessions.deployment import SessionsReplica
-from rollout_service.shadow.deployment import ShadowReplica
 
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
 UNLIMITED = 1_000_000
@@ -35,19 +31,26 @@ def build(config: ServiceConfig) -> Application:
     Makes the model first if ``model.create`` says so. Of one on the Hugging Face hub it pins the commit.
     Raises ModelNotDownloaded, or ValueError for what ``engine.extra`` or ``engine.env`` may not set.
     """
-    check_extra(config)
-    config = pinned(config.resolved()).with_gpus(not current_platform.is_cpu())
+    if config.engine.extra:
+        from rollout_service.engine.extra import check_extra  # imports vLLM, which takes seconds
+
+        check_extra(config)
+    config = pinned(config.resolved()).with_gpus(not is_vllm_for_cpu())
     if config.model.create == "tiny-qwen3" and not (here := config.model.here().path).exists():
+        from rollout_service.model.tiny import make_tiny_qwen3  # imports transformers
+
         make_tiny_qwen3(here)
     ingest_resources = {
         "num_cpus": 0,
         "num_gpus": config.weights.ingest_num_gpus,
         "resources": config.weights.ingest_resources,
     }
-    ingest = _deployment(config, IngestReplica, "ingest", ray_actor_options=ingest_resources).bind(config)
+    ingest = _deployment(config, "ingest.deployment.IngestReplica", "ingest", ray_actor_options=ingest_resources).bind(
+        config
+    )
     engine = _deployment(
         config,
-        EngineReplica,
+        "engine.replica.EngineReplica",
         "engine",
         ray_actor_options=_resources(config),
         request_router_config=RequestRouterConfig(
@@ -60,22 +63,27 @@ def build(config: ServiceConfig) -> Application:
         ),
         **scaling_options(config.scaling),
     ).bind(config, ingest)
-    monitor = _deployment(config, MonitorReplica, "monitor").bind(config)
+    monitor = _deployment(config, "monitor.deployment.MonitorReplica", "monitor").bind(config)
     shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
     several = config.scaling.gateways > 1  # a single one keeps sessions itself
-    sessions = _deployment(config, SessionsReplica, "sessions").bind(config) if several else None
+    sessions = _deployment(config, "sessions.deployment.SessionsReplica", "sessions").bind(config) if several else None
     # when another configuration is deployed, the next gateways serve before these are removed; engines and the ingest
     # would wait for GPUs, or for the log, that the old ones hold
     gateway = _deployment(
-        config, GatewayReplica, "gateway", num_replicas=config.scaling.gateways, max_surge_percent=100
+        config,
+        "gateway.deployment.GatewayReplica",
+        "gateway",
+        num_replicas=config.scaling.gateways,
+        max_surge_percent=100,
     )
     return gateway.bind(config, engine, ingest, monitor, shadow, sessions)
 
 
-def _deployment(config: ServiceConfig, cls: type, name: str, **options: object) -> Deployment:
+def _deployment(config: ServiceConfig, cls: str, name: str, **options: object) -> Deployment:
+    """Return a deployment of the class at ``cls``, an import path below this package."""
     options.setdefault("ray_actor_options", {"num_cpus": 0})
-    return serve.deployment(
-        cls,
+    # Ray types the argument as a class, and takes an import path, too: `Deployment.func_or_class` has both
+    decorate: Any = serve.deployment(
         name=name,
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -84,6 +92,8 @@ def _deployment(config: ServiceConfig, cls: type, name: str, **options: object) 
         graceful_shutdown_wait_loop_s=0.2,
         **options,
     )
+    deployment: Deployment = decorate(f"rollout_service.{cls}")
+    return deployment
 
 
 def _shadow(config: ServiceConfig) -> Deployment:
@@ -93,7 +103,7 @@ def _shadow(config: ServiceConfig) -> Deployment:
         "resources": config.weights.ingest_resources,  # it reads the log
         "runtime_env": {"env_vars": engine_environment(config)},
     }
-    return _deployment(config, ShadowReplica, "shadow", ray_actor_options=resources)
+    return _deployment(config, "shadow.deployment.ShadowReplica", "shadow", ray_actor_options=resources)
 
 
 def scaling_options(scaling: ScalingConfig) -> dict[str, object]:

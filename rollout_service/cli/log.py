@@ -20,7 +20,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Root = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the log: weights.root in the configuration.")]
+Root = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="Folder of the log: weights.root or weights.disk_root in the configuration."),
+]
 
 
 @command(app)
@@ -48,7 +51,7 @@ def ls(path: Root) -> None:
             if head is None or number > head.version:
                 state = "lost" if number in served.lost else "served"
                 typer.echo(f"  {number:>10}  {state:<9}  {digest}  was served from memory, and is not on this disk")
-        for parts in sorted(path.glob("staging/*.parts")):
+        for parts in sorted(log.root.glob("staging/*.parts")):
             record = read_record(parts)
             if record is not None:
                 present = len(list(parts.glob("part-*")))
@@ -205,8 +208,9 @@ def _named(version: "Manifest | WeightStatus") -> str:
 
 
 def _opened(path: Path) -> "WeightLog":
-    from rollout_service.store.log import WeightLog
+    from rollout_service.store.log import WeightLog, log_at
 
-    if not (path / "LATEST").is_file():
-        fail(f"{path} is not a log of weight versions: it holds no LATEST")
-    return WeightLog(path)
+    root = log_at(path)
+    if not (root / "LATEST").is_file():
+        fail(f"{root} is not a log of weight versions: it holds no LATEST")
+    return WeightLog(root)

@@ -21,6 +21,7 @@ from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.model.hub import pinned, require_room, with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.store.durable_log import log_to_go_on_with
+from rollout_service.store.log_place import log_place
 
 _REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -53,7 +54,7 @@ def deployment(
     document = read_document(GPU if on_gpus else CPU)
     args = args_of(document)
     args["model"] = {"path": str(model.path), **model.model_dump(mode="json", exclude_defaults=True)}
-    args["weights"]["root"] = f"out/weights-{str(model.repo_id or model.path.absolute().name).replace('/', '--')}"
+    args["weights"]["disk_root"] = f"out/weights-{str(model.repo_id or model.path.absolute().name).replace('/', '--')}"
     if not on_gpus:
         del args["monitor"]  # thresholds for the small model that the file is for
     if replicas is not None:
@@ -124,7 +125,7 @@ class Prepared:
         """Whether the service may go on with the log that is there; if it is empty, whether the weights find room."""
         config, model = self.plan.config, ServedModel.of(self.plan.config.model)
         try:
-            log = log_to_go_on_with(config.weights.root_here(), config.weights.durable_root_here())
+            log = log_to_go_on_with(log_place(config).root, config.weights.durable_root_here())
             plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
             recipe = recipe_of(config.quant, plan)
             if own_newest(log, model, recipe, config) is None:

@@ -166,7 +166,7 @@ class EngineConfig(Config):
     """Where a replica puts the next version while it still serves. ``device``: in GPU memory beside the weights, as
     large as each GPU's are, out of ``gpu_memory_utilization``; closed for milliseconds. ``host``: in pinned memory, of
     which a node has one area for all its replicas; closed for as long as PCIe takes, 0.2 s for 10 GB. ``none``: it is
-    checked, and read from the files again while closed. ``auto``: ``device`` if that takes less than a tenth of the KV
+    checked, and read from the files again while closed. ``auto``: ``device`` if that takes at most 40% of the KV
     cache, else ``host``; without the memory for that, ``none``. The engine's log says which, and what each costs; so
     does ``rollout-service inspect --gpu-gb``. On the CPU, memory that is taken for each version and given back."""
 

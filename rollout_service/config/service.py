@@ -16,6 +16,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
+AUTO = Path("auto")
+"""``weights.root`` where the ingest chooses."""
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _INGEST_SHARE = 0.1
 """Of a GPU that an engine and the ingest have together. Ray only counts with it; the ingest takes little."""
@@ -196,8 +198,12 @@ class ScalingConfig(Config):
 class WeightsConfig(Config):
     """The log of weight versions and the ingest in front of it."""
 
-    root: Path = Path("out/weights")
-    """Folder of the log, on the ingest's node. Environment variables in it, such as ``$SCRATCH``, are those of each
+    root: Path = AUTO
+    """Folder of the log, on the ingest's node. ``auto``: in the host's memory, below /dev/shm and private to the user,
+    if the host has room for it, else ``disk_root``; ``GET /v1/fleet`` and ``doctor`` say which, and why. A log in
+    memory is gone with the host, and trainers push again. A log that exists is continued wherever it lies.
+
+    Environment variables in it, such as ``$SCRATCH``, are those of each
     node, as they were when Ray was started there.
 
     Replicas that find the ingest's log under this path read it; so do those on other nodes if it is on a shared file
@@ -207,6 +213,10 @@ class WeightsConfig(Config):
 
     On a tmpfs, such as a folder below /dev/shm, updates are several times faster. It takes the memory of
     ``keep_versions`` versions and one more (at least three), and is gone with the machine: see ``durability``."""
+
+    disk_root: Path = Path("out/weights")
+    """Folder of the log on a disk, if ``root`` is ``auto`` and memory has no room. Environment variables as in
+    ``root``."""
 
     durability: Literal["before_live", "behind"] = "before_live"
     """``before_live``: a version is in ``root``, synced, before a replica may serve it. ``behind``: it is served from
@@ -276,8 +286,14 @@ class WeightsConfig(Config):
     """A replica that has not reported for so long is not live any more."""
 
     def root_here(self) -> Path:
-        """``root`` on this node. Raises ValueError if it names an environment variable that is not set here."""
+        """Return ``root`` on this node. Raises ValueError for ``auto``, or for a variable that is not set here."""
+        if self.root == AUTO:
+            raise ValueError("weights.root is auto, and the ingest has not chosen a folder yet")
         return expanded("weights.root", self.root)
+
+    def disk_root_here(self) -> Path:
+        """Return ``disk_root`` on this node. Raises ValueError for a variable that is not set here."""
+        return expanded("weights.disk_root", self.disk_root)
 
     def durable_root_here(self) -> Path | None:
         """``durable_root`` on this node. Raises ValueError as ``root_here``."""
@@ -292,7 +308,7 @@ class WeightsConfig(Config):
 
     @model_validator(mode="after")
     def _two_folders_for_behind(self) -> "WeightsConfig":
-        if self.durability == "behind" and self.durable_root is None:
+        if self.durability == "behind" and (self.durable_root is None or self.root == AUTO):
             raise ValueError(
                 "weights.durability is behind: name weights.durable_root, a folder on a disk, and for weights.root one "
                 "in memory, such as /dev/shm/weights"
@@ -580,6 +596,7 @@ class ServiceConfig(Config):
     def resolved(self) -> "ServiceConfig":
         """The same with absolute paths, fit to be sent to other processes."""
         root, durable, calibration = self.weights.root, self.weights.durable_root, self.kv_cache.calibration
+        disk = self.weights.disk_root
         prompts = calibration.prompts and calibration.prompts.absolute()
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
         model = self.model.path if of_node else self.model.path.absolute()
@@ -591,7 +608,8 @@ class ServiceConfig(Config):
                 "chat": self.chat.model_copy(update={"chat_template": template}),
                 "weights": self.weights.model_copy(
                     update={
-                        "root": root if str(root).startswith("$") else root.absolute(),
+                        "root": root if root == AUTO or str(root).startswith("$") else root.absolute(),
+                        "disk_root": disk if str(disk).startswith("$") else disk.absolute(),
                         "durable_root": durable and (durable if str(durable).startswith("$") else durable.absolute()),
                         "upload_ssl_certfile": certfile and certfile.absolute(),
                         "upload_ssl_keyfile": keyfile and keyfile.absolute(),

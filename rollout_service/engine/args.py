@@ -17,7 +17,7 @@ from rollout_service.engine.attention.choice import (
 )
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
-from rollout_service.engine.extra import with_env, with_extra
+from rollout_service.engine.extra import with_extra
 from rollout_service.engine.hardware import Attention, require_fit
 from rollout_service.engine.plugin import (
     CPU_BF16,
@@ -28,7 +28,6 @@ from rollout_service.engine.plugin import (
     TRANSFER_BACKEND,
 )
 from rollout_service.engine.worker import VersionStaging
-from rollout_service.logs import TELL_VLLM
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import EXPERT_COUNTS, ServedModel
 from rollout_service.quant.blockwise import BLOCK
@@ -221,27 +220,3 @@ def attention_of(config: ServiceConfig) -> AttentionChoice:
 def _kernels(config: ServiceConfig) -> dict[str, object]:
     # other expert kernels keep strides or scales of before an update in captured CUDA graphs (vLLM issue 41670)
     return {"kernel_config": {"linear_backend": config.engine.linear_backend, "moe_backend": "triton"}}
-
-
-def engine_environment(config: ServiceConfig) -> dict[str, str]:
-    """Environment variables of the replica's processes. Raises ValueError for one of ours in ``engine.env``."""
-    owned = TELL_VLLM | {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
-        "VLLM_NO_USAGE_STATS": "1",
-        # FlashInfer is not installed: it compiles for minutes on first use
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # Hopper: power-of-two scales would requantize our weights in place
-        "VLLM_USE_DEEP_GEMM_E8M0": "0",
-        # tensors cannot cross our RPCs, so nothing needs pickle
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
-    }
-    return _threads(config) | with_env(owned, config)
-
-
-def _threads(config: ServiceConfig) -> dict[str, str]:
-    """Of a CPU engine that is not alone: as many as Ray reserves CPUs for it (Ray sets ``OMP_NUM_THREADS``), unbound.
-
-    vLLM 0.32 binds each engine of a machine to the same cores: it takes itself for the only one.
-    """
-    alone = config.scaling.max_replicas == 1 and not config.shadow.share
-    return {} if alone else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

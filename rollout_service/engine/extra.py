@@ -1,11 +1,10 @@
-"""``engine.extra`` and ``engine.env``: what of vLLM a configuration may set beside our own settings.
+"""``engine.extra``: what of vLLM a configuration may set beside our own settings.
 
 What is ours to decide is refused with the setting to use instead, as is what would break an update, and a name that
 vLLM does not know with those that are near. Read in vLLM 0.32, ``engine/arg_utils.py``; ``tests/unit/engine/
 test_extra.py`` holds ``INSTEAD`` to what ``args.py`` passes.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -107,8 +106,6 @@ POSITIONS = frozenset(
 """Keys of a model's config.json that change none of its tensors, by their names in transformers 5. Of its older names,
 ``rope_scaling`` given alone would lose ``rope_theta``."""
 _DATA_PARALLEL = "data_parallel_"
-_NOT_OURS_EITHER = re.compile("(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RAY_.*")
-_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_extra(config: ServiceConfig) -> None:
@@ -196,15 +193,3 @@ def _mapping(value: object) -> Mapping[str, object]:
 def _list(value: object) -> list[object]:
     assert isinstance(value, list)
     return value
-
-
-def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
-    """The environment of an engine's processes: ours, and ``engine.env``. Raises ValueError for a variable of ours."""
-    for name in config.engine.env:
-        if _NAME.fullmatch(name) is None:
-            raise ValueError(f"engine.env.{name}: no name of an environment variable")
-        if name in owned:
-            raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
-        if _NOT_OURS_EITHER.fullmatch(name):
-            raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
-    return {**config.engine.env, **owned}

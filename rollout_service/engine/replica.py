@@ -39,7 +39,7 @@ from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.rpc import EngineCalls, ingest_client
-from rollout_service.store.node_cache import NodeCache, node_cache_for
+from rollout_service.store.node_cache import NodeCache, find_log
 from rollout_service.tracing import describe
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class EngineReplica:
         self._queues = GatewayQueues()
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
-        copies = await node_cache_for(config.weights.root_here(), self._ingest, config.weights.poll_s)
+        weights, copies = await find_log(config.weights, self._ingest)
+        self._config = config.model_copy(update={"weights": weights})
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
             while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
                 logger.info("the engines are asleep, and this one is started when they wake")

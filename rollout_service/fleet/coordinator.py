@@ -11,7 +11,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken, RolloutServiceError
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
-from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
+from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
 from rollout_service.store.durable_io import DISK_FULL, no_room
@@ -27,8 +27,16 @@ class FleetCoordinator:
     """Follows every replica and tells each the desired state: the newest version of one log, paused or not, asleep or
     not."""
 
-    def __init__(self, config: ServiceConfig, log: WeightLog, history: FleetHistory, changes: Changes) -> None:
-        """``changes``: woken whenever a replica reported, or what is wanted has changed."""
+    def __init__(
+        self,
+        config: ServiceConfig,
+        log: WeightLog,
+        history: FleetHistory,
+        changes: Changes,
+        place: LogPlace | None = None,
+    ) -> None:
+        """``changes``: notified of reports, and of each change of the desired state. ``place``: of the log."""
+        self._place = place
         self._log, self._history, self._changes = log, history, changes
         self._poll_s = config.weights.poll_s
         self.table = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
@@ -126,6 +134,7 @@ class FleetCoordinator:
             asleep=desired.asleep,
             replicas=self.table.live(),
             failed_starts=self.table.starts.failed(),
+            log=self._place,
         )
 
     def observe(self) -> None:

@@ -1,6 +1,7 @@
 """The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,10 @@ from rollout_service.protocol.weight_transfer import TransferInit, TransferStatu
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.rpc import IngestCalls
 from rollout_service.store.durable_log import log_to_go_on_with
+from rollout_service.store.log_place import claim_log_place
 from rollout_service.web.auth import Authorizer
+
+logger = logging.getLogger(__name__)
 
 
 class IngestReplica(Ingest):
@@ -29,10 +33,13 @@ class IngestReplica(Ingest):
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
-        log = log_to_go_on_with(config.weights.root_here(), config.weights.durable_root_here())
+        place = await asyncio.to_thread(lambda: claim_log_place(with_model_here(config)))
+        logger.info("the log lies at %s: %s", place.root, place.why)
+        weights = config.weights.model_copy(update={"root": place.root})
+        log = log_to_go_on_with(place.root, weights.durable_root_here())
         empty = log.head() is None
-        config = await asyncio.to_thread(with_model_here, config, weights=empty)
-        super().__init__(config)
+        here = await asyncio.to_thread(with_model_here, config, weights=empty)
+        super().__init__(here.model_copy(update={"weights": weights}), place)
         self._listener = UploadServer(
             self,
             Authorizer(config.auth.secret(), config.auth.trusted_networks),

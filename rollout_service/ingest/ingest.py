@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import re
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -41,7 +42,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
-from rollout_service.protocol.fleet import Fleet, PauseMode, ReplicaStatus, SleepTag
+from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
@@ -81,7 +82,8 @@ _INTEGER = re.compile("[0-9]{1,16}")
 class Ingest:
     """Takes in versions, commits them, and tells replicas and callers where the fleet stands."""
 
-    def __init__(self, config: ServiceConfig) -> None:
+    def __init__(self, config: ServiceConfig, place: LogPlace | None = None) -> None:
+        """``place``: where the log lies; None: where ``weights.root`` says, which is not ``auto``."""
         self._config = config
         self._log = WeightLog(config.weights.root_here(), config.weights.durable_root_here())
         self._changes, self._writing = Changes(), Turns()
@@ -118,9 +120,10 @@ class Ingest:
         # half a commit is neither staged nor committed: it is finished if its caller goes away
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
-        self._fleet = FleetCoordinator(config, self._log, self._history, self._changes)
+        self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place)
         self._kv_scales = VersionScales(config, self._model, self._log, self._fleet.table.is_loading)
         self._background: list[asyncio.Task[None]] = []
+        self._stopped = threading.Event()
         self._summaries: dict[int, VersionSummary] = {}
         self.upload_address: UploadAddress | None = None
         """Where parts are taken; set by whoever opens the listener."""
@@ -143,6 +146,7 @@ class Ingest:
             await self.stop()
             raise
         self._background.append(asyncio.create_task(self._expire_staged()))
+        self._background.append(asyncio.create_task(self._prepare_memory()))
 
     async def stop(self) -> None:
         """Let go of the log; what is staged stays on disk. Half a commit is finished first, and the newest version is
@@ -150,6 +154,7 @@ class Ingest:
 
         Whoever then waits or writes gets NotReady. Safe to call again.
         """
+        self._stopped.set()
         for task in self._background:
             task.cancel()
         await self.transfer.stop()
@@ -657,6 +662,12 @@ class Ingest:
     async def _expire(self) -> None:
         async with self._writing:
             await self._uploads.expire()
+
+    async def _prepare_memory(self) -> None:
+        try:
+            await asyncio.to_thread(self._uploads.prepare_memory, self._stopped.is_set)
+        except OSError as error:
+            logger.warning("the first pushes take longer, since no memory is prepared for them: %s", error)
 
     async def _expire_staged(self) -> None:
         while True:

@@ -122,6 +122,20 @@ class Uploads:
             kept = uploads_folder(self._log.root) / _KEPT_PARTS
             self._space = MappedSpace(kept, pin if self._converter.uses_gpu else None)
 
+    def prepare_memory(self, is_stopped: Callable[[], bool]) -> None:
+        """Take and register the memory of the next versions, and compile kernels, before a trainer waits for it.
+
+        Does nothing for a log on a disk. Any thread may call it. Raises OSError.
+        """
+        if self.memory is None:
+            return
+        versions = max(2, self._config.keep_versions) + 1 - len(self._log.versions())
+        sizes = [file.nbytes for file in self._layout.files]
+        self.memory.spare.make(versions * sizes, is_stopped)
+        self.memory.mapped.add(self.memory.spare.paths(), is_stopped)
+        if self._converter.uses_gpu:
+            _ = self._plans
+
     @property
     def _registered(self) -> Registered | None:
         """Makes memory known to the GPU that quantizes; None: the CPU does."""

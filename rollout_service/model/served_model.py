@@ -4,6 +4,7 @@ Built from the folder's config.json by transformers on the meta device; names ar
 """
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterable
@@ -168,6 +169,18 @@ class ServedModel:
         if not self.tied or self.layout is None:
             return self.shapes
         return {name: shape for name, shape in self.shapes.items() if name not in self.layout.not_loaded}
+
+    @property
+    def elements(self) -> int:
+        """The number of all parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def stored_bytes(self, name: str, plan: QuantPlan) -> int:
+        """Return the bytes that one tensor of a version takes, block scales included."""
+        elements = math.prod(self.shapes[name])
+        if name in plan.quantized:
+            return elements + 4 * math.prod(plan.form.scale_shape(self.shapes[name]))
+        return (4 if name in self.keep_float32 else 2) * elements
 
     @cached_property
     def ignored(self) -> IgnoredTensors:

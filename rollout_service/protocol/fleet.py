@@ -1,5 +1,6 @@
 """What replicas report of themselves, and the table of all of them."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -134,6 +135,14 @@ class FailedStarts(Frozen):
     """A replica has served its first version since."""
 
 
+class LogPlace(Frozen):
+    """Where the log lies on the ingest's node."""
+
+    root: Path
+    why: str
+    """Why it lies there: free memory in numbers, if ``weights.root`` is ``auto``."""
+
+
 class Fleet(Frozen):
     """The table of live replicas beside the newest committed version."""
 
@@ -145,3 +154,4 @@ class Fleet(Frozen):
     replicas: tuple[ReplicaStatus, ...]
     failed_starts: FailedStarts | None = None
     """None: no start failed since the ingest started."""
+    log: LogPlace | None = None

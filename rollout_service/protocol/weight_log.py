@@ -1,5 +1,7 @@
 """What processes tell each other of the weight log: its newest version, its files, and what is asked of the fleet."""
 
+from pathlib import Path
+
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import PauseMode, SleepTag
 from rollout_service.protocol.rollout import OnAbort
@@ -44,6 +46,8 @@ class Newest(Frozen):
     """What a node without the log must know of it."""
 
     origin: Origin
+    root: Path
+    """Folder of the log on the ingest's node."""
     head: Head
     control: Control
 

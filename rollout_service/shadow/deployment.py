@@ -24,7 +24,7 @@ from rollout_service.rpc import ShadowCalls, ingest_client, monitor_client
 from rollout_service.shadow.scorer import Scorer
 from rollout_service.shadow.watch import LogWatch
 from rollout_service.store.log import WeightLog
-from rollout_service.store.node_cache import node_cache_for
+from rollout_service.store.node_cache import find_log
 from rollout_service.store.unquantized import unquantized_root
 
 STEP_TOKENS = 2048
@@ -63,7 +63,9 @@ class ShadowReplica:
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         register()
-        if await node_cache_for(config.weights.root_here(), ingest_client(ingest), config.weights.poll_s) is not None:
+        found, copies = await find_log(config.weights, ingest_client(ingest))
+        config = config.model_copy(update={"weights": found})
+        if copies is not None:
             raise ValueError(
                 f"the shadow does not see the ingest's log under weights.root ({config.weights.root}): put the log on "
                 "a shared file system, or keep both on one node through weights.ingest_resources"

@@ -38,7 +38,7 @@ class ChunkServer:
         origin, head = self._log.origin(), self._log.head()
         if origin is None or head is None:
             raise NotReady("version 0 is still being made from the model's folder")
-        return Newest(origin=origin, head=head, control=self._log.control())
+        return Newest(origin=origin, root=self._log.root, head=head, control=self._log.control())
 
     def files(self, version: int) -> tuple[LogFile, ...]:
         """All files of a committed version. Raises NotFound."""

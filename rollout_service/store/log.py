@@ -54,6 +54,8 @@ from rollout_service.store.tensor_places import FileHeader
 from rollout_service.store.upload_record import UploadRecord, recorded_manifest_digest, write_record
 from rollout_service.threads import in_threads
 
+IN_MEMORY = "IN_MEMORY"
+"""File in ``weights.disk_root`` with the path of the log, if ``weights.root`` is ``auto`` and the log is in memory."""
 _DROPPED = ".dropped-"
 _VERSION = re.compile("0|[1-9][0-9]*")
 
@@ -83,6 +85,12 @@ class KnownServed(Frozen):
 
 _Model = TypeVar("_Model", bound=Frozen)
 _Found = TypeVar("_Found")
+
+
+def log_at(folder: Path) -> Path:
+    """Return the log in memory that a ``weights.disk_root`` names, or the folder itself. Raises OSError."""
+    marker = folder / IN_MEMORY
+    return Path(marker.read_text().strip()) if marker.is_file() else folder
 
 
 class WeightLog:

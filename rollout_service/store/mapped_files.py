@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +72,18 @@ class MappedFiles:
             if held is None:
                 held = self._held[stat.st_dev, stat.st_ino] = self._map(fd, stat.st_size)
             return held.memory
+
+    def add(self, paths: Iterable[Path], is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Map and register files before they are used. Raises OSError."""
+        for path in paths:
+            if is_stopped():
+                return
+            with contextlib.suppress(FileNotFoundError):  # it was taken for a version
+                fd = os.open(path, os.O_RDWR)
+                try:
+                    self.of(fd)
+                finally:
+                    os.close(fd)
 
     def prune(self) -> None:
         """Let go of files that have no name any more. Nobody may be copying from them to a device."""

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from rollout_service.config.service import AUTO, WeightsConfig
 from rollout_service.errors import LogCorrupt, LogLocked, NotReady
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.rpc import IngestCalls
@@ -43,10 +44,11 @@ _KEPT = 2
 _LOCK_TURN_S = 1.0
 
 
-async def node_cache_for(root: Path, ingest: IngestCalls, retry_s: float) -> "NodeCache | None":
-    """None if ``root`` is the very log that the ingest writes, else this node's copies of it.
+async def find_log(weights: WeightsConfig, ingest: IngestCalls) -> "tuple[WeightsConfig, NodeCache | None]":
+    """Return the configuration with the log's folder as ``root``, and this node's copies of the log.
 
-    Waits for the ingest. Raises LogCorrupt or OSError if ``root`` cannot be read.
+    There are no copies if the folder is the very log that the ingest writes. Waits for the ingest. Raises ValueError as
+    ``root_here``; LogCorrupt or OSError if the folder cannot be read.
     """
     before: Newest | None = None
     while True:
@@ -54,12 +56,14 @@ async def node_cache_for(root: Path, ingest: IngestCalls, retry_s: float) -> "No
             newest = await ingest.newest()
         except NotReady as error:
             logger.info("waiting for the ingest: %s", error)
-            await asyncio.sleep(retry_s)
+            await asyncio.sleep(weights.poll_s)
             continue
+        root = newest.root if weights.root == AUTO else weights.root_here()
+        found = weights.model_copy(update={"root": root})
         if WeightLog(root).origin() == newest.origin:
-            return None
+            return found, None
         if before is not None and before.origin == newest.origin:  # else the ingest may have just restarted
-            return NodeCache(root, ingest, newest)
+            return found, NodeCache(root, ingest, newest)
         before = newest
 
 

@@ -1,8 +1,8 @@
-"""Files of dropped versions, kept to be written again by the next version of the same layout.
+"""Files in memory that the next versions are written to: made at the start, then those of dropped versions.
 
 Only where the log is in memory: new pages of a tmpfs cost more than all the rest of a version, and a process that has a
-file mapped and registered with CUDA has it still under its next name (``mapped_files.py``). At most one version's files
-are kept, in ``<root>/spare``; without them the next version would take as much memory while it is written.
+file mapped and registered with CUDA has it still under its next name (``mapped_files.py``). They lie in
+``<root>/spare``. Once a version was dropped, its files replace all others there.
 """
 
 import fcntl
@@ -10,12 +10,15 @@ import logging
 import os
 import threading
 import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from rollout_service.store.durable_io import remove_tree
+from rollout_service.store.durable_io import DISK_FULL, remove_tree
 from rollout_service.store.mapped_files import is_in_memory
 
 logger = logging.getLogger(__name__)
+_MAKING = ".spare-"
 
 
 class SpareFiles:
@@ -34,6 +37,8 @@ class SpareFiles:
     def begin(self) -> None:
         """Have readers know that files are used again. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._folder.parent.glob(f"{_MAKING}*"):  # of a process that was killed
+            unfinished.unlink()
 
     def keep(self, dropped: Path) -> None:
         """Take the weights out of the folder of a dropped version, in place of all that is kept. Raises OSError.
@@ -56,11 +61,40 @@ class SpareFiles:
                     return True
         return False
 
-    def clear(self) -> None:
-        """Give the memory back. Raises OSError."""
+    def make(self, sizes: Iterable[int], is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Make a file of each size in bytes, unless there is one already, until memory is full. Raises OSError."""
+        with self._lock:
+            there = Counter(path.stat().st_size for path in self._folder.iterdir())
+        for nbytes in sizes:
+            if is_stopped():
+                return
+            if there[nbytes]:
+                there[nbytes] -= 1
+                continue
+            made = self._folder.parent / f"{_MAKING}{uuid.uuid4().hex}"  # a reader maps what it finds in the folder
+            fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+                made.rename(self._folder / uuid.uuid4().hex)
+            except OSError as error:
+                made.unlink()
+                if error.errno not in DISK_FULL:
+                    raise
+                logger.info("the next version takes new memory, and longer: %s", error)
+                return
+            finally:
+                os.close(fd)
+
+    def paths(self) -> Iterator[Path]:
+        """Yield the files. Each may be taken for a version meanwhile. Raises OSError."""
+        yield from self._folder.iterdir()
+
+    def keep_only(self, sizes: Collection[int]) -> None:
+        """Give the memory of files of other sizes back. Raises OSError."""
         with self._lock:
             for path in self._folder.iterdir():
-                path.unlink()
+                if path.stat().st_size not in sizes:
+                    path.unlink()
 
     def remove(self) -> None:
         """Use no files again. Raises OSError."""

@@ -65,7 +65,7 @@ class VersionWriter:
         try:
             files = [(self._open_file(file), file.nbytes) for file in layout.files]
             if memory is not None:
-                memory.spare.clear()  # of another layout: they would only take the room of these
+                memory.spare.keep_only({file.nbytes for file in layout.files})  # of another layout
             # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
             new = [file for file in files if memory is None or not _has_all_pages(*file)]
             list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), new))

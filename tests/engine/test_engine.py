@@ -16,7 +16,8 @@ from vllm import envs
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter, completion, vllm_sampling
-from rollout_service.engine.args import engine_args, engine_environment
+from rollout_service.engine.args import engine_args
+from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.fleet.autoscaling import RUNNING

@@ -15,8 +15,8 @@ import yaml
 from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ServeDeploySchema
-from vllm.platforms import current_platform
 
+from rollout_service import app
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document, start_options
@@ -170,7 +170,7 @@ class TestApplication:
             return engines.ray_actor_options["num_gpus"], ingest.ray_actor_options["num_gpus"]
 
         assert asked_for() == (0, 0)
-        monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+        monkeypatch.setattr(app, "is_vllm_for_cpu", lambda: False)
         assert asked_for() == expected
 
     def test_deployments_get_1s_health_checks_and_the_drain_timeout(self) -> None:

@@ -76,6 +76,11 @@ def test_trainer_side_modules_import_neither_torch_nor_an_engine() -> None:
     assert loaded_after_importing(*names) & (ENGINE | {"torch"}) == set()
 
 
+def test_building_the_application_imports_neither_torch_nor_vllm() -> None:
+    # the process that builds it is waited for at each start
+    assert loaded_after_importing("rollout_service.app") & {"torch", "transformers", "vllm"} == set()
+
+
 def test_the_correction_pulls_in_no_engine() -> None:
     loaded = loaded_after_importing(*(f"rollout_service{name}" for name in WITH_TORCH))
     assert "torch" in loaded

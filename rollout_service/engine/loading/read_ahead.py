@@ -88,6 +88,10 @@ class ReadAhead:
                         self._follow(upload, copies, self._read)
             self._stop.wait(_LOOK_FOR_UPLOAD_S)
 
+    def is_stopped(self) -> bool:
+        """Return True once ``stop`` was called."""
+        return self._stop.is_set()
+
     def stop(self) -> None:
         """Read nothing more: ``run`` returns after what it is copying."""
         self._stop.set()

@@ -69,8 +69,8 @@ class TestDeployment:
     def test_is_the_shipped_one_with_the_model(self, on_gpus: bool) -> None:
         made, shipped = deployment(QWEN, on_gpus=on_gpus), read_document(GPU if on_gpus else CPU)
         assert args_of(made).pop("model") == {"path": "Qwen/Qwen3-8B"}
-        assert args_of(made)["weights"].pop("root") == "out/weights-Qwen--Qwen3-8B"
-        assert args_of(shipped).pop("model") and args_of(shipped)["weights"].pop("root")
+        assert args_of(made)["weights"].pop("disk_root") == "out/weights-Qwen--Qwen3-8B"
+        assert args_of(shipped).pop("model") and args_of(shipped)["weights"].pop("disk_root")
         args_of(shipped).pop("monitor", None)
         assert made == shipped
 

@@ -10,8 +10,9 @@ from vllm import AsyncEngineArgs
 from rollout_service.app import build
 from rollout_service.config import ServiceConfig
 from rollout_service.engine import args
-from rollout_service.engine.args import engine_args, engine_environment
+from rollout_service.engine.args import engine_args
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
+from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.extra import INSTEAD, check_extra, with_extra
 from rollout_service.engine.plugin import PARTIAL_PENALTIES
 from rollout_service.shadow.deployment import shadow_config

@@ -316,3 +316,27 @@ def test_what_cannot_be_registered_is_an_error_of_the_system(log: WeightLog, mem
 
     with pytest.raises(OSError, match="no more memory"):
         VersionReader(log.folder(1), manifest, MappedFiles(refuse))
+
+
+def test_made_spare_files_become_the_next_version(log: WeightLog, memory: LogMemory) -> None:
+    commit(log, memory, 1)
+    sizes = [path.stat().st_size for path in log.folder(1).glob("*.safetensors")]
+    memory.spare.make(2 * sizes)
+    memory.mapped.add(memory.spare.paths())
+    made = {path.stat().st_ino for path in memory.spare.paths()}
+    assert len(made) == 2 * len(sizes)
+    memory.spare.make(2 * sizes)  # they are there
+    assert {path.stat().st_ino for path in memory.spare.paths()} == made
+    mapped = len(memory.mapped._held)
+    second = commit(log, memory, 2)
+    assert set(files_of(log, 2).values()) <= made and len(memory.mapped._held) == mapped
+    assert len(list(memory.spare.paths())) == len(sizes)
+    log.verify(second)
+
+
+def test_making_spare_files_ends_where_memory_is_full(
+    log: WeightLog, memory: LogMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    memory.spare.make([100])
+    assert list(memory.spare.paths()) == [] and list(log.root.glob(".spare-*")) == []

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout_service.config.service import AUTO, WeightsConfig
 from rollout_service.errors import InsufficientStorage, LogCorrupt, NotFound, NotReady
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store import node_cache as module
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import WriterLock
 from rollout_service.store.log import WeightLog
-from rollout_service.store.node_cache import NodeCache, node_cache_for
+from rollout_service.store.node_cache import NodeCache, find_log
 from tests.unit.ingest.trainer import settle, untouched_files
 from tests.unit.store.offering import CHUNK_BYTES, OfferingIngest
 from tests.unit.store.versions import FIRST, commit, flip_a_byte, restored
@@ -64,11 +65,19 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def following(root: Path, poll_s: float = 0.01) -> WeightsConfig:
+    return WeightsConfig(root=root, poll_s=poll_s)
+
+
 class TestWhoseLog:
+    async def test_a_replica_of_an_auto_root_takes_the_ingests(self, log: WeightLog, ingest: OfferingIngest) -> None:
+        found, copies = await find_log(following(AUTO), ingest)
+        assert found.root == log.root and copies is None
+
     async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(
         self, log: WeightLog, ingest: OfferingIngest
     ) -> None:
-        assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
+        assert await find_log(following(log.root), ingest) == (following(log.root), None)
 
     @pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
     async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
@@ -77,7 +86,7 @@ class TestWhoseLog:
         if cloned:
             shutil.copytree(log.root, node)
             log.sign()
-        copies = await node_cache_for(node, ingest, retry_s=0.01)
+        _, copies = await find_log(following(node), ingest)
         assert copies is not None and copies.log.root.parent == node / "copies"
         assert copies.newest.head == log.head()
 
@@ -87,16 +96,17 @@ class TestWhoseLog:
         told = ingest.served.newest()
         log.sign()
         ingest.answers = [told]
-        assert await node_cache_for(log.root, ingest, retry_s=0.01) is None
+        assert await find_log(following(log.root), ingest) == (following(log.root), None)
 
     async def test_a_replica_waits_for_an_ingest_that_is_away(self, log: WeightLog, ingest: OfferingIngest) -> None:
         ingest.unreachable = NotReady("it died with this call")
-        waiting = asyncio.create_task(node_cache_for(log.root, ingest, retry_s=0.001))
+        waiting = asyncio.create_task(find_log(following(log.root, poll_s=0.001), ingest))
         for _ in range(2):  # it asks again
             await ingest.has_refused()
         assert not waiting.done()
         ingest.unreachable = None
-        assert await asyncio.wait_for(waiting, 30) is None
+        _, copies = await asyncio.wait_for(waiting, 30)
+        assert copies is None
 
     async def test_an_ingest_that_has_lost_its_log_is_not_followed(
         self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog, tmp_path: Path

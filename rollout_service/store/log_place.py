@@ -1,0 +1,104 @@
+"""The folder of the log where ``weights.root`` is ``auto``: in memory where the host has room, else ``disk_root``.
+
+The ingest decides, since the log lies on its node. A log that exists is continued wherever it lies. A file in
+``disk_root`` names the folder in memory: a log in memory whose ``disk_root`` was removed is removed, too.
+"""
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import xxhash
+
+from rollout_service.config import ServiceConfig
+from rollout_service.config.service import AUTO
+from rollout_service.memory import memory
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.fleet import LogPlace
+from rollout_service.store.durable_io import WriterLock, remove_tree
+from rollout_service.store.log import IN_MEMORY
+
+SHARED_MEMORY = Path("/dev/shm")
+_FREE_SHARE = 0.15
+"""Share of the host's memory that stays free for engines, trainers and Ray."""
+
+
+def log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> LogPlace:
+    """Return the folder that the log has, or would get, on this node, and why. Changes nothing.
+
+    ``config.model.path`` must be a folder of this node. Raises ValueError for an unset variable in a path.
+    """
+    weights = config.weights
+    if weights.root != AUTO:
+        return LogPlace(root=weights.root_here(), why="weights.root names it")
+    disk = weights.disk_root_here()
+    user = shared_memory / f"rollout-service-{os.geteuid()}"
+    in_memory = user / f"{disk.name}-{xxhash.xxh3_64_hexdigest(str(disk).encode())[:8]}"
+    if (in_memory / "LATEST").exists() and (disk / IN_MEMORY).exists():
+        return LogPlace(root=in_memory, why="the log in memory is continued")
+    if (disk / "LATEST").exists():
+        why = "the log on the disk is continued: remove it, or set weights.root, to have updates in memory"
+        return LogPlace(root=disk, why=why)
+    needed, free = bytes_in_memory(config), _free_bytes(shared_memory)
+    room = f"the log needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB can be taken"
+    if needed > free:
+        return LogPlace(root=disk, why=f"{room}: on a disk updates take seconds longer")
+    if os.path.lexists(user) and not _is_own_folder(user):
+        why = f"{user} belongs to another user, and weights in memory are private: remove it, or set weights.root"
+        return LogPlace(root=disk, why=why)
+    return LogPlace(root=in_memory, why=room)
+
+
+def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> LogPlace:
+    """Return ``log_place``, with its folder made, in memory private to the user.
+
+    Raises what ``log_place`` raises; OSError, or LogLocked if the log's ``disk_root`` was removed under a service.
+    """
+    place = log_place(config, shared_memory)
+    if config.weights.root != AUTO or not place.root.is_relative_to(shared_memory):
+        return place
+    place.root.parent.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own_folder(place.root.parent):  # made by another user just now
+        raise PermissionError(f"{place.root.parent} belongs to another user: remove it, or set weights.root")
+    place.root.parent.chmod(0o700)
+    marker = config.weights.disk_root_here() / IN_MEMORY
+    if not marker.exists():
+        if place.root.exists():
+            _remove_log(place.root)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(f"{place.root}\n")
+    place.root.mkdir(mode=0o700, exist_ok=True)
+    return place
+
+
+def bytes_in_memory(config: ServiceConfig) -> int:
+    """Return the bytes that the log takes at most: the versions kept, one being written, and one upload."""
+    model = ServedModel.of(config.model)
+    plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
+    version = sum(model.stored_bytes(name, plan) for name in model.stored)
+    upload = 2 * model.elements  # BF16
+    unquantized = 3 * upload if config.shadow.share else 0
+    return (max(2, config.weights.keep_versions) + 1) * version + upload + unquantized
+
+
+def _free_bytes(shared_memory: Path) -> int:
+    """Return the bytes that a log may take of /dev/shm, and of the memory beside ``_FREE_SHARE``."""
+    has = memory()
+    try:
+        of_folder = shutil.disk_usage(shared_memory).free
+    except OSError:
+        return 0
+    return max(0, min(of_folder, has.free_bytes - int(_FREE_SHARE * has.total_bytes)))
+
+
+def _is_own_folder(path: Path) -> bool:
+    status = path.lstat()  # a link of another user's must not be followed
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _remove_log(root: Path) -> None:
+    lock = WriterLock(root)
+    lock.acquire(0)
+    remove_tree(root)
+    lock.release()

@@ -1,0 +1,110 @@
+"""Where the log lies if ``weights.root`` is ``auto``."""
+
+import os
+import shutil
+import stat
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import LogLocked
+from rollout_service.store import log_place as module
+from rollout_service.store.durable_io import WriterLock
+from rollout_service.store.log import log_at
+from rollout_service.store.log_place import bytes_in_memory, claim_log_place, log_place
+from tests.support.models import make_model
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServiceConfig:
+    model = make_model(tmp_path / "model", "qwen3")
+    weights = {"root": "auto", "disk_root": tmp_path / "out" / "weights"}
+    return ServiceConfig.model_validate({"model": {"path": model}, "weights": weights})
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+def begin(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "LATEST").write_text("{}")
+
+
+def test_enough_room_puts_the_log_in_private_memory(config: ServiceConfig, shm: Path) -> None:
+    place = claim_log_place(config, shm)
+    assert place.root.is_relative_to(shm) and "can be taken" in place.why
+    for folder in (place.root, place.root.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert log_at(config.weights.disk_root_here()) == place.root
+
+
+def test_too_little_room_puts_the_log_on_the_disk(
+    config: ServiceConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = bytes_in_memory(config)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(needed, 1, needed - 1))
+    place = claim_log_place(config, shm)
+    assert place.root == config.weights.disk_root_here() and "on a disk" in place.why
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(needed, 0, needed))
+    assert log_place(config, shm).root.is_relative_to(shm)
+
+
+def test_a_host_without_shared_memory_uses_the_disk(config: ServiceConfig, tmp_path: Path) -> None:
+    assert claim_log_place(config, tmp_path / "none").root == config.weights.disk_root_here()
+
+
+def test_looking_changes_nothing(config: ServiceConfig, shm: Path) -> None:
+    log_place(config, shm)
+    assert list(shm.iterdir()) == [] and not config.weights.disk_root_here().exists()
+
+
+def test_a_log_in_memory_is_continued_without_room(
+    config: ServiceConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = claim_log_place(config, shm)
+    begin(place.root)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(1, 1, 0))
+    assert claim_log_place(config, shm).root == place.root
+
+
+def test_a_log_on_the_disk_is_continued(config: ServiceConfig, shm: Path) -> None:
+    begin(config.weights.disk_root_here())
+    place = claim_log_place(config, shm)
+    assert place.root == config.weights.disk_root_here() and "continued" in place.why
+
+
+def test_removing_disk_root_removes_the_log_in_memory(config: ServiceConfig, shm: Path) -> None:
+    place = claim_log_place(config, shm)
+    begin(place.root)
+    shutil.rmtree(config.weights.disk_root_here())
+    again = claim_log_place(config, shm)
+    assert again.root == place.root and list(again.root.iterdir()) == []
+
+
+def test_a_log_that_is_being_written_is_not_removed(config: ServiceConfig, shm: Path) -> None:
+    place = claim_log_place(config, shm)
+    begin(place.root)
+    shutil.rmtree(config.weights.disk_root_here())
+    with WriterLock(place.root).acquire(0), pytest.raises(LogLocked):
+        claim_log_place(config, shm)
+    assert (place.root / "LATEST").exists()
+
+
+def test_a_link_of_another_user_is_not_followed(config: ServiceConfig, shm: Path, tmp_path: Path) -> None:
+    (shm / f"rollout-service-{os.geteuid()}").symlink_to(tmp_path)
+    place = claim_log_place(config, shm)
+    assert place.root == config.weights.disk_root_here() and "belongs to another user" in place.why
+
+
+def test_a_named_root_is_taken_as_it_is(config: ServiceConfig, shm: Path, tmp_path: Path) -> None:
+    weights = config.weights.model_copy(update={"root": tmp_path / "named"})
+    assert claim_log_place(config.model_copy(update={"weights": weights}), shm).root == tmp_path / "named"
+    assert list(shm.iterdir()) == []
