@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.engine.args import engine_args, engine_environment, not_converted
+from rollout_service.engine.args import engine_args, not_converted
 from rollout_service.engine.child_errors import collected_errors
+from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
