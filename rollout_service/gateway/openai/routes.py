@@ -182,7 +182,7 @@ def _parse(model: type[Any], body: JsonObject, request: Request, services: Servi
                     f"{route}: {name}={asked}: a completion has at least 1 token: raise it, or leave it out"
                 )
             # vLLM bounds a length by what the prompt leaves of the context, but refuses one above the context itself
-            setattr(parsed, name, min(asked, services.max_model_len))
+            parsed = parsed.model_copy(update={name: min(asked, services.max_model_len)})
     known = {name for field, of in model.model_fields.items() for name in (field, of.alias)}
     extra = {name for name, value in body.items() if value is not None} - known
     unknown = sorted(extra - IDLE - set(OURS) - _STOPS)
