@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rollout_service.cli.small_files import require_sound_checkpoint
 from rollout_service.config import EngineConfig, ModelConfig, QuantConfig, ServiceConfig
 from rollout_service.engine.attention.choice import SHOWN, attention_choice, attention_settings
 from rollout_service.model.families import shard_shape
@@ -11,7 +12,6 @@ from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
-from rollout_service.model.small_files import require_sound_checkpoint
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import AttentionStatus
 

@@ -6,17 +6,17 @@ The ingest decides, since the log lies on its node. A log that exists is continu
 
 import os
 import shutil
-import stat
 from pathlib import Path
 
 import xxhash
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.service import AUTO
+from rollout_service.errors import LogLocked
 from rollout_service.memory import memory
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import LogPlace
-from rollout_service.store.durable_io import WriterLock, remove_tree
+from rollout_service.store.durable_io import WriterLock, make_private, remove_tree, require_own
 from rollout_service.store.log import IN_MEMORY
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -44,9 +44,11 @@ def log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> Log
     room = f"the log needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB can be taken"
     if needed > free:
         return LogPlace(root=disk, why=f"{room}: on a disk updates take seconds longer")
-    if os.path.lexists(user) and not _is_own_folder(user):
-        why = f"{user} belongs to another user, and weights in memory are private: remove it, or set weights.root"
-        return LogPlace(root=disk, why=why)
+    if os.path.lexists(user):
+        try:
+            require_own(user)
+        except LogLocked as error:
+            return LogPlace(root=disk, why=error.message)
     return LogPlace(root=in_memory, why=room)
 
 
@@ -58,17 +60,14 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
     place = log_place(config, shared_memory)
     if config.weights.root != AUTO or not place.root.is_relative_to(shared_memory):
         return place
-    place.root.parent.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own_folder(place.root.parent):  # made by another user just now
-        raise PermissionError(f"{place.root.parent} belongs to another user: remove it, or set weights.root")
-    place.root.parent.chmod(0o700)
+    make_private(place.root.parent)
     marker = config.weights.disk_root_here() / IN_MEMORY
     if not marker.exists():
         if place.root.exists():
             _remove_log(place.root)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(f"{place.root}\n")
-    place.root.mkdir(mode=0o700, exist_ok=True)
+    make_private(place.root)
     return place
 
 
@@ -90,11 +89,6 @@ def _free_bytes(shared_memory: Path) -> int:
     except OSError:
         return 0
     return max(0, min(of_folder, has.free_bytes - int(_FREE_SHARE * has.total_bytes)))
-
-
-def _is_own_folder(path: Path) -> bool:
-    status = path.lstat()  # a link of another user's must not be followed
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _remove_log(root: Path) -> None:
