@@ -123,6 +123,7 @@ class Ingest:
         self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place)
         self._kv_scales = VersionScales(config, self._model, self._log, self._fleet.table.is_loading)
         self._background: list[asyncio.Task[None]] = []
+        self._expiring: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
         self._summaries: dict[int, VersionSummary] = {}
         self.upload_address: UploadAddress | None = None
@@ -145,8 +146,8 @@ class Ingest:
         except BaseException:
             await self.stop()
             raise
-        self._background.append(asyncio.create_task(self._expire_staged()))
-        self._background.append(asyncio.create_task(self._prepare_memory()))
+        self._expiring = asyncio.create_task(self._expire_staged())
+        self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
 
     async def stop(self) -> None:
         """Let go of the log; what is staged stays on disk. Half a commit is finished first, and the newest version is
@@ -168,9 +169,8 @@ class Ingest:
     def check_tasks(self) -> None:
         """Raise RolloutServiceError if something that goes on in the background has ended."""
         self._durability.check_health()
-        for task in self._background:
-            if task.done():
-                raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
+        if self._expiring is not None and self._expiring.done():
+            raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
 
     async def _start(self) -> None:
         if not self._config.shadow.share:

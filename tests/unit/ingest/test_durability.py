@@ -227,6 +227,20 @@ class TestLiveBeforeDurable:
         with pytest.raises(RolloutServiceError, match="no version becomes durable any more"):
             ingest.check_tasks()
 
+    async def test_an_ingest_with_its_memory_prepared_is_healthy(self, start: Start) -> None:
+        ingest = await start()
+        preparing = [task for task in ingest._background if task is not ingest._expiring]
+        await asyncio.wait(preparing)
+        ingest.check_tasks()
+
+    async def test_an_expiring_task_that_has_ended_is_seen(self, start: Start) -> None:
+        ingest = await start()
+        assert ingest._expiring is not None
+        ingest._expiring.cancel()
+        await asyncio.wait([ingest._expiring])
+        with pytest.raises(RolloutServiceError, match="staged versions do not expire any more"):
+            ingest.check_tasks()
+
     async def test_a_version_that_somebody_waits_for_is_not_overtaken(
         self, slow: SlowDisk, start: Start, weights: Weights, disk: WeightLog
     ) -> None:
