@@ -82,6 +82,13 @@ def live_update(result: Json) -> str:
     )
 
 
+def shipped(result: Json) -> str:
+    """Of ``update.shipped``."""
+    pushes = [case for case in result["cases"] if case["transport"] != "start"]
+    seconds = [f"{case['transport']} {case['median_push_s']:.2f} s" for case in pushes if case["replicas"] == 1]
+    return f"{pushes[0]['model']} as shipped: {', '.join(seconds)}"
+
+
 def received(result: Json) -> str:
     """Of ``update.receive``: each transport, without engines."""
     seconds = [f"{case['transport']} {statistics.median(case['push_s']):.2f} s" for case in result["cases"]]
