@@ -56,6 +56,31 @@ async def test_a_fleet_at_zero_takes_a_version_and_wakes_for_a_request(tmp_path:
         assert_pure(rollout.completions[0])
 
 
+async def test_a_batch_waits_for_a_fleet_that_scales_up_from_zero(tmp_path: Path) -> None:
+    scaling = {
+        "min_replicas": 0,
+        "max_replicas": 2,
+        "target_sequences": 8,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 5,
+    }
+    settings = overrides(tmp_path, **scaling) | {"engine": {"admission_limit": 16}}
+    async with own_service(settings) as (url, _), RolloutClient(url, retries=0) as client:
+        await reached(client, lambda fleet: not fleet.replicas)
+        served, both = set[str](), asyncio.Event()
+
+        async def agent() -> None:
+            while not both.is_set():
+                served.add((await client.generate(PROMPT, n=4, max_tokens=64, ignore_eos=True)).replica_id)
+                if len(served) == 2:
+                    both.set()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(40):
+                group.create_task(agent())
+        assert both.is_set()
+
+
 async def generate_for_ever(client: RolloutClient, rollouts: list[Rollout]) -> None:
     """Keep 32 sequences under way."""
     while True:
