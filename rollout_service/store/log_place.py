@@ -5,6 +5,7 @@ The ingest decides, since the log lies on its node. A log that exists is continu
 """
 
 import os
+import pwd
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from rollout_service.store.durable_io import WriterLock, make_private, remove_tr
 from rollout_service.store.log import IN_MEMORY
 
 SHARED_MEMORY = Path("/dev/shm")
+_FIRST_USER = 1000
+"""User ids from here on are people's; RemoveIPC spares those of the system."""
 _FREE_SHARE = 0.15
 """Share of the host's memory that stays free for engines, trainers and Ray."""
 
@@ -44,6 +47,12 @@ def log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> Log
     room = f"the log needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB can be taken"
     if needed > free:
         return LogPlace(root=disk, why=f"{room}: on a disk updates take seconds longer")
+    if _is_removed_at_logout():
+        why = (
+            "systemd removes what a user has in memory when the user's last session ends: run `loginctl "
+            "enable-linger`, or set weights.root, to have updates in memory"
+        )
+        return LogPlace(root=disk, why=why)
     if os.path.lexists(user):
         try:
             require_own(user)
@@ -89,6 +98,14 @@ def _free_bytes(shared_memory: Path) -> int:
     except OSError:
         return 0
     return max(0, min(of_folder, has.free_bytes - int(_FREE_SHARE * has.total_bytes)))
+
+
+def _is_removed_at_logout() -> bool:
+    """Return True where logind's RemoveIPC, which is on by default, empties this user's /dev/shm at the last logout."""
+    user = os.geteuid()
+    if user < _FIRST_USER or not Path("/run/systemd/system").is_dir():
+        return False
+    return not Path("/var/lib/systemd/linger", pwd.getpwuid(user).pw_name).exists()
 
 
 def _remove_log(root: Path) -> None:
