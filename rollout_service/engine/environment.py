@@ -39,12 +39,14 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
 
 
 def _threads(config: ServiceConfig) -> dict[str, str]:
-    """Of a CPU engine that is not alone: as many as Ray reserves CPUs for it (Ray sets ``OMP_NUM_THREADS``), unbound.
+    """Return the threads of a CPU engine that is not alone: unbound, as many as Ray reserves CPUs for it.
 
-    vLLM 0.32 binds each engine of a machine to the same cores: it takes itself for the only one.
+    vLLM 0.32 binds each engine of a machine to the same cores. Ray sets ``OMP_NUM_THREADS``.
     """
     alone = config.scaling.max_replicas == 1 and not config.shadow.share
-    return {} if alone else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # on a GPU the variable would only be a part of the key of torch.compile's cache: a fleet of another size would
+    # compile everything anew
+    return {} if alone or not is_vllm_for_cpu() else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
