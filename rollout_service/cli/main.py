@@ -51,6 +51,10 @@ def serve(
     replicas: Annotated[
         str | None, typer.Option(metavar="N or A-B", help="How many, or the fewest and the most.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="0,1", help="Indices of the GPUs for engines. Else all with enough free memory."),
+    ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of HTTP, on loopback.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name in requests: model.served_name.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub: model.revision.")] = None,
@@ -64,6 +68,8 @@ def serve(
     deployments/cpu_rollout.yaml. Checks first what doctor checks. For other settings: --print-config > FILE, edit FILE,
     serve run FILE.
     """
+
+    import subprocess
 
     from rollout_service.config import ModelConfig
 
@@ -89,11 +95,20 @@ def serve(
             complain(f"this would not start: {prepared.model.found}")
         typer.echo(serve.as_yaml(prepared.document), nl=False)
         return
-    if problems := prepared.problems():
+    if gpus is not None and not prepared.plan.on_gpus:
+        fail("--gpus: engines run on the CPU here: leave it out")
+    kept = serve.KeptToGpus(prepared, (), ())
+    if prepared.plan.on_gpus:
+        try:
+            kept = serve.keep_to_gpus(prepared, None if gpus is None else serve.gpu_indices(gpus))
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            fail(error)
+    if problems := kept.prepared.problems():
         lines = [f"  {each.check}: {each.found}" + (f" → {each.advice}" if each.advice else "") for each in problems]
         fail("\n".join(["this would not work, and nothing was started:", *lines]))
-    complain(prepared.choices())
-    serve.run(prepared.document)
+    for line in (*kept.lines, kept.prepared.choices()):
+        complain(line)
+    serve.run(kept.prepared.document, gpus=len(kept.gpus), named=gpus is not None)
 
 
 @command(app)

@@ -1,6 +1,7 @@
 """``rollout-service serve``: a deployment for a model on this machine, made from the shipped ones, and run."""
 
 import json
+import os
 import re
 import signal
 import threading
@@ -11,9 +12,10 @@ from typing import NoReturn
 import typer
 import yaml
 
+from rollout_service import nvidia_smi
 from rollout_service.cli.checks import Finding, Plan, with_model
 from rollout_service.cli.doctor import examine
-from rollout_service.cli.output import fail
+from rollout_service.cli.output import complain, fail
 from rollout_service.config import ModelConfig
 from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document, start_options
 from rollout_service.errors import RolloutServiceError
@@ -135,16 +137,66 @@ class Prepared:
         return Finding(check="weights", level="ok", found=str(log.root))
 
 
+def gpu_indices(text: str) -> tuple[int, ...]:
+    """Return what ``--gpus`` names, such as ``0,1``. Raises ValueError."""
+    if re.fullmatch(r"\d+(,\d+)*", text) is None:
+        raise ValueError(f"--gpus {text}: give the indices that nvidia-smi shows, such as 0,1")
+    return tuple(sorted({int(index) for index in text.split(",")}))
+
+
+@dataclass(frozen=True)
+class KeptToGpus:
+    """A deployment, and what was chosen for it of this machine's GPUs."""
+
+    prepared: Prepared
+    """With no more replicas than find room."""
+    gpus: tuple[int, ...]
+    """Indices of the GPUs that engines may use; empty: none can be used, and the checks say of each why."""
+    lines: tuple[str, ...]
+    """What the user should know of the choice."""
+
+
+def keep_to_gpus(prepared: Prepared, asked: tuple[int, ...] | None) -> KeptToGpus:
+    """Choose the GPUs of engines, for this process and for the Ray that it starts: ``CUDA_VISIBLE_DEVICES``.
+
+    ``asked``: ``--gpus``; None: all with enough free memory. Raises ValueError if one of ``asked`` is not there or has
+    too little, OSError or subprocess.TimeoutExpired if nvidia-smi fails.
+    """
+    plan, here = prepared.plan, nvidia_smi.visible_gpus()
+    known = {gpu.index for gpu in here}
+    if missing := [str(index) for index in asked or () if index not in known]:
+        there = ", ".join(map(str, sorted(known))) or "none"
+        raise ValueError(f"--gpus: this machine has no GPU {', '.join(missing)}: name some of {there}")
+    in_use = nvidia_smi.taken(here, nvidia_smi.holders(), plan.config.engine.gpu_memory_utilization)
+    if asked is not None and (wrong := [f"GPU {index}: {in_use[index]}" for index in asked if index in in_use]):
+        raise ValueError(f"--gpus: {'; '.join(wrong)}: end that process, or name other GPUs")
+    used = sorted(known - in_use.keys()) if asked is None else list(asked)
+    if not used:
+        return KeptToGpus(prepared, (), ())
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, used))  # noqa: TID251 - Ray takes its GPUs from there
+    lines = [f"engines use GPU {', '.join(map(str, used))}"]
+    lines += [f"GPU {index} is left alone: {why}" for index, why in in_use.items()]
+    scaling, most = plan.config.scaling, plan.most_replicas(len(used))
+    if max(1, scaling.min_replicas) <= most < scaling.max_replicas:
+        lines.append(f"at most {most} replicas, and not {scaling.max_replicas}: more find no GPU")
+        args = args_of(prepared.document)
+        args["scaling"] = args["scaling"] | {"max_replicas": most}
+        scaling = scaling.model_copy(update={"max_replicas": most})
+        plan = replace(plan, config=plan.config.model_copy(update={"scaling": scaling}))
+    return KeptToGpus(replace(prepared, plan=plan), tuple(used), tuple(lines))
+
+
 def as_yaml(document: Document) -> str:
     """What ``serve run`` takes."""
     head = "# Made by rollout-service serve --print-config. To run it: serve run FILE\n"
     return head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
-def run(document: Document) -> NoReturn:
+def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
     """Run it in the foreground until Ctrl-C or SIGTERM, and say how to call it once it answers.
 
-    In the Ray cluster that ``ray start`` has made this machine a part of, else in one of its own.
+    In the Ray cluster that ``ray start`` has made this machine a part of, else in one of its own. ``gpus``: the
+    number of GPUs that were chosen for that one. ``named``: the user chose them.
     """
     import ray
     from ray import serve
@@ -152,7 +204,14 @@ def run(document: Document) -> NoReturn:
     from rollout_service.local import ServiceNotStarted, deployed
 
     plan, status = Plan.of(document), _INTERRUPTED
-    context = ray.init(namespace="serve")
+    try:
+        context = ray.init(namespace="serve", num_gpus=gpus or None)
+    except ValueError as error:  # Ray takes a number of GPUs only where it starts itself
+        if named:
+            fail(f"--gpus: {error} End that Ray (ray stop), or start it with CUDA_VISIBLE_DEVICES and leave --gpus out")
+        context = ray.init(namespace="serve")
+        there = f"Ray runs on this machine already, and gives out {ray.cluster_resources().get('GPU', 0):g} GPUs itself"
+        complain(f"{there}: an engine is started on none whose memory another process holds")
     signal.signal(signal.SIGTERM, _end)
     try:
         if running := serve.status().applications:

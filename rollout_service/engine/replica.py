@@ -5,6 +5,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -14,6 +15,7 @@ from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
+from rollout_service.engine.free_gpus import wait_for_free_gpus
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
@@ -21,6 +23,7 @@ from rollout_service.engine.progress import Progress
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
+from rollout_service.fleet.autoscaling import BLOCKED
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.calibrator import (
     KVCalibrator,
@@ -66,7 +69,7 @@ class EngineReplica:
         model = ServedModel.of(config.model)
         self._config, self._ingest = config, ingest_client(ingest)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._routed = False
+        self._routed, self._blocked = False, 0
         self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
         self._queues = GatewayQueues()
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
@@ -76,6 +79,8 @@ class EngineReplica:
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
             while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
                 logger.info("the engines are asleep, and this one is started when they wake")
+            share, devices = config.engine.gpu_memory_utilization, ray.get_runtime_context().get_accelerator_ids()
+            await wait_for_free_gpus(devices.get("GPU", []), share, announcement.waits_for, self._others_serve)
             choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
             if config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
                 choice = await without_fp8(self._ingest, choice, why, self._replica_id)
@@ -203,7 +208,11 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's hook: what the autoscaling policy knows of this replica."""
-        return autoscaling_stats(self._weight_sync.status(), self._engine.scheduler, self._queues.sequences())
+        stats = autoscaling_stats(self._weight_sync.status(), self._engine.scheduler, self._queues.sequences())
+        with suppress(NotReady, TimeoutError):  # the number before is as good
+            async with asyncio.timeout(_INGEST_S):
+                self._blocked = (await self._ingest.fleet()).blocked_starts
+        return {**stats, BLOCKED: float(self._blocked)}
 
     async def check_health(self) -> None:
         """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end.

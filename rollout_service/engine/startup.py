@@ -71,6 +71,7 @@ class StartupHeartbeat:
         self._replica_id = replica_id
         self.status: Callable[[], ReplicaStatus] = self._starting
         """What is reported."""
+        self._waits_for: str | None = None
         self._ingest, self._period_s = ingest, period_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="announce", daemon=True)
@@ -86,8 +87,18 @@ class StartupHeartbeat:
         """The engine that was being started is given up for another one."""
         self.status = self._starting
 
+    def waits_for(self, reason: str | None) -> None:
+        """Report why no engine is started yet. None: nothing keeps it from starting any more."""
+        self._waits_for = reason
+
     def _starting(self) -> ReplicaStatus:
-        return ReplicaStatus(replica_id=self._replica_id, sequence=next(REPORTS), version=None, state="starting")
+        return ReplicaStatus(
+            replica_id=self._replica_id,
+            sequence=next(REPORTS),
+            version=None,
+            state="starting",
+            error=self._waits_for,
+        )
 
     def _report(self) -> None:
         while not self._ended.is_set():

@@ -18,8 +18,9 @@ from ray.serve.request_router import ReplicaID
 logger = logging.getLogger("ray.serve")
 
 RUNNING, WAITING, KV_USAGE = "sequences_running", "sequences_waiting", "kv_usage"
-VERSION, SERVING = "version", "serving"
-"""Keys of ``record_autoscaling_stats``; ``serving`` is 1 while the replica is ready and not paused, else 0."""
+VERSION, SERVING, BLOCKED = "version", "serving", "blocked_starts"
+"""Keys of ``record_autoscaling_stats``; ``serving`` is 1 while the replica is ready and not paused, else 0.
+``blocked_starts`` is the number of replicas of the fleet that wait for a GPU whose memory another process holds."""
 
 SILENT_AFTER_S = 30.0
 """Replicas send their points every 10 s; of one that has sent nothing for so long, nothing is known."""
@@ -118,6 +119,21 @@ def decide(
     return goals.bounded(min(fewest, target)), Memory(now_s)  # a redeployment may have lowered the target meanwhile
 
 
+def decide_beside_blocked(
+    fleet: Sequence[ReplicaLoad | None], target: int, blocked: int, goals: Goals, memory: Memory, now_s: float
+) -> tuple[int, Memory]:
+    """``decide``, where ``blocked`` of the ``target`` replicas wait for a GPU that another process uses.
+
+    Those serve nobody, so that many more are asked for beside them. They keep Ray from giving out the same GPU again.
+    When fewer replicas are wanted, Serve stops those that have not started first.
+    """
+    useful = target - blocked
+    wanted, memory = decide(fleet, useful, goals, memory, now_s)
+    if wanted > useful:
+        return goals.bounded(wanted + blocked), memory
+    return goals.bounded(target if wanted == useful else wanted), memory
+
+
 class Point(Protocol):
     """One value of a time series, as Serve keeps them."""
 
@@ -152,6 +168,17 @@ def fleet_at_one_moment(
     ]
 
 
+def blocked_starts(
+    metrics: Mapping[str, Mapping[ReplicaID, Sequence[Point]]], replicas: Sequence[ReplicaID], most: int
+) -> int:
+    """Return how many replicas wait for a GPU, as the replica says that reported last; at most ``most``."""
+    told = metrics.get(BLOCKED, {})
+    last = max(
+        (told[replica][-1] for replica in replicas if told.get(replica)), key=lambda p: p.timestamp, default=None
+    )
+    return 0 if last is None else max(0, min(most, int(last.value)))
+
+
 class RolloutAutoscaling:
     """Ray Serve's custom autoscaling policy; one per deployment, in the controller. Serve's own delays must be 0.
 
@@ -163,6 +190,7 @@ class RolloutAutoscaling:
     ) -> None:
         self._goals = Goals(0, 0, target_sequences, target_kv_usage, upscale_delay_s, downscale_delay_s)
         self._held: str | None = None
+        self._blocked = 0
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, object]]:
         """Serve's hook, ten times a second: the target, and the state that it hands back at the next call."""
@@ -173,11 +201,16 @@ class RolloutAutoscaling:
         )
         fleet = fleet_at_one_moment(ctx.raw_metrics or {}, ctx.running_replicas, ctx.current_time)
         memory = Memory(**ctx.policy_state.get("memory", {"at_s": ctx.current_time}))
-        target, memory = decide(fleet, ctx.target_num_replicas, goals, memory, ctx.current_time)
-        self._log(fleet, ctx.target_num_replicas, target)
+        starting = ctx.target_num_replicas - len(ctx.running_replicas)
+        blocked = blocked_starts(ctx.raw_metrics or {}, ctx.running_replicas, starting)
+        target, memory = decide_beside_blocked(fleet, ctx.target_num_replicas, blocked, goals, memory, ctx.current_time)
+        self._log(fleet, ctx.target_num_replicas, target, blocked)
         return target, {"memory": asdict(memory)}
 
-    def _log(self, fleet: Sequence[ReplicaLoad | None], before: int, after: int) -> None:
+    def _log(self, fleet: Sequence[ReplicaLoad | None], before: int, after: int, blocked: int) -> None:
+        if blocked != self._blocked:
+            logger.warning("autoscaling: %d replicas wait for GPUs whose memory another process holds", blocked)
+        self._blocked = blocked
         held = held_because(fleet)
         if held != self._held:
             logger.info("autoscaling: %s", "free to decide" if held is None else f"holding, for {held}")

@@ -154,4 +154,10 @@ class Fleet(Frozen):
     replicas: tuple[ReplicaStatus, ...]
     failed_starts: FailedStarts | None = None
     """None: no start failed since the ingest started."""
+
+    @property
+    def blocked_starts(self) -> int:
+        """The number of replicas without an engine, for another process holds the memory of their GPUs."""
+        return sum(replica.state == "starting" and replica.error is not None for replica in self.replicas)
+
     log: LogPlace | None = None

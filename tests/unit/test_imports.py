@@ -43,6 +43,7 @@ LAYERS = (
         "ray_internals",
         "transformers_internals",
         "protocol",
+        "nvidia_smi",
         "memory",
         "pinning",
         "gpu_memory",

@@ -9,11 +9,12 @@ from packaging.requirements import Requirement
 
 from rollout_service.cli import checks
 from rollout_service.cli.checks import Finding, Plan
-from rollout_service.cli.machine import Disk, Gpu, TorchCuda
+from rollout_service.cli.machine import Disk, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document
 from rollout_service.memory import Memory
 from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.nvidia_smi import Gpu
 from tests.support.certificates import make_certificate
 from tests.support.models import make_model
 
@@ -159,7 +160,7 @@ class TestGpus:
     def test_memory_that_others_use(self) -> None:
         findings = checks.gpu_findings([gpu(free=50 * GB), gpu(1)], WITH_CUDA, plan())
         assert levels(findings) == {"gpu 0": "warning", "gpu 1": "ok", "cuda": "ok"}
-        assert "50.0 GB are free" in findings[0].found and "asks for 119.8 GB" in findings[0].found
+        assert "50.0 GB of 141.0 GB are free" in findings[0].found and "asks for 119.8 GB" in findings[0].found
         alone = checks.gpu_findings([gpu(free=50 * GB)], WITH_CUDA, plan())
         assert only(alone, "gpu 0").level == "problem"
 

@@ -10,10 +10,6 @@ import torch
 
 from rollout_service.cli import machine
 
-SMI = """\
-0, NVIDIA H200, 143771, 143158, 9.0, 570.86.15
-1, NVIDIA GeForce RTX 4090, 24564, 1012, 8.9, 570.86.15
-"""
 Program = Callable[[str, str], None]
 
 
@@ -30,31 +26,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 class TestGpus:
-    def test_each_line_of_nvidia_smi_is_one(self, program: Program) -> None:
-        program("nvidia-smi", f"printf %s '{SMI}'")
-        large, small = machine.gpus()
-        assert (large.name, large.memory_bytes, large.compute_capability) == ("NVIDIA H200", 143771 << 20, (9, 0))
-        assert (small.index, small.free_bytes, small.driver) == (1, 1012 << 20, "570.86.15")
-        assert machine.is_gpu_host()
-
-    def test_nvidia_smi_is_asked_for_these_columns(self, program: Program) -> None:
-        program("nvidia-smi", 'echo "$@" >&2; exit 3')
-        with pytest.raises(OSError, match=r"memory\.free,compute_cap,driver_version --format=csv,noheader,nounits"):
-            machine.gpus()
-
-    def test_without_nvidia_smi_there_are_none(self, program: Program) -> None:
-        assert machine.gpus() == () and not machine.is_gpu_host()
-
-    def test_a_driver_that_fails_is_told(self, program: Program) -> None:
-        program("nvidia-smi", "echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
-        with pytest.raises(OSError, match="exit status 18: Failed to initialize NVML: Driver/library version mismatch"):
-            machine.gpus()
-        assert machine.is_gpu_host()
-
-    def test_what_nvidia_smi_does_not_know_is_told(self) -> None:
-        with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' *, which is not index, name"):
-            machine.gpus_from("0, GB10, [N/A], [N/A], 12.1, 580.1")
-
     def test_torch_says_what_it_is_built_for(self) -> None:
         cuda = machine.torch_cuda()
         assert (cuda.built_for, cuda.devices) == (torch.version.cuda, torch.cuda.device_count())

@@ -1,12 +1,14 @@
 """``rollout-service serve`` up to where Ray is started: what it would run, and what it refuses to."""
 
 import json
+import re
 import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -15,11 +17,12 @@ from click.testing import Result
 from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
+from rollout_service import nvidia_smi
 from rollout_service.cli import machine
 from rollout_service.cli import serve as serve_module
 from rollout_service.cli.checks import Plan
 from rollout_service.cli.main import app
-from rollout_service.cli.serve import Prepared, deployment, how_to_call, replica_bounds
+from rollout_service.cli.serve import Prepared, deployment, how_to_call, keep_to_gpus, replica_bounds
 from rollout_service.config import ModelConfig, ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document
 from rollout_service.ingest.ingest import Ingest
@@ -45,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
     """The deployments that would have been run."""
     documents: list[Document] = []
-    monkeypatch.setattr(serve_module, "run", documents.append)
+    monkeypatch.setattr(serve_module, "run", lambda document, **_: documents.append(document))
     return documents
 
 
@@ -147,6 +150,83 @@ class TestOfTheHub:
         assert "config.json" in hub.downloaded() and "model.safetensors" not in hub.downloaded()
 
 
+class TestGpus:
+    """A host with three GPUs; a trainer is on the second."""
+
+    @pytest.fixture(autouse=True)
+    def three(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        free = {0: 81079, 1: 12000, 2: 81079}
+        lines = [f"{i}, NVIDIA H100 80GB HBM3, 81559, {mib}, 9.0, 580.1, GPU-{i}" for i, mib in free.items()]
+        monkeypatch.setattr(nvidia_smi, "gpus", lambda: nvidia_smi.gpus_from("\n".join(lines)))
+        monkeypatch.setattr(nvidia_smi, "holders", lambda: nvidia_smi.holders_from("GPU-1, 639, trainer, 69000"))
+        monkeypatch.setattr(machine, "is_gpu_host", lambda: True)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+
+    @staticmethod
+    def prepared(model: Path, **options: Any) -> Prepared:
+        return Prepared.of(deployment(ModelConfig(path=model), on_gpus=True, **options))
+
+    def test_one_in_use_is_left_alone(self, tiny_model: Path) -> None:
+        kept = keep_to_gpus(self.prepared(tiny_model), None)
+        assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [0, 2] == list(kept.gpus)
+        assert kept.lines[0] == "engines use GPU 0, 2"
+        assert (
+            "GPU 1 is left alone: 12.6 GB of 85.5 GB are free" in kept.lines[1]
+            and "process 639 (trainer)" in kept.lines[1]
+        )
+        assert kept.lines[2] == "at most 2 replicas, and not 8: more find no GPU"
+        assert (
+            args_of(kept.prepared.document)["scaling"]["max_replicas"]
+            == kept.prepared.plan.config.scaling.max_replicas
+            == 2
+        )
+
+    def test_those_that_are_named_are_used(self, tiny_model: Path) -> None:
+        kept = keep_to_gpus(self.prepared(tiny_model, replicas=(1, 1)), (2,))
+        assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [
+            2
+        ] and kept.prepared.plan.config.scaling.max_replicas == 1
+        assert kept.lines[0] == "engines use GPU 2" and not any("at most" in line for line in kept.lines)
+
+    def test_too_few_for_the_fewest_replicas_is_a_problem(self, tiny_model: Path) -> None:
+        kept = keep_to_gpus(self.prepared(tiny_model, replicas=(3, 3)), None)
+        [found] = [finding.found for finding in kept.prepared.problems() if finding.check == "gpus"]
+        assert found == "2 can be used, and 3 replicas of 1 GPUs each need 3"
+
+    @pytest.mark.parametrize(
+        ("named", "says"),
+        [
+            ("0,1", r"--gpus: GPU 1: 12\.6 GB of .*process 639 \(trainer\): end that process, or name other GPUs"),
+            ("3", "--gpus: this machine has no GPU 3: name some of 0, 1, 2"),
+            ("one", "--gpus one: give the indices that nvidia-smi shows"),
+        ],
+    )
+    def test_what_cannot_be_used_is_refused(
+        self, here: Path, tiny_model: Path, started: list[Document], named: str, says: str
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine, "is_gpu_host", lambda: True)
+            result = serve(tiny_model, "--gpus", named, "--port", free_port())
+        assert result.exit_code == 1 and started == [] and re.search(says, result.stderr)
+
+    def test_on_the_cpu_none_can_be_named(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(machine, "is_gpu_host", lambda: False)
+            result = serve(tiny_model, "--gpus", "0")
+        assert result.exit_code == 1 and started == [] and "engines run on the CPU here" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("gpus", "options", "most"),
+        [
+            (4, {}, 4),
+            (4, {"tensor_parallel_size": 2}, 2),
+            (5, {"tensor_parallel_size": 2}, 2),
+        ],
+    )
+    def test_as_many_replicas_as_find_room(self, gpus: int, options: dict[str, int], most: int) -> None:
+        assert Plan.of(deployment(QWEN, on_gpus=True, **options)).most_replicas(gpus) == most
+
+
 class TestRefusals:
     @staticmethod
     def refused(started: list[Document], *arguments: object) -> str:
@@ -197,9 +277,9 @@ class TestRefusals:
     def test_fewer_gpus_than_a_replica_has(
         self, here: Path, tiny_model: Path, started: list[Document], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        one = machine.gpus_from("0, NVIDIA H100 80GB HBM3, 81559, 81079, 9.0, 570.86.15")
+        one = nvidia_smi.gpus_from("0, NVIDIA H100 80GB HBM3, 81559, 81079, 9.0, 570.86.15, GPU-a")
         monkeypatch.setattr(machine, "is_gpu_host", lambda: True)
-        monkeypatch.setattr(machine, "gpus", lambda: one)
+        monkeypatch.setattr(nvidia_smi, "gpus", lambda: one)
         said = self.refused(started, tiny_model, "--tp", 2, "--port", free_port())
         assert "gpus: 1 can be used, and 1 replicas of 2 GPUs each need 2" in said
 

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from rollout_service.engine.child_errors import tell_errors
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
-from rollout_service.protocol.fleet import ReplicaStatus
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 LONG_S = 30.0
 
@@ -49,6 +49,19 @@ def test_it_reports_from_its_own_thread_until_the_block_ends(failures: int) -> N
     assert {(s.replica_id, s.state, s.version) for s in ingest.reports} == {("r1", "starting", None)}
     sequences = [status.sequence for status in ingest.reports]
     assert sequences == sorted(set(sequences))
+
+
+def test_a_start_that_waits_for_a_gpu_says_so() -> None:
+    ingest = Ingest()
+    with StartupHeartbeat("r1", ingest, 0.001) as announcement:
+        announcement.waits_for("GPU 1: taken")
+        ingest.enough.clear()
+        ingest.reports.clear()
+        assert ingest.enough.wait(LONG_S)
+        waiting = Fleet(latest_version=0, paused=False, replicas=(ingest.reports[-1],))
+        announcement.waits_for(None)
+    assert waiting.replicas[0].error == "GPU 1: taken" and waiting.blocked_starts == 1
+    assert Fleet(latest_version=0, paused=False, replicas=(announcement.status(),)).blocked_starts == 0
 
 
 def test_it_says_what_the_follower_says_once_there_is_one() -> None:

@@ -7,9 +7,11 @@ import typer
 from typer.testing import CliRunner
 
 from examples import grpo_digits
+from rollout_service import nvidia_smi
 from rollout_service.cli import machine
-from rollout_service.cli.machine import Gpu, TorchCuda
+from rollout_service.cli.machine import TorchCuda
 from rollout_service.local import load_config
+from rollout_service.nvidia_smi import Gpu
 
 HOPPER = Gpu(
     index=0,
@@ -27,7 +29,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     """What nvidia-smi lists."""
     listed: list[Gpu] = []
     monkeypatch.chdir(PROJECT)
-    monkeypatch.setattr(machine, "gpus", lambda: tuple(listed))
+    monkeypatch.setattr(nvidia_smi, "gpus", lambda: tuple(listed))
     monkeypatch.setattr(machine, "torch_cuda", lambda: TorchCuda(built_for="13.0", devices=len(listed)))
     return listed
 

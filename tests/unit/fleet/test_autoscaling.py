@@ -1,12 +1,24 @@
 """The number of engines: within bounds, monotone in load, and still while versions move."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from ray.serve.request_router import ReplicaID
 
-from rollout_service.fleet.autoscaling import Goals, Memory, ReplicaLoad, decide, held_because, wanted_replicas
+from rollout_service.fleet.autoscaling import (
+    BLOCKED,
+    Goals,
+    Memory,
+    ReplicaLoad,
+    blocked_starts,
+    decide,
+    decide_beside_blocked,
+    held_because,
+    wanted_replicas,
+)
 
 GOALS = Goals(
     min_replicas=1,
@@ -54,6 +66,14 @@ def after(seconds: float, fleet: list[ReplicaLoad], target: int, goals: Goals = 
     for tick in range(round(seconds / step_s) + 1):
         target, memory = decide(fleet, target, goals, memory, tick * step_s)
     return target
+
+
+@dataclass(frozen=True)
+class At:
+    """A point of a time series."""
+
+    timestamp: float
+    value: float
 
 
 def busy(sequences: float, replicas: int = 1) -> list[ReplicaLoad]:
@@ -176,3 +196,47 @@ def test_zero_is_reached_only_if_allowed_and_nothing_is_held() -> None:
     assert after(10, [IDLE], target=1, goals=to_zero) == 0
     assert after(100, busy(1), target=1, goals=to_zero) == 1
     assert after(10, [IDLE, IDLE], target=2, goals=to_zero) == 1
+
+
+def beside(blocked: int, sequences: float, target: int, goals: Goals = GOALS) -> int:
+    """The target after a minute with ``blocked`` of its replicas waiting for a GPU."""
+    memory = Memory(at_s=0)
+    for second in range(61):
+        fleet = busy(sequences, target - blocked)
+        target, memory = decide_beside_blocked(fleet, target, blocked, goals, memory, second)
+    return target
+
+
+@given(fleets, st.integers(0, 30), goals(), memories, st.floats(0, 5000))
+def test_with_none_blocked_the_decision_is_the_same(
+    fleet: list[ReplicaLoad | None], target: int, goals: Goals, memory: Memory, now_s: float
+) -> None:
+    expected = decide(fleet, target, goals, memory, now_s)
+    assert decide_beside_blocked(fleet, target, 0, goals, memory, now_s) == expected
+
+
+@given(fleets, st.integers(0, 30), st.integers(0, 30), goals(), memories, st.floats(0, 5000))
+def test_a_target_beside_blocked_starts_is_within_bounds(
+    fleet: list[ReplicaLoad | None], target: int, blocked: int, goals: Goals, memory: Memory, now_s: float
+) -> None:
+    decided, _ = decide_beside_blocked(fleet, target, min(blocked, target), goals, memory, now_s)
+    assert goals.min_replicas <= decided <= goals.max_replicas
+
+
+def test_another_gpu_is_tried_beside_a_blocked_start() -> None:
+    assert beside(1, sequences=200, target=2) == 3  # one serves, two are needed
+    assert beside(1, sequences=200, target=3) == 3  # two serve
+    assert beside(7, sequences=5000, target=8) == 8  # no GPU is left
+
+
+def test_a_blocked_start_is_stopped_before_a_running_one() -> None:
+    goals = replace(GOALS, downscale_delay_s=60)
+    assert beside(1, sequences=10, target=3, goals=goals) == 1  # the one that waits, and one of two that serve
+
+
+def test_the_newest_word_on_blocked_starts_counts() -> None:
+    a, b, gone = (cast(ReplicaID, name) for name in ("a", "b", "gone"))
+    metrics = {BLOCKED: {a: [At(1, 2), At(5, 1)], b: [At(2, 3)], gone: [At(9, 4)]}}
+    assert blocked_starts(metrics, [a, b], most=3) == 1
+    assert blocked_starts(metrics, [b], most=2) == 2
+    assert blocked_starts({}, [a], most=2) == 0

@@ -1,0 +1,85 @@
+"""The GPUs that nvidia-smi lists. A shell script stands in for it; its lines are those of an H100's driver 580."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollout_service import nvidia_smi
+from rollout_service.cli import machine
+
+SMI = """\
+0, NVIDIA H200, 143771, 143158, 9.0, 570.86.15, GPU-e20b193f-512d
+1, NVIDIA GeForce RTX 4090, 24564, 1012, 8.9, 570.86.15, GPU-11111111-512d
+"""
+APPS = """\
+GPU-11111111-512d, 639, /usr/bin/python3 -c a, b, 4706
+GPU-11111111-512d, [Not Found], [Not Found], [N/A]
+"""
+Program = Callable[[str, str], None]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Writes a shell script, the only program that is found by its name."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return put
+
+
+def test_each_line_of_nvidia_smi_is_a_gpu(program: Program) -> None:
+    program("nvidia-smi", f"printf %s '{SMI}'")
+    large, small = nvidia_smi.gpus()
+    assert (large.name, large.memory_bytes, large.compute_capability) == ("NVIDIA H200", 143771 << 20, (9, 0))
+    assert (small.index, small.free_bytes, small.driver) == (1, 1012 << 20, "570.86.15")
+    assert small.uuid == "GPU-11111111-512d" and machine.is_gpu_host()
+
+
+def test_nvidia_smi_is_asked_for_these_columns(program: Program) -> None:
+    program("nvidia-smi", 'echo "$@" >&2; exit 3')
+    with pytest.raises(OSError, match=r"memory\.free,compute_cap,driver_version,uuid --format=csv,noheader,nounits"):
+        nvidia_smi.gpus()
+
+
+def test_without_nvidia_smi_there_are_no_gpus(program: Program) -> None:
+    assert nvidia_smi.gpus() == () == nvidia_smi.holders() and not machine.is_gpu_host()
+
+
+def test_a_driver_that_fails_is_told(program: Program) -> None:
+    program("nvidia-smi", "echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
+    with pytest.raises(OSError, match="exit status 18: Failed to initialize NVML: Driver/library version mismatch"):
+        nvidia_smi.gpus()
+    assert machine.is_gpu_host()
+
+
+def test_what_nvidia_smi_does_not_know_is_told() -> None:
+    with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' *, which is not index, name"):
+        nvidia_smi.gpus_from("0, GB10, [N/A], [N/A], 12.1, 580.1, GPU-a")
+
+
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [(None, [0, 1]), ("1", [1]), ("1, 0", [0, 1]), ("GPU-e20b", [0]), ("", []), ("10", []), ("MIG-e20b", [])],
+)
+def test_only_visible_gpus_count(
+    program: Program, monkeypatch: pytest.MonkeyPatch, visible: str | None, left: list[int]
+) -> None:
+    program("nvidia-smi", f"printf %s '{SMI}'")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == left
+
+
+def test_who_holds_a_gpu_is_told() -> None:
+    gpus, holders = nvidia_smi.gpus_from(SMI), nvidia_smi.holders_from(APPS)
+    assert nvidia_smi.taken(gpus, holders, 0.85) == {
+        1: "1.1 GB of 25.8 GB are free, and engine.gpu_memory_utilization: 0.85 asks for 21.9 GB; "
+        "in use by process 639 (/usr/bin/python3 -c a, b)"
+    }
+    assert "a process that is not seen from here" in nvidia_smi.taken(gpus, (), 0.85)[1]
+    assert nvidia_smi.taken(gpus, holders, 0.01) == {}
