@@ -122,6 +122,10 @@ class WeightSync:
         self._answers = 0
         self._staged: tuple[Head, Manifest, float] | None = None
         """A version that lies beside the model and waits for its KV scales, and the seconds that this took."""
+        self._awaits_scales = False
+        """Whether the version that is on its way is here, and lacks its KV scales."""
+        self._served_scales: dict[str, float] | None = None
+        """KV scales of the version that is served, where its manifest has none."""
         self._corrupt = _CorruptVersion(2 * config.poll_s)
         self._unreadable = _Repeated()
         self.labels = ServedLabels()
@@ -216,7 +220,7 @@ class WeightSync:
         """Return once the newest version in the log is being served. Raises LogCorrupt or EngineFailed if it cannot."""
         while await self._is_behind():
             self.check_health()
-            if self._life.error is not None:
+            if self._life.error is not None and self._life.target is None:  # not one that waits for KV scales
                 raise LogCorrupt(self._life.error)
             await asyncio.sleep(0.05)
 
@@ -304,7 +308,7 @@ class WeightSync:
         """Say why a version was not loaded. The engine goes on with what it has, if that may be served."""
         if not self._life.closed:
             await self._pausing.open()
-        if self._staged is not None and isinstance(error, NotReady):  # for the KV scales of what is staged
+        if self._awaits_scales and isinstance(error, NotReady):
             self._life.waits(str(error))
         else:
             self._life.stays(str(error))
@@ -314,7 +318,7 @@ class WeightSync:
         """Be ready again: what is served is the newest version, and whatever was said against the log holds no more."""
         if self._life.state != "ready":
             self._life.ready()
-            self._staged = None
+            self._staged, self._awaits_scales = None, False
             await self._report()
 
     async def _obey(self) -> None:
@@ -336,13 +340,14 @@ class WeightSync:
     async def _to_version(self, head: Head) -> None:
         self._life.syncs(head.version)
         await self._report()  # before the first one, too: the ingest keeps what a replica says it is loading
-        # a version that waits for the KV scales that another replica measures lies here already
+        # a version that waits for its KV scales lies here already
         if self._staged is None or self._staged[0] != head:
-            self._staged = None
+            self._staged, self._awaits_scales = None, False
             started = time.perf_counter()
             manifest = await self._log.stage(head, self._engine)
             self._staged = head, manifest, time.perf_counter() - started
         _, manifest, stage_s = self._staged
+        self._awaits_scales = True
         kv_scales = await self._kv_scales.scales_for(manifest)
         self._staged = None
         closed = time.perf_counter()
@@ -352,7 +357,12 @@ class WeightSync:
         self._life.loads()
         load_s = await self._engine.load(folder, head.version, kv_scales)
         self.labels.serve(head)
-        await self._kv_scales.loaded(manifest)
+        try:
+            self._served_scales = await self._kv_scales.loaded(manifest)
+        except NotReady:
+            await self._go_back()
+            raise
+        self._awaits_scales = False
         self._life.loaded()
         await self._pausing.open()
         update = UpdateTimings(stage_s=stage_s, closed_s=time.perf_counter() - closed, load_s=load_s)
@@ -363,6 +373,23 @@ class WeightSync:
         self._log.release_all_but(head.version)
         told = {"weight_version": head.version}
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
+
+    async def _go_back(self) -> None:
+        """Load the version that was served before, so that no request waits for the ingest in a closed engine.
+
+        The engine stays closed if there is none, or if it cannot be read.
+        """
+        served = self._life.served
+        if served is None:
+            return
+        try:
+            await self._log.stage(served, self._engine)
+        except (NotFound, NotReady, LogCorrupt, InsufficientStorage) as error:
+            logger.error("the engine stays closed, since version %d cannot be loaded again: %s", served.version, error)
+            return
+        await self._engine.load(self._log.folder(served.version), served.version, self._served_scales)
+        self.labels.serve(served)
+        self._life.loaded()
 
     async def _closed_for(self, head: Head) -> bool:
         """Close the engine for a version; False if before the last rollout has finished the log has another one, or the

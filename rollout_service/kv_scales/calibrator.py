@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 Ranks = tuple[KVMeasurement, ...]
 
+PUBLISH_S = 2.0
+"""The longest that a replica waits for the ingest to take what was measured: its engine is closed meanwhile."""
+
 
 class MeasuringEngine(Protocol):
     """What is needed of the engine adapter."""
@@ -52,7 +55,16 @@ class KVScaleSource(Protocol):
     """Why the replica that has measured does not serve yet; for its reports, too."""
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None: ...
-    async def loaded(self, manifest: Manifest) -> None: ...
+    async def loaded(self, manifest: Manifest) -> dict[str, float] | None: ...
+
+
+class _Measured(NamedTuple):
+    """What a replica measured of a version."""
+
+    version: int
+    digest: str
+    """Of the version's manifest."""
+    ranks: Ranks
 
 
 class NoKVScales:
@@ -66,7 +78,7 @@ class NoKVScales:
         """There are none, or nothing uses them."""
 
     async def loaded(self, manifest: Manifest) -> None:
-        """Nothing to measure."""
+        """There is nothing to measure."""
 
 
 class KVCalibrator:
@@ -86,42 +98,62 @@ class KVCalibrator:
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
         self._lease: CalibrationLease | None = None
         self._digest = ""
+        self._scales: dict[str, float] | None = None
+        """Of the version that is loaded next, or was loaded last, beside its manifest."""
+        self._unpublished: _Measured | None = None
+        """What the ingest has not taken yet. The version is not served until it has."""
+        self._published_late = False
+        """Whether the version that is loaded next was measured here and published afterwards."""
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
         self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
-        """Scales to load a version with that are not in its manifest. Raises NotReady while another measures them."""
-        self._lease = None
+        """Scales to load a version with that are not in its manifest.
+
+        Publishes what this replica measured of that version earlier, if the ingest has not taken that yet. Raises
+        NotReady while it does not, or while another replica measures.
+        """
+        self._lease, self._scales, self._published_late = None, None, False
         if not manifest.awaits_kv_scales:
             return None
         self._digest = await asyncio.to_thread(lambda: manifest.digest)  # of 40 000 tensors, it takes a while
+        measured, self._unpublished = self._unpublished, None
+        if measured is not None and (measured.version, measured.digest) == (manifest.version, self._digest):
+            self._scales = (await self._result(measured)).scales
+            self._published_late = True
+            return self._scales
         answer = await self._ingest.kv_calibration_lease(manifest.version, self._replica_id, self._digest)
         self._lease = answer if isinstance(answer, CalibrationLease) else None
-        return answer.scales
+        self._scales = answer.scales
+        return self._scales
 
-    async def loaded(self, manifest: Manifest) -> None:
+    async def loaded(self, manifest: Manifest) -> dict[str, float] | None:
         """Measure a version that was just loaded, if this replica has the lease, or FP8's accuracy is not known yet.
 
-        Raises KVCacheUnfit; NotFound if the version was removed meanwhile; EngineFailed.
+        Returns the scales that the version has and its manifest has not. Raises KVCacheUnfit; NotFound if the version
+        was removed meanwhile; EngineFailed; NotReady if the ingest does not take what was measured. Such a version must
+        not be served: ``scales_for`` publishes its scales later.
         """
         lease = self._lease
-        if lease is None and self._choice is not None:
-            return
+        is_measured_here = lease is not None or self._published_late
+        if not is_measured_here and self._choice is not None:
+            return self._scales
         started, sequences = time.perf_counter(), self._batch.sequences()
         try:
             ranks = await self._engine.measure_kv(sequences)
         except EngineFailed as error:
-            if lease is not None:
+            if is_measured_here:
                 raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
             self._choice = await self._choose(_unmeasured(error.message))
             self.status = KVCacheStatus(choice=self._choice)
-            return
+            return self._scales
         errors = worst_errors(ranks)
         if lease is not None:
             errors = await self._publish(lease, sequences, ranks, errors)
         if self._choice is None:
             self._choice = await self._judge(manifest.version, sequences, ranks)
         self._show(manifest.version, errors, time.perf_counter() - started)
+        return self._scales
 
     async def _publish(
         self,
@@ -131,7 +163,13 @@ class KVCalibrator:
         errors: dict[str, LayerError],
     ) -> dict[str, LayerError]:
         """Publish what was measured and take the scales that hold for all; returns the errors with these."""
-        result = await self._result(lease.version, ranks)
+        try:
+            result = await self._result(_Measured(lease.version, self._digest, ranks))
+        except (NotFound, NotReady):
+            raise
+        except RolloutServiceError as error:
+            raise EngineFailed(f"version {lease.version} has no KV scales: {error}") from error
+        self._scales = result.scales
         if result.scales == lease.scales:
             return errors
         await self._engine.set_kv_scales(result.scales)
@@ -140,22 +178,16 @@ class KVCalibrator:
             return {layer: error.model_copy(update=nothing) for layer, error in errors.items()}
         return worst_errors(await self._engine.measure_kv(sequences))
 
-    async def _result(self, version: int, ranks: Ranks) -> KVScaleResult:
-        """What the ingest makes of a measurement; waits for an ingest that is away, or has no room."""
-        while True:
-            try:
-                result = await self._ingest.publish_kv_scales(version, self._replica_id, ranks, self._digest)
-            except (NotReady, InsufficientStorage) as error:  # closed until then: nobody else knows these scales
-                self.error = f"the KV scales of version {version} are measured and wait: {error}"
-                logger.warning(self.error)
-                await asyncio.sleep(self._retry_s)
-                continue
-            except NotFound:
-                raise
-            except RolloutServiceError as error:
-                raise EngineFailed(f"version {version} has no KV scales: {error}") from error
-            self.error = None
-            return result
+    async def _result(self, measured: _Measured) -> KVScaleResult:
+        """What the ingest makes of a measurement. Raises NotReady, and keeps the measurement, if it does not answer."""
+        version, digest, ranks = measured
+        try:
+            async with asyncio.timeout(PUBLISH_S):
+                return await self._ingest.publish_kv_scales(version, self._replica_id, ranks, digest)
+        except (NotReady, InsufficientStorage, TimeoutError) as error:
+            self._unpublished = measured
+            why = str(error) or "the ingest does not answer"
+            raise NotReady(f"the KV scales of version {version} are measured and wait: {why}") from error
 
     async def _judge(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:
         """Whether FP8 is accurate enough with the best scales that there are. Raises KVCacheUnfit."""

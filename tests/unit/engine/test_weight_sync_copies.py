@@ -88,7 +88,8 @@ async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(
     assert head is not None
     await copies.fetch(head)
     flip_a_byte(copies.log, 0, FIRST)
-    weight_sync = WeightSync("r2", engine, ingest, WeightsConfig(), fingerprint="model", copies=copies)
+    config = WeightsConfig(root=copies.log.root)
+    weight_sync = WeightSync("r2", engine, ingest, config, fingerprint="model", copies=copies)
     await asyncio.wait_for(weight_sync.start(), LONG_S)
     assert weight_sync.version == 0
     copies.log.verify(copies.log.manifest(0))

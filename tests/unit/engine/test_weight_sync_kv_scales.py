@@ -15,8 +15,9 @@ from rollout_service.store.manifest import Manifest
 from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, Gate, push, serving
 from tests.unit.store.versions import commit
 
-SCALES = {"l.0.k_scale": 2.0}
+SCALES, PUBLISHED = {"l.0.k_scale": 2.0}, {"l.0.k_scale": 4.0}
 WAITS = NotReady("another replica still measures the KV scales")
+UNPUBLISHED = NotReady("the KV scales are measured and wait: the ingest died")
 
 
 class FakeKVScales:
@@ -29,7 +30,7 @@ class FakeKVScales:
         self.fail_scales: Exception | None = None
         """Raised instead of scales while it is set."""
         self.fail_loaded: dict[int, Exception] = {}
-        """Version → what measuring it raises."""
+        """Version → what measuring it raises. After NotReady ``scales_for`` raises the same until a test ends that."""
         self.measuring = Gate()
         self._engine = engine
 
@@ -39,13 +40,21 @@ class FakeKVScales:
         self._engine.calls.append(f"scales of {manifest.version}")
         return self.scales
 
-    async def loaded(self, manifest: Manifest) -> None:
+    async def loaded(self, manifest: Manifest) -> dict[str, float]:
         await self.measuring.passed()
         self._engine.calls.append(f"measure {manifest.version}")
         if manifest.version in self.fail_loaded:
-            raise self.fail_loaded[manifest.version]
+            error = self.fail_loaded[manifest.version]
+            if isinstance(error, NotReady):
+                self.fail_scales = error
+            raise error
         choice = KVCacheChoice(dtype="fp8_e4m3", why="measured")
         self.status = KVCacheStatus(choice=choice, measured_version=manifest.version)
+        return PUBLISHED
+
+    def publish(self) -> None:
+        """Have what was measured published."""
+        self.fail_scales, self.fail_loaded = None, {}
 
 
 @pytest.fixture
@@ -194,6 +203,84 @@ class TestAnotherReplicaMeasures:
         kv_scales.fail_scales = None
         await asyncio.wait_for(starting, LONG_S)
         assert engine.calls == in_order(0)
+
+
+class TestNotPublished:
+    async def test_without_the_ingest_it_serves_the_old_version_again(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_loaded[1] = UNPUBLISHED
+        await push(log, ingest, 1)
+        status = await ingest.reported(lambda s: s.error is not None)
+        assert (status.version, status.state, status.target, status.error) == (0, "syncing", 1, str(UNPUBLISHED))
+        assert engine.calls == [*in_order(1)[:-1], f"load 0 with {PUBLISHED}", "resume"] and not engine.paused
+        seen = len(ingest.reports)
+        await ingest.reported(lambda _: len(ingest.reports) > seen + 20)
+        assert engine.calls[-1] == "resume" and engine.staged == [0, 1, 0, 1]
+        engine.calls.clear()
+        kv_scales.publish()
+        await serving(weight_sync, ingest, 1)
+        assert engine.calls == in_order(1) and weight_sync.status().error is None
+
+    async def test_in_a_paused_fleet_the_old_version_stays_paused(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        await ingest.change(paused=True)
+        await ingest.reported(lambda s: s.paused)
+        kv_scales.fail_loaded[1] = UNPUBLISHED
+        await push(log, ingest, 1)
+        status = await ingest.reported(lambda s: s.error is not None)
+        assert engine.calls[-1] == f"load 0 with {PUBLISHED}" and engine.paused and status.paused
+
+    async def test_with_no_old_version_it_starts_once_they_are_published(
+        self, new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_loaded[0] = UNPUBLISHED
+        starting = asyncio.create_task(new.start())
+        await ingest.reported(lambda _: len(ingest.reports) >= 5)
+        assert not starting.done() and engine.calls == in_order(0)[:-1] and engine.paused
+        kv_scales.publish()
+        await asyncio.wait_for(starting, LONG_S)
+        assert engine.calls == in_order(0)[:-1] + in_order(0) and new.version == 0
+
+    async def test_with_the_old_version_gone_it_waits_closed(
+        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
+    ) -> None:
+        kv_scales.fail_loaded[1] = UNPUBLISHED
+        kv_scales.measuring.close()
+        kv_scales.measuring.reached.clear()
+        await push(log, ingest, 1)
+        await asyncio.wait_for(kv_scales.measuring.reached.wait(), LONG_S)
+        log.drop(0)
+        kv_scales.measuring.open()
+        await ingest.reported(lambda s: s.error == str(UNPUBLISHED))
+        assert engine.calls == in_order(1)[:-1] and engine.paused
+        kv_scales.publish()
+        await serving(weight_sync, ingest, 1)
+        assert engine.calls == in_order(1)[:-1] + in_order(1)
+
+    @pytest.mark.parametrize("waits", [WAITS, UNPUBLISHED], ids=["another measures", "measured here"])
+    async def test_a_replica_that_starts_is_no_failure_for_it(
+        self,
+        weight_sync: WeightSync,
+        log: WeightLog,
+        ingest: FakeIngest,
+        kv_scales: FakeKVScales,
+        waits: NotReady,
+    ) -> None:
+        if waits is WAITS:
+            kv_scales.fail_scales = waits
+        else:
+            kv_scales.fail_loaded[1] = waits
+        await push(log, ingest, 1)
+        catching_up = asyncio.create_task(weight_sync.caught_up())
+        await ingest.reported(lambda s: s.error is not None)
+        seen = len(ingest.reports)
+        await ingest.reported(lambda _: len(ingest.reports) > seen + 20)
+        assert not catching_up.done()
+        kv_scales.publish()
+        await asyncio.wait_for(catching_up, LONG_S)
+        assert weight_sync.version == 1
 
 
 class TestNotMeasurable:

@@ -1,6 +1,5 @@
 """A replica measures with the lease, or while nobody knows whether FP8 is accurate enough, and chooses its cache."""
 
-import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -255,33 +254,83 @@ class TestAccuracy:
 
 
 class TestFailures:
-    async def test_while_the_ingest_is_away_it_waits_and_then_goes_on(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
+    @pytest.mark.parametrize(
+        "why",
+        [NotReady("it died"), DeploymentFailed("a bug there"), InsufficientStorage("make room"), TimeoutError()],
+        ids=lambda why: type(why).__name__,
+    )
+    async def test_what_the_ingest_does_not_take_is_published_later(
+        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator, why: Exception
     ) -> None:
+        engine.keys[LAYERS[0]] = [loud()]
         coordinator.leases(1, OTHERS)
-        away = [NotReady("it died"), DeploymentFailed("a bug there"), NotReady("not yet")]
-        disk_full = InsufficientStorage("the KV scales of version 1 cannot be kept")
-        coordinator.answers["publish_kv_scales"] = [*away, disk_full]
+        coordinator.answers["publish_kv_scales"] = [why, why]
         coordinator.publishes(1, FOURS)
         calibrator = make()
-        await load(calibrator, engine, AWAITING)
-        assert coordinator.names() == ["kv_calibration_lease"] + ["publish_kv_scales"] * 5
-        assert len({id(asked[3]) for asked in coordinator.asked[1:]}) == 1  # measured once
-        assert engine.scales == FOURS and calibrator.error is None
+        words = f"^the KV scales of version 1 are measured and wait: {str(why) or 'the ingest does not answer'}$"
+        with pytest.raises(NotReady, match=words):
+            await load(calibrator, engine, AWAITING)
+        with pytest.raises(NotReady, match=words):
+            await calibrator.scales_for(AWAITING)
+        assert await calibrator.scales_for(AWAITING) == FOURS
+        assert coordinator.names() == ["kv_calibration_lease"] + ["publish_kv_scales"] * 3
+        assert len({id(asked[3]) for asked in coordinator.asked[1:]}) == 1 and engine.calls == ["measure"]
+        engine.scales = FOURS
+        assert await calibrator.loaded(AWAITING) == FOURS
+        assert coordinator.names()[-1] == "publish_kv_scales" and len(coordinator.asked) == 4
+        assert calibrator.status is not None and calibrator.status.saturated == dict.fromkeys(LAYERS, (0, 0))
 
-    async def test_while_its_scales_cannot_be_kept_it_says_why(
+    async def test_an_ingest_that_does_not_answer_is_not_waited_for(
+        self,
+        make: Make,
+        engine: FakeMeasuringEngine,
+        coordinator: FakeCoordinator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("rollout_service.kv_scales.calibrator.PUBLISH_S", 0)
+        coordinator.leases(1, OTHERS)
+        coordinator.publishes(1, FOURS)
+        with pytest.raises(NotReady, match="measured and wait: the ingest does not answer"):
+            await load(make(), engine, AWAITING)
+
+    async def test_scales_of_a_version_overtaken_are_not_published(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
         coordinator.leases(1, OTHERS)
+        coordinator.answers["publish_kv_scales"] = [NotReady("it died")]
         calibrator = make()
-        coordinator.answers["publish_kv_scales"] = [InsufficientStorage("make room")] * 100
+        with pytest.raises(NotReady):
+            await load(calibrator, engine, AWAITING)
+        coordinator.has_published(2, FOURS)
+        assert await calibrator.scales_for(version(2)) == FOURS
+        assert coordinator.names() == ["kv_calibration_lease", "publish_kv_scales", "kv_calibration_lease"]
+
+    async def test_scales_of_a_version_removed_are_given_up(
+        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
+    ) -> None:
+        coordinator.leases(1, OTHERS)
+        coordinator.answers["publish_kv_scales"] = [NotReady("it died"), NotFound("version 1 is not in the log")]
+        calibrator = make()
+        with pytest.raises(NotReady):
+            await load(calibrator, engine, AWAITING)
+        with pytest.raises(NotFound):
+            await calibrator.scales_for(AWAITING)
+        coordinator.has_published(1, FOURS)
+        assert await calibrator.scales_for(AWAITING) == FOURS
+
+    async def test_it_returns_the_scales_that_the_version_has(
+        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
+    ) -> None:
+        coordinator.leases(1, OTHERS)
         coordinator.publishes(1, FOURS)
-        loading = asyncio.create_task(load(calibrator, engine, AWAITING))
-        while calibrator.error is None:
-            await asyncio.sleep(0)
-        assert calibrator.error == "the KV scales of version 1 are measured and wait: make room"
-        await loading
-        assert calibrator.error is None
+        coordinator.has_published(2, OTHERS)
+        calibrator = make()
+        await calibrator.scales_for(AWAITING)
+        assert await calibrator.loaded(AWAITING) == FOURS
+        await calibrator.scales_for(version(2))
+        assert await calibrator.loaded(version(2)) == OTHERS
+        await calibrator.scales_for(BRINGS)
+        assert await calibrator.loaded(BRINGS) is None
 
     async def test_it_does_not_serve_in_fp8_before_that_is_noted_for_all(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
@@ -330,14 +379,22 @@ class TestFailures:
         with pytest.raises(EngineFailed, match=r"^version 1 has no KV scales: kv_scales.json does not hash$"):
             await load(make(), engine, AWAITING)
 
+    @pytest.mark.parametrize("late", [False, True], ids=["with the lease", "published late"])
     async def test_an_engine_that_cannot_measure_says_what_instead(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
+        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator, late: bool
     ) -> None:
-        engine.fail = "its attention has attention sinks"
         coordinator.leases(1, None)
+        calibrator = make(KNOWN)
+        if late:
+            coordinator.answers["publish_kv_scales"] = [NotReady("it died")]
+            coordinator.publishes(1, FOURS)
+            with pytest.raises(NotReady):
+                await load(calibrator, engine, AWAITING)
+        engine.fail = "its attention has attention sinks"
         words = r"^its attention has attention sinks; kv_cache.scales_policy: reuse needs no measurement$"
         with pytest.raises(EngineFailed, match=words):
-            await load(make(KNOWN), engine, AWAITING)
+            await load(calibrator, engine, AWAITING)
+        assert "choose_kv_cache" not in coordinator.names()
 
     async def test_without_a_lease_it_goes_on_with_fp8_and_says_so(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
