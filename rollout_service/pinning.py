@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,22 @@ def pin(memory: memoryview) -> Callable[[], None]:
         cudart.cudaHostUnregister(address)
 
     return unpin
+
+
+def take_host_memory(nbytes: int) -> memoryview:
+    """Return new memory of ``nbytes``, at least one, whose pages are there. Python's lock is free meanwhile.
+
+    No child process has it, or Linux would move pages that a GPU writes to.
+    """
+    import numpy as np
+
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # of a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+    pages[:] = 0
+    return memoryview(memory)
 
 
 def pin_if_possible(memory: memoryview) -> Callable[[], None]:

@@ -162,6 +162,8 @@ class Comparison:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for uploads in self._uploads.values():
+            uploads.close()
         self._pool.shutdown(cancel_futures=True)
         self._telling.shutdown(cancel_futures=True)
 

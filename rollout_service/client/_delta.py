@@ -10,16 +10,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import httpx
 
 from rollout_service.client._delta_parts import PartsAsMade
+from rollout_service.client._laps import Laps
 from rollout_service.client._parts import cut_parts
 from rollout_service.client._pieces import CONVERTED_BYTES
-from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of
+from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of, prepare
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
 from rollout_service.client._upload import Cut, PartSender, Uploader, announcement, staged_still
 from rollout_service.errors import (
@@ -32,7 +33,6 @@ from rollout_service.errors import (
 )
 from rollout_service.memory import memory
 from rollout_service.model.convert import Named
-from rollout_service.protocol import delta_planes
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
@@ -56,6 +56,7 @@ class Push:
     commit: CommitUpload
     parallel_parts: int
     progress: Progress | None
+    laps: Laps = field(default_factory=Laps)
 
     async def send(
         self,
@@ -67,7 +68,10 @@ class Push:
         number, sent = await self.uploader.send_stream(
             announced, cut, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
         )
-        return await self.commit_sent(number, sent, committed)
+        self.laps.end("send")
+        status = await self.commit_sent(number, sent, committed)
+        self.laps.end("commit")
+        return status
 
     async def commit_sent(self, number: int, sent: str, committed: Callable[[int], None]) -> WeightStatus:
         """Commit what was uploaded and hashes to ``sent``.
@@ -92,6 +96,8 @@ class DeltaPushes:
         """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
         self._applying: Future[None] | None = None
         """To what is kept, the changes that were committed last: while the trainer computes."""
+        self._preparing: Future[None] | None = None
+        """Of what the second push needs, while the first one is sent."""
         self._too_large = False
         """Whether more has changed, in some push, than is sent as a delta."""
 
@@ -116,6 +122,9 @@ class DeltaPushes:
     ) -> WeightStatus:
         """Send what ``source`` changes, or all of it. Raises as ``RolloutClient.push_weights``."""
         async with self._turn, every_rank_gathers(source, push.thread) as gathering:
+            if self._preparing is None:
+                self._preparing = _in_thread("delta-prepare", partial(prepare, source.gpu))
+                self._preparing.add_done_callback(_warn_if_failed)
             converter, table = await push.uploader.quantizing(source.table, push.thread, CONVERTED_BYTES)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             tensors = gathering.begin(own_memory=True)
@@ -126,19 +135,21 @@ class DeltaPushes:
             if sent is None or not sent.may_be_base_of(version, table):
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 stored = converter.convert(tensors, to_cpu=False)
-                await push.thread.call(delta_planes.prepare)
-                return await self._push_whole(push, announced, sent, sent.take(stored))
+                return await self._push_whole(push, announced, sent, sent.take(stored, push.laps))
             self._sent = sent  # as it was, until something of it is changed
+            push.laps.end("settle")
+            await asyncio.wait([asyncio.wrap_future(self._preparing)])
+            push.laps.end("compile")
             of_base = announced.model_copy(update={"delta": sent.as_base()})
             try:
                 sender = await push.uploader.open(of_base, push.progress)
             except DeltaBaseGone as error:
                 logger.warning(_ALL_IS_SENT, error)
                 self._sent = None
-                return await self._push_whole(
-                    push, announced, sent, sent.take(converter.convert(tensors, to_cpu=False))
-                )
+                stored = converter.convert(tensors, to_cpu=False)
+                return await self._push_whole(push, announced, sent, sent.take(stored, push.laps))
             self._sent = None
+            push.laps.end("announce")
             verdicts = Verdicts()
             stored = converter.convert(tensors, to_cpu=False, verdicts=verdicts)
             status = await self._push_changes(push, sender, sent, stored, verdicts)
@@ -157,9 +168,7 @@ class DeltaPushes:
                 logger.warning("the next push sends all, since what was sent last could not be kept: %r", error)
 
     def _apply_newer(self, sent: SentWeights) -> None:
-        thread = ThreadPoolExecutor(1, "delta-base")
-        self._applying = thread.submit(sent.apply_newer)
-        thread.shutdown(wait=False)  # it ends with this work
+        self._applying = _in_thread("delta-base", sent.apply_newer)
 
     async def _push_changes(
         self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], verdicts: Verdicts
@@ -176,6 +185,7 @@ class DeltaPushes:
         if changes is None:
             return None
         parts.end()
+        push.laps.end("compare")
         self._sent = sent  # as it was, until another push is begun
 
         def committed(number: int) -> None:
@@ -183,7 +193,12 @@ class DeltaPushes:
             self._apply_newer(sent)
 
         try:
-            return await push.commit_sent(sender.version, await sending, committed)
+            digest = await sending
+            push.laps.end("send")
+            status = await push.commit_sent(sender.version, digest, committed)
+            push.laps.end("commit")
+            logger.info("version %d was pushed as a delta in %s", sender.version, push.laps)
+            return status
         except (DeltaBaseGone, InvalidDelta) as error:
             logger.warning(_ALL_IS_SENT, error)
         self._sent = None
@@ -240,7 +255,22 @@ class DeltaPushes:
         def committed(number: int) -> None:
             sent.version, self._sent = number, sent
 
-        return await push.send(announced, partial(cut_parts, stream), committed)
+        # what is kept stays what it is until the next push
+        status = await push.send(announced, partial(cut_parts, stream, held=True), committed)
+        logger.info("all %d bytes of version %d were pushed in %s", sent.nbytes, status.version, push.laps)
+        return status
+
+
+def _in_thread(name: str, work: Callable[[], None]) -> Future[None]:
+    thread = ThreadPoolExecutor(1, name)
+    future = thread.submit(work)
+    thread.shutdown(wait=False)  # it ends with this work
+    return future
+
+
+def _warn_if_failed(preparing: Future[None]) -> None:
+    if (error := preparing.exception()) is not None:
+        logger.warning("the second push compiles its kernels, which failed while the first was sent: %r", error)
 
 
 async def _stopped(sending: asyncio.Task[str]) -> None:

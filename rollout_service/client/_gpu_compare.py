@@ -192,6 +192,12 @@ class Uploads:
             copy = torch.empty_like(kept, device=self._device).copy_(kept, non_blocking=True)
             self._begun[number] = copy, self._stream.record_event() if self._stream is not None else None
 
+    def close(self) -> None:
+        """Wait for copies that nobody took: the memory that they read may be given back."""
+        for _, done in self._begun.values():
+            if done is not None:
+                done.synchronize()
+
     def take(self, number: int, kept: torch.Tensor) -> torch.Tensor:
         """The batch's bytes there, for the current stream, which may write to them."""
         self.begin(number, kept)

@@ -159,10 +159,11 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            _warn_of_pageable_memory(str(error))
+            warn_of_pageable_memory(str(error))
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @cache
-def _warn_of_pageable_memory(why: str) -> None:
+def warn_of_pageable_memory(why: str) -> None:
+    """Say once that copies from a GPU are slow."""
     logger.warning("there is no pinned memory to copy weights to, which makes a push slower: %s", why)

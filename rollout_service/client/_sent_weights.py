@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
+import xxhash
 
-from rollout_service.client._compare import Changed, Comparison, Elements, OldBytes, digest_of, view_of
+from rollout_service.client._compare import Changed, Comparison, Elements, OldBytes, view_of
 from rollout_service.client._delta_parts import part_of
-from rollout_service.client._parts import Part, host_memory
+from rollout_service.client._laps import Laps
+from rollout_service.client._parts import Part, warn_of_pageable_memory
 from rollout_service.client._pieces import Span, batches_of, pieces_of
+from rollout_service.client._tensors import describe
+from rollout_service.gpu_streams import lies_on_gpu, on_device, own_stream_of
 from rollout_service.model.convert import Named
+from rollout_service.pinning import pin, take_host_memory
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, UploadTensor, base_digest
 from rollout_service.quant.verdicts import Verdicts
-from rollout_service.threads import in_threads
+from rollout_service.store.manifest import CHUNK_BYTES, joined_digests
+from rollout_service.threads import in_threads, io_threads
 from rollout_service.views import bytes_of
 
 LARGEST_SHARE = 1 / 8
@@ -73,6 +81,11 @@ class SentWeights:
         self._of_batches: list[torch.Tensor | None] = [None] * len(self._batches)
         """The bytes of each batch, so that one copy brings them to a GPU; of which those of its pieces are views:"""
         self._kept: list[torch.Tensor | None] = [None] * len(self._pieces)
+        self._taking: dict[int, Future[None]] = {}
+        """Of batches, whose memory threads take."""
+        self._unpin: list[Callable[[], None]] = []
+        # before the memory is unmapped, of which this object holds views until then
+        weakref.finalize(self, _call_each, self._unpin).atexit = False
         self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
         for index, piece in enumerate(self._pieces):
             for span in piece.spans:
@@ -89,13 +102,36 @@ class SentWeights:
         """Whether ``version``, with tensors as of ``table``, may be pushed as a delta of this one."""
         return table == self.table and self.version is not None and (version == NEXT or self.version < version)
 
-    def take(self, stored: Iterable[Named]) -> Iterator[torch.Tensor]:
-        """Become these tensors, one after the other; yields the bytes of each, uint8 [N], in one piece or several."""
+    def take(self, stored: Iterable[Named], laps: Laps | None = None) -> Iterator[torch.Tensor]:
+        """Become these tensors, one after the other; yields the bytes of each, uint8 [N], in one piece or several.
+
+        Threads make memory ahead, registered with the GPU that has the first tensor, and hash what is there.
+        """
         self._become_none()
-        for number, (_, tensor) in enumerate(stored):
-            self._replace(number, bytes_of(tensor))
-            del tensor
-            yield from self._bytes_of(number)
+        laps = laps or Laps()
+        laps.end("announce")
+        memory, hashing = (ThreadPoolExecutor(io_threads(), name) for name in ("delta-memory", "delta-digests"))
+        digests: list[Future[str]] = []
+        try:
+            for number, (_, tensor) in enumerate(stored):
+                laps.end("quantize")
+                if not number:
+                    self._begin_memory(memory, tensor.device if lies_on_gpu(tensor) else None)
+                self._await_memory(number)
+                laps.end("memory")
+                self._replace(number, bytes_of(tensor))
+                del tensor
+                laps.end("copy")
+                digests.append(hashing.submit(self._digest, number))
+                yield from self._bytes_of(number)
+                laps.end("send")
+            laps.end("quantize")
+            self._digests = [each.result() for each in digests]
+            laps.end("hash")
+        finally:
+            for pool in (memory, hashing):
+                pool.shutdown(wait=False, cancel_futures=True)
+            self._taking = {}
 
     def stream(self) -> Iterator[torch.Tensor]:
         """The bytes of each tensor, likewise."""
@@ -148,8 +184,10 @@ class SentWeights:
         self.change(changes)
         for number, tensor in comparison.waiting.items():
             self._replace(number, bytes_of(tensor))
+            self._digests[number] = self._digest(number)
         for number, (_, tensor) in coming:
             self._replace(number, bytes_of(tensor))
+            self._digests[number] = self._digest(number)
             del tensor
             verdicts.require()
         verdicts.require()
@@ -223,25 +261,54 @@ class SentWeights:
             yield kept[span.place]
 
     def _replace(self, number: int, flat: torch.Tensor) -> None:
-        for index, span in self._spans[number]:
-            if (kept := self._kept[index]) is None:
-                kept = self._allocated(index, pinned=flat.is_cuda)
-            kept[span.place].copy_(flat[span.part])
-        pieces = list(self._bytes_of(number))
-        # of a GPU's tensor that was copied here in one piece, that copy, since CUDA copies slowly to other memory
-        whole = pieces[0] if len(pieces) == 1 else flat.cpu()
-        self._digests[number] = digest_of(view_of(whole))
+        for (_, span), kept in zip(self._spans[number], self._bytes_of(number), strict=True):
+            kept.copy_(flat[span.part])
 
-    def _allocated(self, index: int, *, pinned: bool) -> torch.Tensor:
-        """Memory of a piece, and of the others of its batch."""
-        number = self._batch_of[index]
-        batch = self._batches[number]
-        memory = self._of_batches[number] = host_memory(batch.nbytes, pinned=pinned)
-        for piece, place in zip(batch.pieces, batch.places, strict=True):
-            self._kept[piece] = memory[place]
-        kept = self._kept[index]
-        assert kept is not None
-        return kept
+    def _digest(self, number: int) -> str:
+        """Hash a tensor that is kept, as ``StoredTensor.digest``."""
+        hasher, digests, left = xxhash.xxh3_128(), b"", CHUNK_BYTES
+        for kept in self._bytes_of(number):
+            data = view_of(kept)
+            while data.nbytes:
+                some, data = data[:left], data[left:]
+                hasher.update(some)
+                left -= some.nbytes
+                if not left:
+                    digests += hasher.digest()
+                    hasher.reset()
+                    left = CHUNK_BYTES
+        return joined_digests(digests if digests and left == CHUNK_BYTES else digests + hasher.digest())[0]
+
+    def _begin_memory(self, threads: ThreadPoolExecutor, gpu: torch.device | None) -> None:
+        for number, batch in enumerate(self._batches):
+            if self._of_batches[number] is None:
+                self._taking[number] = threads.submit(self._take_memory, number, batch.nbytes, gpu)
+
+    def _take_memory(self, number: int, nbytes: int, gpu: torch.device | None) -> None:
+        """Take a batch's memory, registered with a GPU if possible."""
+        memory = take_host_memory(nbytes)
+        if gpu is not None:
+            try:
+                with on_device(gpu):
+                    self._unpin.append(pin(memory))
+            except OSError as error:
+                warn_of_pageable_memory(str(error).rpartition(": ")[2])  # not once for each size
+        # kept here, and not by the future alone: it must not be unmapped before it is unpinned
+        self._of_batches[number] = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _await_memory(self, tensor: int) -> None:
+        """Wait for the memory of a tensor."""
+        for index, _ in self._spans[tensor]:
+            if self._kept[index] is not None:
+                continue
+            number = self._batch_of[index]
+            batch = self._batches[number]
+            if (taking := self._taking.pop(number, None)) is not None:
+                taking.result()
+            memory = self._of_batches[number]
+            assert memory is not None, "threads have taken it"
+            for piece, place in zip(batch.pieces, batch.places, strict=True):
+                self._kept[piece] = memory[place]
 
     def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
         """What changes in a tensor, with the span that has it, and the piece of that."""
@@ -289,6 +356,30 @@ class SentWeights:
         numbers = np.frombuffer(data, delta.UNSIGNED[self._pieces[index].itemsize])
         for change in changes:
             yield index, data, numbers, change
+
+
+def prepare(gpu: torch.device | None) -> None:
+    """Compile what ``changes_to`` needs for tensors on a GPU, or on the CPU, which takes seconds once."""
+    device = gpu or torch.device("cpu")
+    # with and without aligned addresses; the sum of each dtype's is a multiple of 16
+    shapes = [(4096,), (1,), (15,)]
+    tensors = {
+        f"{dtype} {shape}": torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn")
+        for shape in shapes
+    }
+    sent = SentWeights(tuple(describe(name, tensor) for name, tensor in tensors.items()))
+    with own_stream_of(device):
+        for _ in sent.take(tensors.items()):
+            pass
+        for tensor in tensors.values():
+            bytes_of(tensor)[0] = 1
+        sent.changes_to(tensors.items())
+
+
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _place_of(span: Span, segment: delta.Segment) -> slice:

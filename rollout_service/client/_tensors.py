@@ -44,8 +44,8 @@ class TensorSource:
         self.held = isinstance(self._pairs, list | tuple)
         """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
         self.table = tuple(table) if table is not None else _table(self._pairs, last)
-        self.is_on_gpu = _are_on_gpu(self._pairs) if self.held else _uses_gpu()
-        """Whether tensors lie on a GPU; of those that are made when their turn comes, whether this process uses one."""
+        self.gpu = _gpu_of(self._pairs) if self.held else _current_gpu()
+        """The first that has a tensor; if tensors are made when their turn comes, the one that this process uses."""
 
     @property
     def can_be_read_again(self) -> bool:
@@ -234,14 +234,14 @@ def _shares_memory(whole: torch.Tensor, tensor: torch.Tensor) -> bool:
     return to_local is None or bool(whole.data_ptr() == to_local().data_ptr())
 
 
-def _are_on_gpu(pairs: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    return any(tensor.is_cuda for _, tensor in pairs)
+def _gpu_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> torch.device | None:
+    return next((tensor.device for _, tensor in pairs if tensor.is_cuda), None)
 
 
-def _uses_gpu() -> bool:
+def _current_gpu() -> torch.device | None:
     import torch
 
-    return bool(torch.cuda.is_initialized())
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
 def _table(pairs: Iterable[tuple[str, torch.Tensor]], last: tuple[UploadTensor, ...]) -> tuple[UploadTensor, ...]:

@@ -130,7 +130,7 @@ class Uploader:
         return [
             kind
             for kind, pushes in self._shared.items()
-            if pushes.is_worth_trying(table) and (kind != "cuda_ipc" or source.is_on_gpu)
+            if pushes.is_worth_trying(table) and (kind != "cuda_ipc" or source.gpu is not None)
         ]
 
     async def begin(self, begin: Announcement) -> UploadPlan:

@@ -26,7 +26,7 @@ from rollout_service.store.writer import VersionWriter
 if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans
 
-_GPU = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 """With which a log's memory is registered, if it is with one."""
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
@@ -81,7 +81,7 @@ class Conversion:
         self._stored: tuple[StoredTensor, ...] | None = None
         self._turn = threading.Lock()
         """Of threads that only launch and wait: see ``Rooms``."""
-        self.gpu = _GPU if writer.are_rooms_registered else None
+        self.gpu = GPU if writer.are_rooms_registered else None
         """With which the log's memory is registered: in its thread's own stream, tensors are read."""
 
     @property

@@ -22,6 +22,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.announced_tables import AnnouncedTables
+from rollout_service.ingest.conversion import GPU
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
 from rollout_service.ingest.sources.shared_memory import (
@@ -37,6 +38,7 @@ from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.pinning import pin, pin_if_possible
+from rollout_service.protocol import delta_planes
 from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.upload import (
     Announcement,
@@ -134,7 +136,11 @@ class Uploads:
         self.memory.spare.make(versions * sizes, is_stopped)
         self.memory.mapped.add(self.memory.spare.paths(), is_stopped)
         if self._converter.uses_gpu:
+            from rollout_service.ingest.sources import gpu_changes  # needs triton
+
             _ = self._plans
+            gpu_changes.prepare(GPU)
+            delta_planes.prepare_decoding()
 
     @property
     def _registered(self) -> Registered | None:

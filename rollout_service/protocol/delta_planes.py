@@ -46,9 +46,9 @@ def coded(plane: Bytes) -> bytes:
     return code if isinstance(code, bytes) else _deflated(plane, code)
 
 
-def prepare() -> None:
-    """Have compiled what ``coded`` needs, which takes seconds once."""
-    coded(np.zeros(1, np.uint8))
+def prepare_decoding() -> None:
+    """Compile what ``decoded`` needs, which takes seconds once."""
+    decoded(memoryview(of_two(1, 1, 0, b"")), 1)
 
 
 def _deflated(plane: Bytes, strategy: int) -> bytes:

@@ -1,16 +1,20 @@
 """What a client finds to have changed on a GPU, with the digests that it makes there, is what threads find."""
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from rollout_service import grouped_difference
 from rollout_service.client import _compare, _gpu_compare, _pieces
 from rollout_service.client._gpu_compare import Counting, Found
 from rollout_service.client._pieces import batches_of
-from rollout_service.client._sent_weights import Changes, SentWeights
+from rollout_service.client._sent_weights import Changes, SentWeights, prepare
 from rollout_service.errors import QuantizationError
 from rollout_service.protocol import delta
+from rollout_service.quant import digests
 from rollout_service.store import manifest
 from rollout_service.store.manifest import tensor_digests
 from tests.unit.client.test_sent_weights import Tensors, bytes_of, held, sent
@@ -185,3 +189,35 @@ def test_tensors_that_cannot_be_compared_leave_it_what_it_was(
     with pytest.raises(QuantizationError):
         weights.changes_to(broken())
     assert held(weights) == bytes_of(tensors) and weights.version == 3
+
+
+def test_prepare_launches_every_form_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compare, "lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(digests, "_tried", set())
+    launched = {
+        name: launches_of(module, name, monkeypatch)
+        for module, name in [(grouped_difference, "subtract_tiles"), (grouped_difference, "take_apart"),
+                             (digests, "add_up")]
+    }  # fmt: skip
+    prepare(None)
+    sizes = {1, 2, 4}
+    alignments = {(size, aligned) for size in sizes for aligned in (0, 16 // size)}
+    assert {((1 << 14) // each["TILE"], each["ALIGNED"]) for each in launched["subtract_tiles"]} == alignments
+    assert {each["ITEMSIZE"] for each in launched["take_apart"]} == sizes
+    assert {each["ALIGNED"] for each in launched["add_up"]} == {True, False}
+
+
+def launches_of(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record the keyword arguments of each launch of a kernel."""
+    kernel, launches = getattr(module, name), []
+
+    class Recording:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: object, **kwargs: object) -> None:
+                launches.append(kwargs)
+                kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(module, name, Recording())
+    return launches

@@ -11,6 +11,7 @@ import torch
 
 from rollout_service.errors import InvalidDelta, QuantizationError
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources import gpu_changes
 from rollout_service.ingest.sources.changes import Change
 from rollout_service.ingest.sources.delta import DeltaOfVersion
 from rollout_service.ingest.sources.gpu_changes import Changed, made_on
@@ -20,6 +21,7 @@ from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.log import WeightLog
 from rollout_service.store.mapped_files import MappedFiles
+from tests.interpreted.test_compare import launches_of
 from tests.support.models import make_model
 from tests.unit.ingest.test_ingest_delta import NORM, UP_PROJ, Stored, delta_of, digest_of
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
@@ -31,6 +33,12 @@ CPU = torch.device("cpu")
 def changed(old: np.ndarray, new: np.ndarray) -> Changed:
     itemsize = old.itemsize
     return Changed(bytes_of(old), memoryview(delta.encode(bytes_of(old), bytes_of(new), itemsize)), itemsize)
+
+
+def test_prepare_launches_the_kernel_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = launches_of(gpu_changes, "apply_changes", monkeypatch)
+    gpu_changes.prepare(CPU)
+    assert [launch["ITEMSIZE"] for launch in launches] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.2])

@@ -105,7 +105,7 @@ def accept(
 def by_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StoredTensor, ...]:
     """What is stored without a GPU, each part by itself."""
     (tmp_path / "host").mkdir()
-    monkeypatch.setattr(conversion, "_GPU", None)
+    monkeypatch.setattr(conversion, "GPU", None)
     with ThreadPoolExecutor(1) as executor:
         staged = begun(tmp_path / "host", codes(), executor, Converter(RECIPE, device="cpu"))
         accept(staged, stream_of(codes()), range(staged.num_parts))
@@ -115,7 +115,7 @@ def by_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StoredTens
 @pytest.fixture
 def as_on_gpu(by_host: tuple[StoredTensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     del by_host  # made before
-    monkeypatch.setattr(conversion, "_GPU", CPU)
+    monkeypatch.setattr(conversion, "GPU", CPU)
     monkeypatch.setattr(conversion, "own_stream_done", no_stream)
     for module in (rooms, convert):
         monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)

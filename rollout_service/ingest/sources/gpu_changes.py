@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import on_device, queued_to
+from rollout_service.gpu_streams import on_device, own_stream_of, queued_to
 from rollout_service.protocol import delta
 from rollout_service.ring import aligned
 from rollout_service.views import SIGNED
@@ -136,6 +136,18 @@ def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
                 )
             done += len(segments)
     return Made(made, is_outside, owners, became)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what ``made_on`` needs, which takes seconds once."""
+    with own_stream_of(device), on_device(device):
+        nothing = queued_to(device, torch.tensor([[0] * 4 + [-1] * _PLANES]))
+        flags = torch.zeros(1, dtype=torch.uint8, device=device)
+        for itemsize, dtype in SIGNED.items():
+            became = torch.empty(1, dtype=dtype, device=device)
+            apply_changes[(1,)](
+                nothing, flags.clone(), became, flags.view(torch.int8), ITEMSIZE=itemsize, AT_ONCE=_AT_ONCE
+            )
 
 
 def _joined(planes: Iterable[bytes], device: torch.device) -> torch.Tensor:

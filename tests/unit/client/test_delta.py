@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -95,6 +96,23 @@ async def require_the_same_as_whole(
     service.log.verify(service.log.manifest(version))
     assert service.log.manifest(version).digest == whole.digest
     assert service.log.manifest(version).delta_of is None
+
+
+async def test_pushes_log_the_seconds_of_their_phases(
+    model: Path, client: RolloutClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = folder_weights(model)
+    with caplog.at_level("INFO", "rollout_service.client"):
+        await push(client, 1, weights)
+        await push(client, 2, stepped(weights, 2))
+    logged = [re.sub(r"\d+", "1", message) for message in caplog.messages if "pushed" in message]
+    seconds = "1.1"
+    whole = ["announce", "quantize", "memory", "copy", "send", "hash", "commit"]
+    changes = ["settle", "compile", "announce", "compare", "send", "commit"]
+    assert logged == [
+        f"all 1 bytes of version 1 were pushed in {seconds} s ({', '.join(f'{phase} {seconds}' for phase in whole)})",
+        f"version 1 was pushed as a delta in {seconds} s ({', '.join(f'{phase} {seconds}' for phase in changes)})",
+    ]
 
 
 class TestSameVersion:

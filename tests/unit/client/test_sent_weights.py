@@ -1,11 +1,12 @@
 """What a client remembers of a version, and what it finds to have changed in it."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from rollout_service.client import _pieces
+from rollout_service.client import _pieces, _sent_weights
 from rollout_service.client._sent_weights import SentWeights, nbytes_of
 from rollout_service.client._tensors import describe
 from rollout_service.errors import QuantizationError
@@ -63,6 +64,39 @@ def bytes_of(tensors: Tensors) -> list[bytes]:
 
 def held(weights: SentWeights) -> list[bytes]:
     return [b"".join(bytes(flat.numpy()) for flat in weights._bytes_of(i)) for i in range(len(weights.table))]
+
+
+def test_memory_is_unpinned_before_it_is_unmapped(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    unpinned: list[bool] = []
+
+    def pin(memory: memoryview) -> Callable[[], None]:
+        mapping = weakref.ref(memory.obj)
+        pinned.append(memory.nbytes)
+        return lambda: unpinned.append(mapping() is not None)
+
+    monkeypatch.setattr(_sent_weights, "pin", pin)
+    monkeypatch.setattr(_sent_weights, "lies_on_gpu", lambda tensor: True)
+    weights = sent(tensors)
+    assert sum(pinned) == weights.nbytes and not unpinned
+    del weights
+    assert unpinned == [True] * len(pinned)
+
+
+def test_memory_that_cuda_refuses_is_used_unpinned(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(memory: memoryview) -> Callable[[], None]:
+        raise OSError("CUDA pins no bytes")
+
+    monkeypatch.setattr(_sent_weights, "pin", refuse)
+    monkeypatch.setattr(_sent_weights, "lies_on_gpu", lambda tensor: True)
+    assert held(sent(tensors)) == bytes_of(tensors)
+
+
+def test_digests_of_tensors_in_pieces_are_those_of_wholes() -> None:
+    tensor = torch.randint(0, 256, ((64 << 20) + 5,), dtype=torch.uint8).view(torch.int8)
+    weights = sent({"codes": tensor})
+    assert len(weights._pieces) == 3
+    assert weights.as_base().base_digest == base_digest([tensor_digests(tensor_bytes(tensor))[0]])
 
 
 @pytest.mark.parametrize("share", [1 / 16, 0.0], ids=["elements", "encoded alone"])
