@@ -188,7 +188,8 @@ class ServedModel:
         if self.head in self.stored:
             return self.ignored_by_class
         patterns = (*self.ignored_by_class.patterns, f"^{re.escape(self.head)}$")
-        return self.ignored_by_class.model_copy(update={"patterns": patterns})
+        # not model_copy, which would copy the compiled pattern, too
+        return IgnoredTensors(patterns=patterns, kept=self.ignored_by_class.kept)
 
     @cached_property
     def routers(self) -> frozenset[str]:

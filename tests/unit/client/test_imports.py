@@ -43,6 +43,7 @@ def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
 
 def test_what_is_public_is_named() -> None:
     assert rollout_service.client.__all__ == [
+        "BatchFailed",
         "PartialBatch",
         "PartialRollout",
         "RolloutClient",
