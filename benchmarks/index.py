@@ -70,7 +70,7 @@ BENCHMARKS = (
     Benchmark("rollout.streams", headlines.streams, result="streams"),
     Benchmark("update.engine", headlines.engine_update),
     Benchmark("update.live", headlines.live_update),
-    Benchmark("update.shipped", headlines.shipped, awaited=True),
+    Benchmark("update.shipped", headlines.shipped),
     Benchmark("update.receive", headlines.received),
     Benchmark("update.sleep", headlines.sleeping),
     Benchmark("update.upload", headlines.upload),
