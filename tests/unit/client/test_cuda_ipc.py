@@ -104,7 +104,7 @@ async def client(service: RealIngest) -> AsyncIterator[RolloutClient]:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tensors, "_are_on_gpu", lambda pairs: True)
+    monkeypatch.setattr(_tensors, "_gpu_of", lambda pairs: torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("quantize", ["service", "trainer"])
@@ -185,7 +185,7 @@ class TestAuto:
     async def test_others_through_the_hosts_memory(
         self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_tensors, "_are_on_gpu", lambda pairs: False)
+        monkeypatch.setattr(_tensors, "_gpu_of", lambda pairs: None)
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "SharedMemorySource"
 
@@ -206,7 +206,7 @@ class TestAuto:
         monkeypatch.setattr(OwnFile, "__init__", _without_a_handle)
         one_shot = iter(weights.items())
         table = _tensors.TensorSource(dict(weights), None).table
-        monkeypatch.setattr(_tensors, "_uses_gpu", lambda: True)
+        monkeypatch.setattr(_tensors, "_current_gpu", lambda: torch.device("cuda", 0))
         await client.push_weights(1, one_shot, tensor_table=table, wait="none")
         assert await how_it_came(service, 1) == "SharedMemorySource"
         with pytest.raises(NotShared, match="GPU GPU-of-a-test cannot be read here: cudaIpc"):
