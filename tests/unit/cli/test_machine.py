@@ -1,7 +1,6 @@
 """What this machine says of itself. What others would say comes from programs and files that stand in for theirs."""
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -9,20 +8,7 @@ import pytest
 import torch
 
 from rollout_service.cli import machine
-
-Program = Callable[[str, str], None]
-
-
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Writes a shell script, the only program that is found by its name."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def put(name: str, script: str) -> None:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-
-    return put
+from tests.support.program import Program
 
 
 class TestGpus:
