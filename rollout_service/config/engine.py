@@ -143,8 +143,8 @@ class EngineConfig(Config):
     """No torch.compile and no CUDA graphs. Always on for the CPU."""
 
     cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
-    """Batches of so many tokens become CUDA graphs, and a step runs as the next larger one. None: vLLM's own sizes, up
-    to 51. Fewer start sooner and pad more. Not on the CPU."""
+    """Batch sizes in tokens that become CUDA graphs; a step is padded to the next larger one. None: 28 sizes up to 512.
+    Fewer sizes start sooner and pad more. Not on the CPU."""
 
     linear_backend: str = "auto"
     """vLLM's ``kernel_config.linear_backend``. On Hopper ``cutlass`` needs no compiler; ``deep_gemm``, which ``auto``

@@ -37,6 +37,9 @@ BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
 
+_LARGEST_GRAPH = 512
+"""Tokens; vLLM 0.32 captures no larger step by itself."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -144,10 +147,23 @@ def _returns_experts(config: ServiceConfig, on_cpu: bool) -> bool:
 
 
 def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
-    sizes = config.engine.cuda_graph_sizes
-    if sizes is not None and on_cpu:
-        raise ValueError(f"engine.cuda_graph_sizes is {list(sizes)}, and the CPU has no CUDA graphs: leave it out")
-    return None if sizes is None else list(sizes)
+    engine = config.engine
+    if engine.cuda_graph_sizes is not None and on_cpu:
+        sizes = list(engine.cuda_graph_sizes)
+        raise ValueError(f"engine.cuda_graph_sizes is {sizes}, and the CPU has no CUDA graphs: leave it out")
+    if engine.cuda_graph_sizes is not None:
+        return list(engine.cuda_graph_sizes)
+    return None if engine.enforce_eager or on_cpu else default_graph_sizes(engine.max_num_seqs)
+
+
+def default_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return batch sizes in tokens, at most 28, that cover what vLLM's own 51 do.
+
+    A decode step waits for memory, so a wider padding costs little. Each size is captured three times at the start.
+    """
+    largest = min(2 * max_num_seqs, _LARGEST_GRAPH)
+    sizes = {1, 2, 4, 8, *range(16, 257, 16), *range(288, _LARGEST_GRAPH + 1, 32)}
+    return sorted({size for size in sizes if size < largest} | {largest})
 
 
 def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu: bool) -> dict[str, object]:

@@ -15,7 +15,7 @@ from vllm.platforms.interface import DeviceCapability
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import QuantConfig
-from rollout_service.engine.args import engine_args, not_converted
+from rollout_service.engine.args import default_graph_sizes, engine_args, not_converted
 from rollout_service.engine.plugin import CPU_CHANNEL, STAGING_KEY
 from rollout_service.model.served_model import ServedModel
 from rollout_service.shadow.deployment import shadow_config
@@ -154,6 +154,15 @@ def test_cuda_graphs_are_refused_on_the_cpu(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=r"engine.cuda_graph_sizes is \[1, 8\].*no CUDA graphs: leave it out"):
         engine_args(_config(tmp_path, engine={"cuda_graph_sizes": [1, 8]}), (), has_tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "largest", "count"), [(256, 512, 28), (1024, 512, 28), (20, 40, 7), (1, 2, 2)]
+)
+def test_default_graphs_cover_twice_the_sequences_up_to_512(max_num_seqs: int, largest: int, count: int) -> None:
+    sizes = default_graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1], len(sizes)) == (1, largest, count)
 
 
 def test_cuda_graphs_and_an_eager_engine_exclude_each_other(tmp_path: Path) -> None:
