@@ -84,7 +84,7 @@ def live_update(result: Json) -> str:
 
 def shipped(result: Json) -> str:
     """Of ``update.shipped``."""
-    pushes = [case for case in result["cases"] if case["transport"] != "start"]
+    pushes = [case for case in result["cases"] if "median_push_s" in case]
     seconds = [f"{case['transport']} {case['median_push_s']:.2f} s" for case in pushes if case["replicas"] == 1]
     return f"{pushes[0]['model']} as shipped: {', '.join(seconds)}"
 
