@@ -77,6 +77,12 @@ class Plan:
         return cls(config, host, port, version_bytes, certificate)
 
     @property
+    def url(self) -> str:
+        """Return the address of the service for programs on this machine."""
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{self.port}"
+
+    @property
     def on_gpus(self) -> bool:
         """Whether engines ask Ray for GPUs."""
         return self.config.scaling.on_gpus

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
@@ -201,7 +202,8 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
     import ray
     from ray import serve
 
-    from rollout_service.local import ServiceNotStarted, deployed
+    from rollout_service.cli.start_progress import look_at_start, progress_lines
+    from rollout_service.local import APPLICATION, ServiceNotStarted, deployed
 
     plan, status = Plan.of(document), _INTERRUPTED
     try:
@@ -219,7 +221,9 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
                 f"Ray Serve runs on this machine already, with {', '.join(running)}: end it (serve shutdown), or put "
                 "what rollout-service serve --print-config prints into its Serve config"
             )
-        with deployed(plan.config, start_options(document)):
+        with ExitStack() as service:
+            with progress_lines(lambda: look_at_start(plan.url, APPLICATION), complain):
+                service.enter_context(deployed(plan.config, start_options(document)))
             typer.echo(how_to_call(plan, context.dashboard_url))
             status = 0
             threading.Event().wait()
@@ -234,7 +238,7 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
 
 def how_to_call(plan: Plan, dashboard: str | None) -> str:
     """For whoever has just started it."""
-    url = f"http://{plan.host}:{plan.port}"
+    url = plan.url
     body = json.dumps({"prompt": "1+1=", "max_tokens": 16})
     return f"""
 {plan.config.model.name} is served at {url}
