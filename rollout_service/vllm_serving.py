@@ -94,6 +94,7 @@ NAMES = (
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_full_generator"),
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_stream_generator"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.responses_full_generator"),
+    _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.responses_stream_generator"),
     _read("vllm.parser", "Parser.parse", "self model_output request enable_auto_tools model_output_token_ids"),
     _read("vllm.parser", "Parser.parse_delta"),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.message_stream_converter"),

@@ -6,11 +6,14 @@ a trainer would then learn from tokens that the model never read. Imports vLLM's
 
 import json
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from openai.types.responses import ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent, ResponseOutputMessage
 from openai.types.responses.response import IncompleteDetails
 from vllm.inputs import TextPrompt, tokens_input
 
@@ -58,12 +61,12 @@ class ContinuingRenderer(OnlineRenderer):
         self, request: Any, messages: list[Any], *arguments: Any, **options: Any
     ) -> tuple[Any, list[Any]]:
         """Call vLLM's, and replace the prompt's tokens if it continues a turn."""
-        conversation, inputs = await super().preprocess_chat(request, messages, *arguments, **options)
         turn = current.get().session
         if turn is None:
-            return conversation, inputs
+            return await super().preprocess_chat(request, messages, *arguments, **options)
+        sent = [_copy(message) for message in messages]
+        conversation, inputs = await super().preprocess_chat(request, messages, *arguments, **options)
         params = self._chat_params(request, *arguments, **options)
-        sent = [dict(message) for message in messages]
         prefix = await turn.find(sent, self._context(params))
         if prefix is None:
             return conversation, inputs
@@ -156,6 +159,17 @@ class ContinuingRenderer(OnlineRenderer):
         return {token: self._text([token]) for token in found if token is not None}
 
 
+def _copy(message: Message) -> Message:
+    """Return the message with tool calls of its own.
+
+    vLLM replaces their arguments: what is no JSON object becomes ``{}``, and no longer equals what the agent was told.
+    """
+    copied = dict(message)
+    if copied.get("tool_calls"):
+        copied["tool_calls"] = deepcopy(copied["tool_calls"])
+    return copied
+
+
 class _Forgiving(Parser):
     """A parser of vLLM's that gives the plain text where it fails on what the model said.
 
@@ -168,7 +182,10 @@ class _Forgiving(Parser):
     def parse(self, model_output: str, *arguments: Any, **options: Any) -> Any:
         """vLLM's."""
         try:
-            return super().parse(model_output, *arguments, **options)
+            reasoning, content, calls = super().parse(model_output, *arguments, **options)
+            for call in calls or ():
+                call.arguments.encode()  # a reply cannot hold half a character, which JSON can spell
+            return reasoning, content, calls
         except Exception as error:  # noqa: BLE001 - of any parser of vLLM's, on any text
             self._note(error)
             return None, model_output, []
@@ -297,7 +314,9 @@ async def _with_anthropics_ends(lines: AsyncGenerator[str, None]) -> AsyncGenera
 
 def _is_object(arguments: str) -> bool:
     try:
-        return isinstance(json.loads(arguments), dict)
+        parsed = json.loads(arguments)
+        json.dumps(parsed, allow_nan=False)  # NaN would reach the agent as null
+        return isinstance(parsed, dict)
     except (ValueError, RecursionError):
         return False
 
@@ -316,6 +335,12 @@ class RecordedResponses(OpenAIServingResponses):
         exchange = current.get()
         if not isinstance(reply, ResponsesResponse):
             return reply
+        if not reply.output:  # an agent sends back the items: of none it would leave the turn out
+            reply.output = [
+                ResponseOutputMessage(
+                    id=f"msg_{uuid.uuid4().hex}", content=[], role="assistant", status="completed", type="message"
+                )
+            ]
         if any(completion.finish_reason != "stop" for completion in exchange.completions):
             reply.status = "incomplete"
             # OpenAI has no other reason for a reply whose end is missing; finish_reason beside it says "abort"
@@ -326,6 +351,21 @@ class RecordedResponses(OpenAIServingResponses):
         if request.stream:
             await exchange.keep_turn()
         return reply
+
+    async def responses_stream_generator(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        """Call vLLM's. The message of a reply without text has its events, too."""
+        has_items = False
+        async for event in super().responses_stream_generator(*arguments, **options):
+            has_items = has_items or event.type == "response.output_item.added"
+            if event.type == "response.completed" and not has_items:
+                for index, item in enumerate(event.response.output):
+                    place = {"output_index": index, "sequence_number": event.sequence_number}
+                    begun = item.model_copy(update={"status": "in_progress"})
+                    yield ResponseOutputItemAddedEvent(type="response.output_item.added", item=begun, **place)
+                    place["sequence_number"] += 1
+                    yield ResponseOutputItemDoneEvent(type="response.output_item.done", item=item, **place)
+                    event.sequence_number += 2
+            yield event
 
 
 def _as_sent_back(output: Sequence[Any]) -> Message:

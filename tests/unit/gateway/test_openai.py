@@ -193,6 +193,7 @@ class TestRefusals:
 
 CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
 MALFORMED = [CALL % "546", CALL % '["x"]', CALL % '"x"', CALL % '{"a": ', CALL % ("[" * 9), CALL % "null"]
+MALFORMED += [CALL % '{"a": NaN}', CALL % '{"a": 1e999}', CALL % r'{"a": "\ud800"}']  # of these no JSON can be made
 A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
 
 
@@ -251,6 +252,17 @@ class TestWhatTheModelSaid:
                 messages.append({"role": "user", "content": "go on"})
             kept = (await http.get(f"/v1/sessions/{session['session_id']}")).json()
         assert len(kept["turns"]) == 2
+
+    @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_half_a_character_in_a_call_is_a_reply(
+        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, stream: bool
+    ) -> None:
+        scripted.text = CALL % r'{"a": "\ud800"}'
+        tool = TOOL if path.startswith("chat") else {**TOOL["function"], "type": "function"}
+        asked = {"input": "hi"} if path == "responses" else {"messages": HELLO}
+        reply = await chat_http.post(f"/v1/{path}", json={**asked, "tools": [tool], "stream": stream})
+        assert reply.status_code == 200 and r"\\ud800" in reply.text, reply.text
 
     @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
     @pytest.mark.parametrize("stream", [False, True])

@@ -100,6 +100,45 @@ class TestSessions:
         kept, paths = await turns(chat_http, session)
         assert paths == [[0, 1]] and kept[0]["message"]["tool_calls"][0]["function"]["name"] == "add"
 
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("arguments", ['["a"]', "null", "{a}", '{"a": "'])
+    async def test_arguments_that_are_no_object_are_continued(
+        self,
+        agent: openai.AsyncOpenAI,
+        chat_http: httpx.AsyncClient,
+        session: Any,
+        scripted: ScriptedEngine,
+        arguments: str,
+        stream: bool,
+    ) -> None:
+        scripted.text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+        reply = await said(agent, HELLO, stream, tools=[ADD])
+        await said(agent, [*HELLO, *reply, MORE], stream, tools=[ADD])
+        first, second = scripted.calls
+        assert second.prompt_token_ids == (*first.prompt_token_ids, *ids(scripted.text), END, *ids(NEXT))
+        assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("tools", [[], [ADD]], ids=["no tools", "tools"])
+    async def test_a_reply_without_text_is_a_message(
+        self,
+        agent: openai.AsyncOpenAI,
+        chat_http: httpx.AsyncClient,
+        session: Any,
+        scripted: ScriptedEngine,
+        tools: list[Any],
+        stream: bool,
+    ) -> None:
+        scripted.text = ""
+        reply = await said(agent, HELLO, stream, tools=tools)
+        assert [(item.type, item.role, item.content, item.status) for item in reply] == [
+            ("message", "assistant", [], "completed")
+        ]
+        await said(agent, [*HELLO, *reply, MORE], stream, tools=tools)
+        first, second = scripted.calls
+        assert second.prompt_token_ids == (*first.prompt_token_ids, END, *ids(NEXT))
+        assert (await turns(chat_http, session))[1] == [[0, 1]]
+
     async def test_changed_history_begins_a_branch(
         self, agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any
     ) -> None:

@@ -126,6 +126,56 @@ async def test_a_tool_call_and_its_result_are_turns(
     assert (await turns(chat_http, session))[1] == [[0, 1]]
 
 
+def call_of(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("arguments", ['["a"]', "null", "3", '"a"', "{a}", '{"a": "'])
+async def test_arguments_that_are_no_object_are_continued(
+    agent: openai.AsyncOpenAI,
+    chat_http: httpx.AsyncClient,
+    session: Any,
+    scripted: ScriptedEngine,
+    arguments: str,
+    stream: bool,
+) -> None:
+    scripted.text = call_of(arguments)
+    asked: Any = {"model": "tiny", "tools": [TOOL]}
+    if stream:
+        async with agent.chat.completions.stream(messages=HELLO, **asked) as events:
+            reply = (await events.get_final_completion()).choices[0].message
+    else:
+        reply = (await agent.chat.completions.create(messages=HELLO, **asked)).choices[0].message
+    more = {"role": "user", "content": "more"}
+    await agent.chat.completions.create(messages=[*HELLO, reply.model_dump(exclude_none=True), more], **asked)
+    first, second = scripted.calls
+    assert second.prompt_token_ids == (*first.prompt_token_ids, *ids(scripted.text), END, *ids(NEXT))
+    assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+
+async def test_a_cut_call_that_an_agent_rewrites_branches(
+    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    scripted.text = call_of('{"a": 1}') + call_of('{"a": 1}')
+    scripted.cut_after = len(scripted.text) - len(": 1}}</tool_call>")
+    asked: Any = {"model": "tiny", "tools": [TOOL]}
+    async with agent.chat.completions.stream(messages=HELLO, **asked) as events:
+        async for _ in events:
+            pass
+        reply = events.current_completion_snapshot.choices[0].message.model_dump(exclude_none=True)
+    whole, cut = (call["function"] for call in reply["tool_calls"])
+    assert whole["arguments"] == '{"a": 1}' and cut["arguments"] == '{"a"'
+    cut["arguments"] = '{"INVALID_JSON": "{\\"a\\""}'  # as pydantic-ai sends it back
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in reply["tool_calls"]]
+    history: list[Any] = [*HELLO, reply, *results]
+    answer = await agent.chat.completions.with_raw_response.create(messages=history, **asked)
+    assert answer.headers["X-Session-Branch"] == "other_history"
+    kept, paths = await turns(chat_http, session)
+    assert paths == [[0], [1]] and [turn["branch"] for turn in kept] == [None, "other_history"]
+    assert tuple(kept[1]["prompt_token_ids"]) == scripted.calls[1].prompt_token_ids
+
+
 async def test_anthropics_sdk_talks_in_a_session(
     chatting: Services, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
 ) -> None:

@@ -78,6 +78,21 @@ class TestResponses:
         ]
         assert [event.sequence_number for event in events] == list(range(len(events)))
 
+    async def test_a_reply_without_text_is_an_item(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
+        scripted.text = ""
+        events = [event async for event in await sdk.responses.create(model="tiny", input="hi", stream=True)]
+        assert [event.type for event in events] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        done, completed = events[3:]
+        assert done.type == "response.output_item.done" and completed.type == "response.completed"
+        assert completed.response.output == [done.item]
+
     async def test_a_tool_call_is_an_item_with_its_arguments(
         self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine
     ) -> None:
