@@ -141,7 +141,10 @@ class TestAgents:
         async with client.session() as session:
             found = await agents.call("openai_agents.run", session.openai_base_url, api, stream)
             assert found["units"] in (["c"], ["f"]) and isinstance(found["output"], str)
-            assert found["items"] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+            called, last = found["items"][:2], found["items"][2:]
+            assert called == ["tool_call_item", "tool_call_output_item"]
+            # of a chat whose text is empty, as a random model's may be, the SDK makes no item
+            assert last == ["message_output_item"] or (api == "chat" and not (last or found["output"]))
             await assert_one_branch(client, session, version, turns=2)
 
     @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
