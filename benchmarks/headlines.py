@@ -89,6 +89,15 @@ def shipped(result: Json) -> str:
     return f"{pushes[0]['model']} as shipped: {', '.join(seconds)}"
 
 
+def trained(result: Json) -> str:
+    """Of ``trainers.trl``: this service beside TRL's own server in BF16."""
+    ours, own = (one(result["cases"], trainer="trl", side=side) for side in ("ours", "own"))
+    return (
+        f"TRL's GRPO, {ours['model']}: a step in {ours['median_step_s']:.2f} s, with its own server "
+        f"{own['median_step_s']:.2f}; weights served after {ours['median_sync_s']:.2f} s, {own['median_sync_s']:.2f}"
+    )
+
+
 def received(result: Json) -> str:
     """Of ``update.receive``: each transport, without engines."""
     seconds = [f"{case['transport']} {statistics.median(case['push_s']):.2f} s" for case in result["cases"]]

@@ -22,6 +22,7 @@ PARTS_OF_OTHERS = {
     "benchmarks.faults.nodes",
     "benchmarks.faults.broadcasting_trainer",
     "benchmarks.group_attention_plot",
+    "benchmarks.trainers.trl_training",
 }
 """Modules that can be started and measure nothing by themselves."""
 

@@ -1,0 +1,1 @@
+"""Trainers of other projects, each with this service and with its own engine: speed, mismatch and reward by step."""

@@ -1,0 +1,211 @@
+"""A small Qwen3 that does ``addition`` now and then: a tokenizer and a model, made on the spot from nothing.
+
+Training ends as soon as the model gives a right answer with the probability that was asked for, or when its time is
+over. That probability is exact: the mean, over held-out questions, of the probability of the one right answer.
+"""
+
+import importlib.util
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.common.paths import PROJECT
+from benchmarks.trainers.addition import Problem, problems
+
+VOCABULARY = 2048
+CONTEXT = 1024
+SHAPES: dict[str, dict[str, int]] = {
+    "0.2b": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+"""``qwen3-0.6b`` is Qwen/Qwen3-0.6B but for its vocabulary, 0.44 billion parameters; ``tiny`` is for a CPU."""
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_THOUGHTS = ("<think>", "</think>")
+_WORDS = (  # as Qwen's tokenizer cuts text; each digit is a token
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QUESTION = "QUESTION"
+_BATCH, _HELD_OUT, _EVERY = 64, 256, 10
+_LEARNING_RATE, _WARM_UP = 6e-4, 40
+_HELD_OUT_SEED = 1_000_000
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Train byte-level BPE on this project's pages and on the task; give it Qwen3's special tokens and chat template.
+
+    Raises ModuleNotFoundError without TRL, which ships the template.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(_WORDS), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(_THOUGHTS),
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pages = [page.read_text() for page in sorted((PROJECT / "docs").rglob("*.md"))]
+    task = [f"{problem.question}\n{problem.answer}" for problem in itertools.islice(problems(0), 200)]
+    tokenizer.train_from_iterator([*pages, *task], trainer)
+    tokenizer.add_tokens(list(_THOUGHTS))  # kept when special tokens are skipped, as Qwen3's are
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        additional_special_tokens=[SPECIAL[1]],
+        clean_up_tokenization_spaces=False,
+        chat_template=_qwen3_template(),
+        model_max_length=CONTEXT,
+    )
+
+
+def _qwen3_template() -> str:
+    found = importlib.util.find_spec("trl")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("TRL, which ships Qwen3's chat template, is not installed: scripts/clients.sh trl")
+    return (Path(found.submodule_search_locations[0]) / "chat_templates/qwen3.jinja").read_text()
+
+
+def make_model(shape: str, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Return a model with random weights in FP32. Raises KeyError for a shape that is not in ``SHAPES``."""
+    torch.manual_seed(0)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, tie_word_embeddings=False, **SHAPES[shape], **ids
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(**ids)
+    return model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Questions with their answers, int64 [problems, tokens] each; in ``labels`` all but the answer is -100."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, some: list[Problem]) -> "Batch":
+        """Tokenize questions as a trainer renders them, and answers with their end; pad on the right."""
+        user = [{"role": "user", "content": _QUESTION}]
+        asked = tokenizer.apply_chat_template(user, add_generation_prompt=True, tokenize=False)
+        prompts = tokenizer([asked.replace(_QUESTION, problem.question) for problem in some])["input_ids"]
+        answers = tokenizer([f"{problem.answer}{tokenizer.eos_token}" for problem in some])["input_ids"]
+        width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+        tokens = torch.full((len(some), width), tokenizer.pad_token_id)
+        labels = torch.full_like(tokens, -100)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+            labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+        return cls(tokens, labels)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on that device."""
+        return Batch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+
+def pretrain(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, target: float, limit_s: float, device: torch.device
+) -> dict[str, Any]:
+    """Train ``model`` until a right answer has the probability ``target``, ``limit_s`` seconds at most.
+
+    If the last check went far beyond the target, the weights of the check before are kept. Returns what was reached.
+    """
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE, betas=(0.9, 0.95), fused=device.type == "cuda")
+    held_out = Batch.of(tokenizer, list(itertools.islice(problems(_HELD_OUT_SEED), _HELD_OUT))).to(device)
+    started, curve, right = time.monotonic(), list[dict[str, float]](), 0.0
+    for step, batch in enumerate(_batches(tokenizer), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = _LEARNING_RATE * min(1.0, step / _WARM_UP)
+        loss = -_logprobs(model, batch.to(device)).sum() / (batch.labels != -100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        took_s = time.monotonic() - started
+        if step % _EVERY and took_s < limit_s:
+            continue
+        before, right = right, _probability(model, held_out)
+        curve.append({"step": step, "s": round(took_s, 1), "loss": loss.item(), "right": right})
+        if step % (10 * _EVERY) == 0 or right >= target or took_s >= limit_s:
+            print(f"pre-training {json.dumps(curve[-1])}", flush=True)
+        if right >= target or took_s >= limit_s:
+            break
+        kept = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if abs(before - target) < abs(right - target):
+        model.load_state_dict(kept)
+        right = before
+    return {"steps": step, "seconds": took_s, "right": right, "curve": curve}
+
+
+def _batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
+    source = problems(1)
+    while True:
+        yield Batch.of(tokenizer, list(itertools.islice(source, _BATCH)))
+
+
+def _logprobs(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
+    """Return the logprob of each label, float32 [problems, tokens - 1]; 0 where there is none."""
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
+        logits = model(batch.tokens[:, :-1], use_cache=False).logits
+    labels = batch.labels[:, 1:]
+    return -cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+@torch.no_grad()
+def _probability(model: Qwen3ForCausalLM, batch: Batch) -> float:
+    rows = zip(batch.tokens.split(_BATCH), batch.labels.split(_BATCH), strict=True)
+    sums = torch.cat([_logprobs(model, Batch(tokens, labels)).sum(1) for tokens, labels in rows])
+    return sums.exp().mean().item()
+
+
+def prepare(folder: Path, shape: str, *, target: float, limit_s: float) -> None:
+    """Make the model at ``folder``, in BF16, unless it is there."""
+    if (folder / "config.json").is_file():
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = make_tokenizer()
+    model = make_model(shape, tokenizer)
+    reached = {"shape": shape, **pretrain(model, tokenizer, target=target, limit_s=limit_s, device=device)}
+    tokenizer.save_pretrained(folder)
+    (folder / "pretraining.json").write_text(json.dumps(reached))
+    model.to(torch.bfloat16).save_pretrained(folder)  # config.json with the weights: last
+    summary = {name: value for name, value in reached.items() if name != "curve"}
+    print(f"{folder}: {sum(weights.numel() for weights in model.parameters()) / 1e6:.0f} M parameters {summary}")

@@ -1,0 +1,242 @@
+"""GRPO on ``addition`` by TRL's own trainer in server mode, in a process of its own: a line of JSON for each step.
+
+Nothing of TRL is changed; the clock runs around two methods of its ``vllm_generation`` and between its callbacks. On a
+CPU gloo takes the place of NCCL in this process, as in tests/clients/test_trl_weights.py.
+"""
+
+import itertools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from benchmarks.common.command import Options, run
+from benchmarks.trainers.addition import MAX_TOKENS, problems, reward
+from rollout_service.correction.mismatch import measure_mismatch
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+NUM_QUESTIONS = 4096
+FROM_TRL = {
+    "reward": "reward",
+    "grad_norm": "grad_norm",
+    "entropy": "entropy",
+    "mean_tokens": "completions/mean_length",
+    "cut_off": "completions/clipped_ratio",
+    "logprob_difference": "sampling/sampling_logp_difference/mean",
+    "logprob_difference_max": "sampling/sampling_logp_difference/max",
+    "ratio_min": "sampling/importance_sampling_ratio/min",
+    "ratio_mean": "sampling/importance_sampling_ratio/mean",
+    "ratio_max": "sampling/importance_sampling_ratio/max",
+}
+"""Name here → name in TRL's logs. Its logprob difference is the mean of |trainer - engine| over tokens, in nats."""
+
+
+class Training(Options):
+    """What is trained; all sides train the same prompts in the same order."""
+
+    steps: int = 40
+    """Optimizer steps, each with rollouts of its own weights."""
+    prompts: int = 16
+    """Of a step."""
+    completions: int = 8
+    """Of a prompt."""
+    micro_batch: int = 64
+    """Completions that the trainer computes at once."""
+    max_tokens: int = MAX_TOKENS
+    """Of a completion."""
+    learning_rate: float = 2e-5
+    """Constant."""
+    seed: int = 0
+    """Of the order of prompts."""
+    group_port: int = 51216
+    """On which the trainer awaits the server; TRL's default."""
+
+
+class Place(Options):
+    """Where the model is, where rollouts come from, and where steps are written."""
+
+    folder: Path
+    """The model."""
+    url: str
+    """Of the server."""
+    server_limit_s: float
+    """Seconds to wait for the server."""
+    out: Path
+    """A line for each step."""
+
+
+def main(asked: Training, place: Place) -> None:
+    """Train, and write each step as it ends."""
+    with nullcontext() if torch.cuda.is_available() else _without_cuda():
+        _train(asked, place)
+
+
+def _train(asked: Training, place: Place) -> None:
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    chosen = list(itertools.islice(problems(2), NUM_QUESTIONS))
+    prompts = [[{"role": "user", "content": problem.question}] for problem in chosen]
+    started = time.perf_counter()
+    trainer = GRPOTrainer(
+        model=str(place.folder),
+        reward_funcs=is_right,
+        args=arguments(asked, place),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "total": [problem.total for problem in chosen]}),
+    )
+    with place.out.open("w") as out:
+        steps = Steps(trainer, lambda line: print(json.dumps(line), file=out, flush=True))
+        trainer.add_callback(steps)
+        print(f"trainer ready after {time.perf_counter() - started:.1f} s", flush=True)
+        trainer.train()
+    trainer.vllm_generation.vllm_client.close_communicator()
+
+
+def arguments(asked: Training, place: Place) -> "GRPOConfig":
+    """Return TRL's settings: its defaults, but for sizes, the learning rate and gradient checkpointing."""
+    from trl import GRPOConfig
+
+    per_step, on_gpu = asked.prompts * asked.completions, torch.cuda.is_available()
+    if per_step % asked.micro_batch:
+        raise ValueError(f"--micro-batch {asked.micro_batch}: it must divide the {per_step} completions of a step")
+    return GRPOConfig(
+        output_dir=str(place.out.parent / "trainer"),
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=place.url,
+        vllm_server_timeout=place.server_limit_s,
+        vllm_group_port=asked.group_port,
+        max_steps=asked.steps,
+        num_generations=asked.completions,
+        max_completion_length=asked.max_tokens,
+        per_device_train_batch_size=asked.micro_batch,
+        gradient_accumulation_steps=per_step // asked.micro_batch,
+        learning_rate=asked.learning_rate,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        seed=asked.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+    )
+
+
+def is_right(completions: list[list[dict[str, str]]], total: list[int], **_: Any) -> list[float]:
+    """Return 1 for each completion that ends in the sum, else 0."""
+    return [reward(completion[0]["content"], sum_) for completion, sum_ in zip(completions, total, strict=True)]
+
+
+class Steps(TrainerCallback):
+    """Measures each step of a trainer, and hands it to ``write`` with what TRL logs of it.
+
+    ``step_s`` is from the step's begin to the end of its GPU work; ``sync_s`` and ``rollout_s`` are the calls of TRL
+    that push weights until they are served, and that sample; ``train_s`` is the rest.
+    """
+
+    def __init__(self, trainer: Any, write: Callable[[dict[str, float]], None]) -> None:
+        self._write = write
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._began, self._tokens = 0.0, 0
+        self._k3: list[tuple[float, float, int]] = []
+        generation = trainer.vllm_generation
+        generation.sync_weights = self._timed("sync_s", generation.sync_weights)
+        generation.generate = self._timed("rollout_s", generation.generate, self._count)
+        trainer.compute_loss = self._compared(trainer.compute_loss)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self._seconds.clear()
+        self._k3.clear()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clock, once the GPU has done the step's work."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds["step_s"] = time.perf_counter() - self._began
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Write the step. TRL logs a step after its end, and the whole training once more at the end."""
+        if logs is None or "reward" not in logs:
+            return
+        tokens = sum(count for _, _, count in self._k3)
+        self._write(
+            {"step": state.global_step}
+            | accounted(self._seconds, self._tokens)
+            | {name: logs[key] for name, key in FROM_TRL.items() if key in logs}
+            | {
+                "k3": sum(k3 * count for k3, _, count in self._k3) / max(1, tokens),
+                "probability_error": sum(error * count for _, error, count in self._k3) / max(1, tokens),
+            }
+        )
+
+    def _timed(self, name: str, call: Callable[..., Any], look: Callable[[Any], None] | None = None) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args, **kwargs)
+            self._seconds[name] += time.perf_counter() - began
+            if look is not None:
+                look(result)
+            return result
+
+        return timed
+
+    def _count(self, generated: Any) -> None:
+        self._tokens = sum(map(len, generated[1]))
+
+    def _compared(self, compute_loss: Callable[..., Any]) -> Any:
+        """TRL gives the loss both logprobs of each token: the engine's, and the trainer's of the same weights."""
+
+        def compared(model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            trainer, engine = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
+            mask = inputs["completion_mask"].bool()
+            found = measure_mismatch(trainer, engine, mask)
+            error = (trainer.exp() - engine.exp()).abs()[mask].mean().item()
+            self._k3.append((found.k3, error, found.tokens))
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        return compared
+
+
+def accounted(seconds: dict[str, float], tokens: int) -> dict[str, float]:
+    """Return where a step's seconds went, and its completion tokens a second of sampling."""
+    sync_s, rollout_s, step_s = (seconds[name] for name in ("sync_s", "rollout_s", "step_s"))
+    return {
+        "step_s": step_s,
+        "sync_s": sync_s,
+        "rollout_s": rollout_s,
+        "train_s": step_s - sync_s - rollout_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / rollout_s,
+    }
+
+
+@contextmanager
+def _without_cuda() -> Iterator[None]:
+    """Replace what needs CUDA in TRL's client: NCCL by gloo, and the device that the client insists on."""
+    import pytest
+    from trl.generation import vllm_client
+
+    from tests.support.gloo_trainer import use_gloo
+
+    join = vllm_client.VLLMClient.init_communicator
+    with pytest.MonkeyPatch.context() as patch:
+        use_gloo(patch, vllm_client)
+        patch.setattr(vllm_client, "get_ip", lambda: "127.0.0.1")
+        patch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
+        yield
+
+
+if __name__ == "__main__":
+    run(main)

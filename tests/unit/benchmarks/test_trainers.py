@@ -1,0 +1,174 @@
+"""The addition task, its tokens, and the accounts of a trainer's steps."""
+
+import itertools
+import json
+import os
+import select
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.trainers import pretraining, report, trl
+from benchmarks.trainers.addition import DIGITS, MAX_TOKENS, Problem, problems, reward
+from benchmarks.trainers.processes import process
+from benchmarks.trainers.trl_training import Steps
+
+SOME = list(itertools.islice(problems(7), 64))
+CARRIES = Problem((2427, 2229, 5))
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STEP = {"sync_s": 0.5, "rollout_s": 1.0, "train_s": 0.5, "step_s": 2.0, "tokens_per_s": 100.0}
+LINE = {"step": 1, **STEP, "k3": 1e-4, "probability_error": 1e-3, "logprob_difference": 1e-2, "reward": 0.25}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretraining, "_qwen3_template", lambda: TEMPLATE)
+        return pretraining.make_tokenizer()
+
+
+def test_an_answer_writes_each_column_with_its_carry() -> None:
+    assert CARRIES.question == "a=2427 b=2229 c=0005\nWhat is a+b+c?"
+    assert CARRIES.answer == (
+        "<think>\nb 2427+2229 7+9+0=16 2+2+1=05 4+2+0=06 2+2+0=04 4656\n"
+        "c 4656+0005 6+5+0=11 5+0+1=06 6+0+0=06 4+0+0=04 4661\n</think>\n\n4661"
+    )
+
+
+def test_each_right_answer_is_rewarded_and_no_other() -> None:
+    assert {reward(problem.answer, problem.total) for problem in SOME} == {1.0}
+    assert {reward(problem.answer, problem.total + 1) for problem in SOME} == {0.0}
+    assert reward(CARRIES.answer.removesuffix("4661"), 4661) == 0.0
+    assert reward("", 4661) == 0.0
+
+
+def test_a_seed_gives_the_same_problems_whose_sums_fit() -> None:
+    assert list(itertools.islice(problems(7), 64)) == SOME != list(itertools.islice(problems(8), 64))
+    assert max(problem.total for problem in SOME) < 10**DIGITS
+    assert {len(problem.numbers) for problem in SOME} == {2, 3, 4, 5, 6}
+
+
+def test_labels_are_the_answer_and_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = pretraining.Batch.of(tokenizer, SOME)
+    asked = batch.labels == -100
+    for problem, tokens, labels, skipped in zip(SOME, batch.tokens, batch.labels, asked, strict=True):
+        assert tokenizer.decode(labels[~skipped]) == f"{problem.answer}<|im_end|>"
+        assert tokenizer.decode(labels[~skipped], skip_special_tokens=True) == problem.answer
+        assert tokens[~skipped].equal(labels[~skipped])
+    assert (~asked).sum(1).max() <= MAX_TOKENS
+    assert batch.tokens.max() < pretraining.VOCABULARY == len(tokenizer)
+
+
+def test_a_prompt_is_what_the_trainer_renders(tokenizer: PreTrainedTokenizerFast) -> None:
+    user = [{"role": "user", "content": CARRIES.question}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert pretraining.Batch.of(tokenizer, [CARRIES]).tokens[0, : len(prompt)].tolist() == prompt
+
+
+def test_pretraining_stops_at_the_target(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = iter([0.0, 0.1, 0.9])
+    monkeypatch.setattr(pretraining, "_probability", lambda model, batch: next(reached))
+    monkeypatch.setattr(pretraining, "_BATCH", 1)
+    monkeypatch.setattr(pretraining, "_EVERY", 1)
+    monkeypatch.setitem(pretraining.SHAPES, "tiny", pretraining.SHAPES["tiny"] | {"num_hidden_layers": 1})
+    model = pretraining.make_model("tiny", tokenizer)
+    found = pretraining.pretrain(model, tokenizer, target=0.35, limit_s=1e9, device=torch.device("cpu"))
+    assert (found["steps"], found["right"]) == (3, 0.1), "the check before the last is nearer to the target"
+
+
+class Generation:
+    """TRL's, as far as steps are measured around it."""
+
+    def sync_weights(self) -> None: ...
+
+    def generate(self) -> tuple[list[list[int]], list[list[int]], None, None]:
+        return [[1]], [[1, 2, 3], [4, 5]], None, None
+
+
+def test_a_step_is_written_with_its_mismatch_and_tokens() -> None:
+    lines = list[dict[str, float]]()
+    trainer = SimpleNamespace(vllm_generation=Generation(), compute_loss=lambda model, inputs: inputs)
+    steps = Steps(trainer, lines.append)
+    steps.on_step_begin()
+    trainer.vllm_generation.sync_weights()
+    trainer.vllm_generation.generate()
+    logprobs = torch.tensor([[-1.0, -2.0, -9.0]])
+    inputs = {
+        "old_per_token_logps": logprobs,
+        "sampling_per_token_logps": logprobs + torch.tensor([[0.1, 0.0, 5.0]]),
+        "completion_mask": torch.tensor([[1, 1, 0]]),
+    }
+    assert trainer.compute_loss(None, inputs) is inputs
+    steps.on_step_end()
+    logs = {"reward": 0.5, "sampling/sampling_logp_difference/mean": 0.05}
+    steps.on_log(None, SimpleNamespace(global_step=1), None, logs)
+    steps.on_log(None, SimpleNamespace(global_step=1), None, {"train_runtime": 1.0})
+    (line,) = lines
+    assert (line["step"], line["tokens"], line["reward"], line["logprob_difference"]) == (1, 5, 0.5, 0.05)
+    assert line["k3"] == pytest.approx((torch.tensor(-0.1).exp() - 1 + 0.1).item() / 2, rel=1e-4)
+    assert line["probability_error"] == pytest.approx((torch.tensor([-0.9, -1.0]).exp()).diff().abs().item() / 2)
+    assert line["train_s"] == pytest.approx(line["step_s"] - line["sync_s"] - line["rollout_s"])
+
+
+def test_half_a_line_is_no_step_yet(tmp_path: Path) -> None:
+    (tmp_path / "steps").write_text(json.dumps(LINE) + "\n" + '{"step": 2')
+    assert trl.read_steps(tmp_path / "steps") == [LINE]
+    assert trl.read_steps(tmp_path / "none") == []
+
+
+def test_medians_leave_out_the_first_steps() -> None:
+    lines = [LINE | {"step": step, "step_s": 9.0 if step <= trl.WARM_UP else 2.0} for step in range(1, 9)]
+    found = trl.summarize(lines)
+    assert (found["steps"], found["median_step_s"], found["first_reward"]) == (8, 2.0, 0.25)
+    assert trl.summarize(lines[:1])["median_step_s"] == 9.0
+    assert trl.summarize([]) == {"steps": 0}
+
+
+def cases() -> list[dict[str, Any]]:
+    lines = [LINE | {"step": step} for step in range(1, 6)]
+    common = {"trainer": "trl", "model": "0.2b", "start": {"server_s": 60.0}, "curves": trl.curves(lines)}
+    return [{**common, "side": side, **trl.summarize(lines)} for side in ("own", "ours")]
+
+
+def test_a_report_has_a_column_for_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, figure = tmp_path / "trl.md", tmp_path / "trl.png"
+    monkeypatch.setattr(report, "PAGE", page)
+    monkeypatch.setattr(report, "FIGURE", figure)
+    page.write_text(f"before\n<!-- made by {report.PART} -->\n<!-- end of {report.PART} -->\nafter\n")
+    report.write(cases(), "two")
+    head, _, step, *_ = page.read_text().splitlines()[2:]
+    assert head == "| 0.2b, two | this service, FP8 | TRL's server, BF16 |"
+    assert step == "| a step, seconds | 2.00 | 2.00 |"
+    assert figure.stat().st_size > 1000
+
+
+def test_the_page_has_room_for_the_report() -> None:
+    assert report.PAGE.read_text().count(f"<!-- made by {report.PART} -->\n") == 1
+
+
+def test_each_side_has_its_own_server_and_the_same_trainer(tmp_path: Path) -> None:
+    asked = trl.TrlOptions(folder=tmp_path)
+    assert trl.server_command("ours", asked)[3:] == ["serve", str(tmp_path), "--replicas", "1", "--port", "8000"]
+    own = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", str(tmp_path), "--port", "8000"]
+    assert trl.server_command("own", asked) == own
+    assert trl.server_command("own-fp8", asked) == [*own, "--quantization", "fp8"]
+
+
+def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
+    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    log = tmp_path / "log"
+    with process([sys.executable, "-c", code], log, folder=tmp_path, environment={}, grace_s=60) as started:
+        while not (said := log.read_text()).endswith("\n"):
+            assert started.poll() is None
+        sleeping = os.pidfd_open(int(said))
+    assert started.returncode is not None
+    assert select.select([sleeping], [], [], 60)[0] == [sleeping]
+    os.close(sleeping)
