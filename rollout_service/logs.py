@@ -16,8 +16,6 @@ from rollout_service.tracing import name_the_trace
 
 TELL_VLLM = {"VLLM_CONFIGURE_LOGGING": "0"}
 """In the environment of a process that Serve has made."""
-TELL_VLLMS_OWN_PROCESSES = {"VLLM_CONFIGURE_LOGGING": "1"}
-"""In that of the processes that vLLM makes, which have no other handlers."""
 _OURS = ("rollout_service", "vllm", "uvicorn")
 QUIET_S = 10.0
 """Of several calls that end with the same class of error in this time, one has a line in the log."""

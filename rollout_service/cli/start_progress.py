@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 from ray import serve
@@ -42,17 +42,16 @@ def progress_lines(
 
 
 def look_at_start(url: str, application: str) -> str:
-    """Return what the service at ``url`` waits for: by its fleet, or by Serve while no gateway answers."""
-    try:
-        reply = httpx.get(f"{url}/v1/fleet", timeout=_ANSWER_S, verify=False)  # asks nothing secret, trusts nothing
-        if reply.status_code == httpx.codes.OK:
-            return engines_wait_for(Fleet.model_validate_json(reply.content))
-    except httpx.TransportError:
-        pass  # the gateway is one of the deployments that start
+    """Return what the service at ``url`` waits for: by Serve's status, and by its fleet once a gateway answers."""
     app = serve.status().applications.get(application)
     if app is None:
         return "Ray Serve starts"
     starting = sorted(name for name, deployment in app.deployments.items() if deployment.status != "HEALTHY")
+    if "gateway" not in starting:  # before, Serve's proxy would hold the request, and log that it was given up
+        with suppress(httpx.TransportError):
+            reply = httpx.get(f"{url}/v1/fleet", timeout=_ANSWER_S, verify=False)  # no secret is sent or read
+            if reply.status_code == httpx.codes.OK:
+                return engines_wait_for(Fleet.model_validate_json(reply.content))
     return f"starting: {', '.join(starting)}" if starting else ""
 
 

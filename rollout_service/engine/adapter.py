@@ -8,7 +8,6 @@ it answers nothing any more, its health check fails, and the replica is replaced
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -30,7 +29,6 @@ from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, staged_by
 from rollout_service.engine.partial_penalties import with_partial_penalties
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
-from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.fleet import PauseMode, Staging
@@ -55,7 +53,6 @@ class EngineAdapter:
         self.scheduler = SchedulerLog()
         """What the engine was doing at its last step."""
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
-        os.environ.update(TELL_VLLMS_OWN_PROCESSES)  # noqa: TID251 - they inherit this process's
         with environment_as_it_is():
             self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self.staging: Staging | None = None

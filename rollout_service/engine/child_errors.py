@@ -82,3 +82,20 @@ def reason_of(error: BaseException) -> str:
         chain[id(found)] = f"{type(found).__name__}: {str(found) or 'no message'}"
         found = found.__cause__
     return shortened("; caused by ".join(chain.values()))
+
+
+def log_to_stderr() -> None:
+    """In a process that vLLM has made: write its lines and ours to standard error, which Ray shows.
+
+    vLLM itself does not: its processes take over that the replica's leaves handlers alone. Safe to call again.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    for ours in map(logging.getLogger, ("rollout_service", "vllm")):
+        if any(isinstance(handler, logging.StreamHandler) for handler in ours.handlers):
+            continue
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(processName)s -- %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False

@@ -18,10 +18,11 @@ PARTIAL_PENALTIES = "rollout_service.engine.partial_penalties:PartialPenalties"
 def register() -> None:
     """Register the transfer engine and, on a GPU, attention that reads a group's prompt once, on the CPU the
     quantization configurations. Safe to call again."""
-    from rollout_service.engine.child_errors import tell_errors
+    from rollout_service.engine.child_errors import log_to_stderr, tell_errors
     from rollout_service.engine.parent_death import die_with_parent
 
     die_with_parent()
+    log_to_stderr()
     tell_errors()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform

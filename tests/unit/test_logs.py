@@ -88,7 +88,7 @@ class TestRefusals:
 
 
 IN_A_REPLICA = """
-import logging.handlers, os, sys
+import logging.handlers, sys
 import ray.serve
 serve, file = logging.getLogger("ray.serve"), logging.FileHandler(sys.argv[1])
 serve.addHandler(logging.handlers.MemoryHandler(capacity=1, target=file))  # as Serve does
@@ -97,14 +97,13 @@ serve.setLevel(logging.INFO)
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.replica import EngineReplica
-from rollout_service.logs import TELL_VLLMS_OWN_PROCESSES, log_with_serve
+from rollout_service.logs import log_with_serve
 from rollout_service.shadow.deployment import ShadowReplica
 from rollout_service.ingest.deployment import IngestReplica
 from rollout_service.ingest.upload_server import UploadServer
 
 log_with_serve()
 config = ServiceConfig.model_validate({"model": {"path": sys.argv[2]}, "engine": {"max_model_len": 64}})
-os.environ.update(TELL_VLLMS_OWN_PROCESSES)
 engine_args(config, (), has_tokenizer=False).create_engine_config()
 UploadServer(None, None, "127.0.0.1")
 logging.getLogger("rollout_service.engine").info("ours")

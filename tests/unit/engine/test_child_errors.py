@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rollout_service.engine.child_errors import collected_errors, reason_of, tell_errors
+from rollout_service.engine.child_errors import collected_errors, log_to_stderr, reason_of, tell_errors
 
 CONTEXT = multiprocessing.get_context("spawn")  # as vLLM starts its processes
 
@@ -70,3 +70,19 @@ def test_a_circle_of_causes_ends() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert reason_of(first) == "ValueError: first; caused by ValueError: second"
+
+
+def _log_a_line() -> None:
+    log_to_stderr()
+    log_to_stderr()
+    logging.getLogger("vllm.worker").info("Model loading took 3 s")
+
+
+def test_a_process_of_vllm_writes_its_lines_once_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_log_a_line, name="EngineCore")
+    child.start()
+    child.join(60)
+    log_to_stderr()  # no process of vLLM's: nothing happens
+    logging.getLogger("vllm.worker").info("the replica's line")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "Model loading" in line or "replica's" in line]
+    assert len(lines) == 1 and lines[0].endswith("EngineCore -- Model loading took 3 s")
