@@ -188,8 +188,7 @@ class ServedModel:
         if self.head in self.stored:
             return self.ignored_by_class
         patterns = (*self.ignored_by_class.patterns, f"^{re.escape(self.head)}$")
-        # not model_copy, which would copy the compiled pattern, too
-        return IgnoredTensors(patterns=patterns, kept=self.ignored_by_class.kept)
+        return self.ignored_by_class.model_copy(update={"patterns": patterns})
 
     @cached_property
     def routers(self) -> frozenset[str]:

@@ -4,7 +4,8 @@ Nothing in this package imports torch, vllm or ray: trainer, gateway, ingest, re
 """
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -17,6 +18,14 @@ class Frozen(BaseModel):
     """Base of every noun: immutable, and unknown fields are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with the fields of ``update``, which are not validated."""
+        copy = super().model_copy(update=update, deep=deep)
+        # pydantic copies what cached properties have stored, which is of the fields before
+        for name in copy.__dict__.keys() - type(self).model_fields:
+            del copy.__dict__[name]
+        return copy
 
 
 WeightVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]

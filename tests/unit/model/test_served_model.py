@@ -358,6 +358,11 @@ class TestIgnored:
         tensor = UploadTensor(name=name, dtype="float16", shape=(3,))
         model.check_table([*table_of(model).values(), tensor], BF16)
 
+    @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+    def test_no_tensor_of_the_model_is_ignored(self, family: str, tmp_path: Path) -> None:
+        model = described(tmp_path / family, family)
+        assert [name for name in model.stored if name in model.ignored] == []  # "attn.bias" is found in c_attn.bias
+
     @pytest.mark.parametrize("family", NEXT_TOKEN)
     def test_layers_behind_the_last_are_ignored_if_config_says(self, family: str, tmp_path: Path) -> None:
         model = described(tmp_path / family, family, **{NEXT_TOKEN[family]: 2})

@@ -1,5 +1,6 @@
 """The nouns hold their invariants from the moment they are made."""
 
+import functools
 import itertools
 import pickle
 from pathlib import Path
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_service.protocol.base import MAX_VERSION
+from rollout_service.protocol.base import MAX_VERSION, Frozen
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
@@ -210,3 +211,20 @@ class TestAnnouncement:
         for announced in (Announcement(version="next", uploader="u", **what), BeginUpload(version=7, **what)):
             again = pickle.loads(pickle.dumps(announced))
             assert again == announced and type(again) is type(announced) and again.nbytes == announced.nbytes
+
+
+class Ring(Frozen):
+    """A noun that caches what it derives."""
+
+    radius: float
+
+    @functools.cached_property
+    def width(self) -> float:
+        """Twice the radius."""
+        return 2 * self.radius
+
+
+def test_a_copy_derives_its_properties_anew() -> None:
+    ring = Ring(radius=1)
+    assert ring.width == 2
+    assert ring.model_copy(update={"radius": 3}).width == 6 and ring.model_copy() == ring
