@@ -1,7 +1,9 @@
 """``rollout-service serve`` with a model of the hub: it downloads it, says how to call it, and ends by Ctrl-C."""
 
 import asyncio
+import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,10 +38,20 @@ class Served:
     commit: str
     mark: str
 
+    @functools.cached_property
+    def log(self) -> Path:
+        """Return the folder of the log, which lies in memory."""
+        return log_of(self.port)
+
     @property
     def said(self) -> str:
         """All that it and its processes have written."""
         return (self.folder / "output").read_text()
+
+
+def log_of(port: int) -> Path:
+    """Return the folder of the log, as the service at ``port`` tells it."""
+    return Path(httpx.get(f"http://127.0.0.1:{port}/v1/fleet").json()["log"]["root"])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +71,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             while "Ctrl-C ends it." not in served.said:
                 assert process.poll() is None, served.said
                 time.sleep(0.5)
+            assert served.log.is_dir()
             yield served
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
+            shutil.rmtree(served.log)
 
 
 def test_what_it_prints_works(served: Served) -> None:
@@ -78,8 +92,7 @@ def test_what_it_prints_works(served: Served) -> None:
 def test_it_serves_the_commit_of_the_hub(served: Served) -> None:
     [model] = httpx.get(f"http://127.0.0.1:{served.port}/v1/models").json()["data"]
     assert model["id"] == REPO
-    log = WeightLog(served.folder / "out" / "weights-some-org--tiny-qwen3")
-    assert log.manifest(0).fingerprint.endswith(f"@{served.commit}")
+    assert WeightLog(served.log).manifest(0).fingerprint.endswith(f"@{served.commit}")
     assert f"{REPO}: downloading 1 files, " in served.said
 
 
@@ -112,6 +125,7 @@ async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path: Path) -
             while "Ctrl-C ends it." not in output.read_text():
                 assert process.poll() is None, output.read_text()
                 await asyncio.sleep(0.5)
+            log = log_of(port)
             (await http.post("/pause")).raise_for_status()  # what is asked for now is never answered
             asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4}))
             while not (await http.get("/v1/fleet")).json()["replicas"][0]["running"]:
@@ -124,3 +138,4 @@ async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path: Path) -
     assert "this gateway ends before" in answer.json()["error"]["message"]
     assert status == 128 + signal.SIGTERM
     assert await gone(mark) == []
+    shutil.rmtree(log)
