@@ -61,10 +61,10 @@ test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; wha
 clients: setup ## install trainers' released packages into .clients/, for the tests that drive the service with them
 	@scripts/clients.sh
 
-test-clients: setup ## other people's clients against a running service, and the README's table of them
+test-clients: setup ## other people's clients against a running service, and the table of docs/clients.md
 	@$(PYTHON_VENV) -m benchmarks.clients
 
-check: setup ## lint, format, types, and the tables of README.md, benchmarks/README.md and docs/models.md
+check: setup ## lint, format, types, and the tables of docs/clients.md, benchmarks/README.md and docs/models.md
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy

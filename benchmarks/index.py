@@ -98,7 +98,6 @@ BENCHMARKS = (
         "--side ours",
         before="python -m benchmarks.trainers.trl --prepare",
         result="trainers",
-        awaited=True,
     ),
     Benchmark("autoscaling", headlines.autoscaling),
     Benchmark("faults", headlines.faults),

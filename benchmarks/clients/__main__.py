@@ -4,8 +4,8 @@
     python -m benchmarks.clients -- -v -k areal
 
 Runs the tests of ``tests/clients``, which need ``make clients``, and those of ``tests/service`` that hold contracts of
-clients, each folder with one service of its own. Writes benchmarks/results/<machine>/clients.json and the README's
-table, which is of one machine. A client that is not installed keeps the row that it has. Exits as pytest does.
+clients, each folder with one service of its own. Writes benchmarks/results/<machine>/clients.json and the table of
+docs/clients.md, which is of one machine. A client that is not installed keeps its row. Exits as pytest does.
 """
 
 from typing import Annotated

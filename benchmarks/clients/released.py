@@ -15,7 +15,7 @@ INSTALLED = PROJECT / ".clients"
 
 @dataclass(frozen=True)
 class Client:
-    """A row of the README's table. Texts may hold Markdown."""
+    """A row of the table in docs/clients.md. Texts may hold Markdown."""
 
     name: str
     rollouts: str
@@ -62,7 +62,7 @@ CLIENTS = (
         "its whole training loop on the CPU",
         folder="trl",
         packages=("trl",),
-        links={"TRL, async": "docs/trainers/trl.md"},
+        links={"TRL, async": "trainers/trl.md"},
     ),
     Client(
         "TRL, sync",
@@ -71,7 +71,7 @@ CLIENTS = (
         f"its client, for rollouts and for weights, {GLOO}",
         folder="trl",
         packages=("trl",),
-        links={"TRL, sync": "docs/trainers/trl.md"},
+        links={"TRL, sync": "trainers/trl.md"},
     ),
     Client(
         "SkyRL",
@@ -80,7 +80,7 @@ CLIENTS = (
         f"its rollout and weight-sync clients {GLOO}",
         folder="skyrl",
         packages=("skyrl",),
-        links={"SkyRL": "docs/trainers/skyrl.md"},
+        links={"SkyRL": "trainers/skyrl.md"},
     ),
     Client(
         "vLLM's `HTTPVLLMWeightSyncClient`",
@@ -96,7 +96,7 @@ CLIENTS = (
         "verl's server manager, client and checkpoint engine on the CPU",
         folder="verl",
         packages=("verl",),
-        links={"verl": "docs/trainers/verl.md"},
+        links={"verl": "trainers/verl.md"},
     ),
     Client(
         "prime-rl with verifiers",
@@ -106,7 +106,7 @@ CLIENTS = (
         folder="verifiers",
         packages=("verifiers", "renderers"),
         source="559b447",
-        links={"prime-rl": "docs/trainers/prime_rl.md"},
+        links={"prime-rl": "trainers/prime_rl.md"},
     ),
     Client(
         "AReaL",
@@ -115,7 +115,7 @@ CLIENTS = (
         "its remote vLLM engine against a running service, through an update; its SGLang calls as contracts",
         folder="areal",
         packages=("areal",),
-        links={"AReaL": "docs/trainers/areal.md"},
+        links={"AReaL": "trainers/areal.md"},
     ),
     Client(
         "slime",
@@ -125,7 +125,7 @@ CLIENTS = (
         folder="slime",
         packages=("sglang-router",),
         source="624b824",
-        links={"slime": "docs/trainers/slime.md"},
+        links={"slime": "trainers/slime.md"},
     ),
     Client(
         "rLLM's model gateway",
@@ -156,7 +156,7 @@ CLIENTS = (
         "",
         "both SDKs against a running service, streams and sessions too",
         packages=("openai", "anthropic"),
-        links={"OpenAI's and Anthropic's SDKs": "docs/agents.md"},
+        links={"OpenAI's and Anthropic's SDKs": "agents.md"},
     ),
     Client(
         "The newest SDKs, openai-agents, pydantic-ai, LiteLLM",
@@ -165,7 +165,7 @@ CLIENTS = (
         "against a running service: tools, streams, whole agent loops in sessions",
         folder="agents",
         packages=("openai", "anthropic", "openai-agents", "pydantic-ai-slim", "litellm"),
-        links={"The newest SDKs": "docs/agents.md"},
+        links={"The newest SDKs": "agents.md"},
     ),
 )
 """In the order of the table."""

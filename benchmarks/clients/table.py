@@ -1,4 +1,4 @@
-"""The README's table of clients: what ``python -m benchmarks.clients`` found.
+"""The table of docs/clients.md: what ``python -m benchmarks.clients`` found.
 
 python -m benchmarks.clients.table            says what is wrong and exits with 1 if table and result do not agree
 python -m benchmarks.clients.table --write    makes the table anew
@@ -15,7 +15,7 @@ from benchmarks.common.marked import with_part, write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.results import Json
 
-README = PROJECT / "README.md"
+PAGE = PROJECT / "docs/clients.md"
 RESULT = RESULTS / "cpu-2-cores/clients.json"
 PART = "python -m benchmarks.clients.table --write"
 
@@ -32,29 +32,29 @@ def table(cases: list[Json]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def problems(result: Path, readme: Path) -> list[str]:
-    """What is wrong with the table in ``readme``, in words; nothing if it is as the result says."""
+def problems(result: Path, page: Path) -> list[str]:
+    """What is wrong with the table in ``page``, in words; nothing if it is as the result says."""
     cases = json.loads(result.read_text())["cases"]
     missing = [client.name for client in CLIENTS if client.name not in {case["client"] for case in cases}]
     found = [f"{result}: nothing of {name}. Run make clients test-clients" for name in missing]
     try:
-        if with_part(readme.read_text(), PART, table(cases)) != readme.read_text():
-            found.append(f"{readme}: the table of clients is not what the result says. Run: {PART}")
+        if with_part(page.read_text(), PART, table(cases)) != page.read_text():
+            found.append(f"{page}: the table of clients is not what the result says. Run: {PART}")
     except ValueError as error:
-        found.append(f"{readme}: {error}")
+        found.append(f"{page}: {error}")
     return found
 
 
 def write_table() -> None:
     """Make it anew."""
-    write_part(README, PART, table(json.loads(RESULT.read_text())["cases"]))
+    write_part(PAGE, PART, table(json.loads(RESULT.read_text())["cases"]))
 
 
 def main(write: Annotated[bool, typer.Option("--write", help="Make the table anew.")] = False) -> None:
-    """Check that the README's table is what the result says; exit with 1 and say why if it is not."""
+    """Check that the page's table is what the result says; exit with 1 and say why if it is not."""
     if write:
         write_table()
-    found = problems(RESULT, README)
+    found = problems(RESULT, PAGE)
     for problem in found:
         typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)
     raise typer.Exit(1 if found else 0)

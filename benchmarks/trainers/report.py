@@ -86,7 +86,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     right.set(ylabel="seconds of a step (median)")
     right.tick_params(axis="x", labelsize=8)
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8)
     for axes in (left, right):
         axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=120)

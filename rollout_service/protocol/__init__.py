@@ -1,1 +1,1 @@
-"""Every message between trainer, gateway, ingest, replicas and monitor, once, for both ends. No torch, vllm or ray."""
+"""Messages between trainer, gateway, ingest, replicas and monitor. No module here imports torch, vllm or ray."""

@@ -1,4 +1,4 @@
-"""What every message between processes is: a frozen pydantic model, plain JSON on the wire.
+"""Base class and common field types of the messages: frozen pydantic models, sent as plain JSON.
 
 Nothing in this package imports torch, vllm or ray: trainer, gateway, ingest, replicas and monitor share it.
 """
@@ -10,32 +10,32 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MAX_VERSION = 2**53 - 1
-"""Weight versions are JSON numbers and values of metrics, which others read as doubles: beyond this those are not exact
-(RFC 8259, section 6)."""
+"""The largest weight version. JSON readers and metrics hold numbers as doubles, which are exact up to here (RFC 8259,
+section 6)."""
 
 
 class Frozen(BaseModel):
-    """Base of every noun: immutable, and unknown fields are an error."""
+    """Base class of every message: immutable, and unknown fields are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with the fields of ``update``, which are not validated."""
         copy = super().model_copy(update=update, deep=deep)
-        # pydantic copies what cached properties have stored, which is of the fields before
+        # pydantic also copies the values of cached properties, which were computed from the old fields
         for name in copy.__dict__.keys() - type(self).model_fields:
             del copy.__dict__[name]
         return copy
 
 
 WeightVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-"""A weight version that comes from outside."""
+"""A weight version received from outside."""
 
 
 _LABEL = "[0-9._:/@+=-]*[A-Za-z][A-Za-z0-9._:/@+=-]*"
 _LONGEST_LABEL = 128
 NEXT: Literal["next"] = "next"
-"""In place of a number: the ingest gives the version one."""
+"""Placeholder for a version number: the ingest assigns the number."""
 
 
 def _is_no_keyword(label: str) -> str:
@@ -45,23 +45,23 @@ def _is_no_keyword(label: str) -> str:
 
 
 VersionLabel = Annotated[str, Field(max_length=_LONGEST_LABEL, pattern=f"^{_LABEL}$"), AfterValidator(_is_no_keyword)]
-"""What a trainer calls a version beside its number, such as ``run-7/step-300``: letters, digits and ``._:/@+=-``, of
-them at least one letter, so that it is never taken for a number. Several versions may have it: it then means the newest
-of them."""
+"""A trainer's name for a version, such as ``run-7/step-300``: letters, digits and ``._:/@+=-``. At least one letter is
+required, so that a label is never read as a number. Several versions may share a label; it then means the newest of
+them."""
 NewVersion = WeightVersion | Literal["next"]
-"""The version of a push."""
+"""The version of a push: a number, or ``next``."""
 KnownVersion = WeightVersion | VersionLabel
-"""A version that was committed, by its number or its label."""
+"""A committed version, by its number or its label."""
 
 
 def is_label(text: str) -> bool:
-    """Whether ``text`` may be a ``VersionLabel``."""
+    """Return True if ``text`` is a valid ``VersionLabel``."""
     return len(text) <= _LONGEST_LABEL and text != NEXT and re.fullmatch(_LABEL, text) is not None
 
 
 class Failure(Frozen):
-    """An error that was kept to be shown."""
+    """An error that is stored in order to be shown."""
 
     type: str
-    """Class in ``rollout_service.errors``."""
+    """Name of the class in ``rollout_service.errors``."""
     message: str

@@ -1,7 +1,7 @@
-"""Planes coded and decoded by loops that numba compiles: one call for each, with Python's lock free.
+"""Encode and decode delta planes with loops that numba compiles. Each takes one call, which releases the GIL.
 
-By numpy it is ten calls, each of which gives the lock up and takes it again, so that threads wait for each other. What
-the bytes are: ``plane_codes.py``.
+The numpy version makes ten calls, each of which releases and takes the GIL, so its threads wait for each other. The
+byte format is described in ``plane_codes.py``.
 """
 
 import zlib
@@ -26,17 +26,18 @@ from rollout_service.protocol.plane_codes import (
 
 _compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)
 _Word = np.uint64
-"""Eight bytes of a plane, the first one the lowest. As an index it is not looked at for being negative."""
+"""Eight bytes of a plane, the first one lowest. Unsigned, so that numba does not check an index for negative values."""
 _LOW_BITS, _HIGH_BITS = _Word(0x0101010101010101), _Word(0x8080808080808080)
-"""Of each byte."""
+"""The lowest and the highest bit of each of the eight bytes."""
 _GATHER = _Word(0x8040201008040201)
-"""Times a word whose bytes are 0 or 1, it has these as the bits of its highest byte, the first one the highest; times
-a byte, the byte's bits are the highest of each byte but the first's, one below."""
+"""Multiplier that gathers or spreads bits. Times a word of bytes 0 or 1, the product's highest byte has them as its
+bits, the first one highest. Times a byte, the highest bit of each byte of the product is a bit of that byte; the first
+byte is the exception, one position below."""
 _ZEROS, _STORED, _TWO_VALUES, _RLE, _HUFFMAN = range(5)
 
 
 def coded(plane: Bytes) -> bytes | int:
-    """The code of a plane, or the strategy of zlib by which it is to be deflated."""
+    """Return the code of a plane, or the zlib strategy with which it should be deflated."""
     bits_bytes, most = -(-plane.size // 8), int(EXCEPTIONS * plane.size)
     content = np.empty(bits_bytes + EXCEPTION_BYTES * most, np.uint8)
     kind, first, second, exceptions = _code(plane, content, most)
@@ -49,14 +50,14 @@ def coded(plane: Bytes) -> bytes | int:
 
 
 def write_two_values(plane: Bytes, first: int, second: int, bits: Bytes, places: Bytes, values: Bytes) -> bool:
-    """Write to a plane what its bits, places uint32 and values say. Returns whether all places lie in it."""
+    """Decode a plane of two values in place. ``places`` holds uint32. Return False if a place lies outside the plane."""
     return bool(_decode(plane, np.uint8(first), np.uint8(second), bits, places, values))
 
 
 @_compiled
 def _code(plane, content, most):
-    """``content``: uint8, takes what a plane of two values and ``most`` exceptions has after its header. Returns kind,
-    values and exceptions."""
+    """Choose the code of a plane and write its content. ``content``, uint8, has room for a plane of two values and
+    ``most`` exceptions, without the header. Return the kind, both values and the number of exceptions."""
     count = plane.size
     nonzero = np.int64(0)
     for i in range(count):
@@ -87,7 +88,7 @@ def _code(plane, content, most):
 
 @_compiled
 def _code_two_values(plane, first, second, content, most):
-    """Returns how many exceptions there are, or -1 if they are more than ``most``."""
+    """Return the number of exceptions, or -1 if there are more than ``most``."""
     exceptions = np.int64(0)
     places = np.empty(most, np.uint32)
     for number in range((plane.size + 7) >> 3):
@@ -110,10 +111,10 @@ def _code_two_values(plane, first, second, content, most):
 
 @_compiled
 def _word(plane, start):
-    """Eight bytes, and the bits of those that are beyond the plane's end."""
+    """Load eight bytes. Return them and a mask of the bytes beyond the plane's end."""
     word, missing = _Word(0), _Word(0)
     if start + _Word(8) <= _Word(plane.size):
-        for i in range(8):  # one load, since it is known that all are there
+        for i in range(8):  # the compiler makes this one load, since all eight bytes exist
             word |= _Word(plane[start + _Word(i)]) << _Word(8 * i)
         return word, missing
     for i in range(8):

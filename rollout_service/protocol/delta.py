@@ -1,18 +1,18 @@
-"""What changed in a tensor, as bytes: exactly the new tensor comes out of the old one and these. Needs numpy alone.
+"""Encode the difference between two versions of a tensor, without loss. Needs only numpy.
 
-One step of an RL trainer changes few elements, most of them to the next larger or smaller number of their dtype. So
-what is sent of a tensor are the gaps between the elements that changed, and by how much each did: the difference of the
-old and the new bit pattern, integers of that size that wrap around; in zigzag order (0, -1, 1, -2, …), so that a small
-step up or down is a small number.
+One step of an RL trainer changes few elements, most of them to the next larger or smaller value of their dtype. The
+encoding of a tensor therefore has two sequences of integers. The first holds the gaps between changed elements. The
+second holds the difference of the new and the old bit pattern, as integers of the element's size that wrap around.
+Differences are in zigzag order (0, -1, 1, -2, …), so that a small step up or down is a small number.
 
-Both are sequences of integers whose low bytes are spread out and whose high bytes are few values, most of them zero.
-They are taken apart into planes, all lowest bytes, then all second bytes, and each plane is coded by what is in it
-(``delta_planes.py``). If all changes are one step, one takes 10.9 bits where 0.3% change, and its entropy is 10.8;
-where 2% do, 9.2 and 8.1, of which a Huffman code of the low bytes would save 0.9; where 5% do, 6.8 and 6.7. Each 1% of
-other steps adds 0.4 bits, and more than 3% of them are for zlib.
+In both sequences the low bytes vary widely, while the high bytes have few values, mostly zero. The integers are split
+into planes: all lowest bytes, then all second bytes, and so on. Each plane is coded by its content
+(``delta_planes.py``). If all changes are one step, a change takes 10.9 bits where 0.3% of the elements change (entropy:
+10.8). It takes 9.2 bits at 2% (entropy 8.1; a Huffman code of the low bytes would save 0.9) and 6.8 at 5% (6.7). Each
+1% of other steps adds 0.4 bits. With more than 3% of other steps, zlib codes the plane.
 
-A tensor is cut into segments of ``SEGMENT_BYTES``, so that several threads work on a large one, and what a segment
-decodes to is bounded by its size, whatever the bytes say. Little-endian:
+A tensor is cut into segments of ``SEGMENT_BYTES``, so that several threads can work on a large one. The size of a
+segment bounds its decoded size, whatever the bytes contain. Format, little-endian:
 
     unchanged   0
     changed     1, count uint32, the planes' lengths uint32 [3 + bytes an element], and the planes: 3 of the gaps, each
@@ -32,55 +32,55 @@ import numpy.typing as npt
 from rollout_service.protocol import delta_planes
 
 SEGMENT_BYTES = 16 << 20
-"""A multiple of every element's size; positions in it fit into the planes of a gap."""
+"""Size of a segment in bytes. A multiple of every element size; positions in a segment fit into the planes of a gap."""
 
 Array = npt.NDArray[Any]
-"""Integers, in one dimension."""
+"""A one-dimensional array of integers."""
 
 _UNCHANGED, _CHANGED, _WHOLE = range(3)
 NOTHING = bytes([_UNCHANGED])
-"""A segment in which nothing has changed."""
+"""The encoding of a segment without changes."""
 GAP_PLANES = 3
 SPARSE = 0.25
-"""Share of changed elements above which a segment is sent as a whole: its positions are most of its bytes then, and
-zlib takes longer than a network."""
+"""Share of changed elements above which a segment is sent whole. Positions would be most of its bytes, and zlib would
+take longer than the network."""
 _SMALL_BYTES = 4096
-"""A tensor like the scales of an expert, of which there are thousands, most of them unchanged."""
+"""Largest size in bytes of a small tensor, such as an expert's scales: there are thousands, mostly unchanged."""
 UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-"""Bits of elements, by their bytes."""
+"""Unsigned integer dtype for each element size in bytes."""
 _SHIFTS = {1: 0, 2: 1, 4: 2}
-"""Binary logarithms of the sizes of elements."""
+"""Binary logarithm of each element size."""
 
 
 class Segment(NamedTuple):
-    """What changes one segment of a tensor. Several threads may apply those of one tensor."""
+    """The encoded changes of one segment of a tensor. Several threads may apply segments of one tensor at once."""
 
     number: int
     place: slice
-    """Its bytes in the tensor."""
+    """The segment's bytes in the tensor."""
     encoded: memoryview
 
 
 def segments(nbytes: int) -> Iterator[slice]:
-    """The bytes of each segment of a tensor, in order."""
+    """Yield the byte range of each segment of a tensor, in order."""
     for start in range(0, nbytes, SEGMENT_BYTES):
         yield slice(start, min(start + SEGMENT_BYTES, nbytes))
 
 
 def encode_segment(base: memoryview, new: memoryview, itemsize: int) -> bytes:
-    """What changed from ``base`` to ``new``: one segment of a tensor with elements of ``itemsize`` bytes."""
+    """Encode the changes from ``base`` to ``new``, one segment of a tensor with elements of ``itemsize`` bytes."""
     positions, differences = changed_elements(base, new, itemsize)
     return encode_changes(positions, differences, new.nbytes) or encode_whole(new)
 
 
 def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes | None:
-    """A segment of ``nbytes`` bytes, by what was found to have changed in it.
+    """Encode a segment of ``nbytes`` bytes from the positions and differences of its changes.
 
     Args:
-        positions: integers, ascending: of the elements that changed.
+        positions: integers, ascending: the changed elements.
         differences: their new bits minus their old ones, of an integer dtype as large as an element.
 
-    Returns None if the segment's new bytes are fewer: ``encode_whole``.
+    Return None if the segment's new bytes are smaller than the encoded changes; use ``encode_whole`` then.
     """
     itemsize = differences.itemsize
     if not positions.size:
@@ -97,16 +97,16 @@ def encode_changes(positions: Array, differences: Array, nbytes: int) -> bytes |
 
 
 def is_sparse(count: int, itemsize: int, nbytes: int) -> bool:
-    """Whether so few elements of ``nbytes`` bytes have changed that they are told one by one."""
+    """Return True if few enough elements of ``nbytes`` bytes have changed to encode each of them."""
     return count * itemsize <= SPARSE * nbytes
 
 
 def encode_planes(planes: Array, nbytes: int) -> bytes | None:
-    """As ``encode_changes``, for who takes the numbers apart otherwise.
+    """Encode a segment from planes that the caller has already made; otherwise like ``encode_changes``.
 
     Args:
         planes: uint8 [``GAP_PLANES`` + bytes an element, changes], rows contiguous, at least one change, and
-            ``is_sparse``: of the gaps, then of the differences in zigzag order, the lowest bytes first.
+            ``is_sparse``: planes of the gaps, then of the differences in zigzag order, the lowest bytes first.
     """
     coded = [delta_planes.coded(plane) for plane in planes]
     itemsize, count = len(planes) - GAP_PLANES, planes.shape[1]
@@ -115,46 +115,47 @@ def encode_planes(planes: Array, nbytes: int) -> bytes | None:
 
 
 def encode_whole(new: memoryview) -> bytes:
-    """A segment by all of its bytes."""
+    """Encode a segment by all of its bytes."""
     return bytes([_WHOLE]) + bytes(new)
 
 
 def is_whole(encoded: bytes) -> bool:
-    """Whether that is what a segment is."""
+    """Return True if the encoded segment holds all of its new bytes."""
     return encoded[0] == _WHOLE
 
 
 def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
-    """What changed in a whole tensor; empty if nothing did. Raises ValueError for tensors of different sizes."""
+    """Encode the changes of a whole tensor; empty if nothing changed. Raises ValueError for tensors of different sizes."""
     if base.nbytes != new.nbytes:
         raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
     return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])
 
 
 def is_small_and_equal(base: memoryview, new: memoryview) -> bool:
-    """Whether nothing has changed in a tensor of which that is seen sooner than numpy is called."""
+    """Return True if a small tensor is unchanged. Comparing bytes is faster than numpy for these; larger ones return
+    False."""
     return new.nbytes <= _SMALL_BYTES and bytes(base) == bytes(new)
 
 
 def joined(encoded: list[bytes]) -> bytes:
-    """A tensor out of its segments, in order; empty if nothing changed in any."""
+    """Join the encoded segments of a tensor, in order; empty if nothing changed in any."""
     return b"" if all(segment == NOTHING for segment in encoded) else b"".join(encoded)
 
 
 def apply(encoded: memoryview, tensor: memoryview, itemsize: int) -> None:
-    """Make the old bytes in ``tensor`` the new ones.
+    """Replace the old bytes in ``tensor`` by the new ones.
 
-    Raises ValueError, with the segment, for bytes that are no encoding of a tensor of this size; the tensor is neither
-    the old nor the new one then.
+    Raises ValueError, which names the segment, if ``encoded`` is not valid for a tensor of this size. The tensor then
+    holds a mixture of old and new bytes.
     """
     for segment in changed_segments(encoded, tensor.nbytes, itemsize):
         apply_segment(segment, tensor[segment.place], itemsize)
 
 
 def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Segment]:
-    """The segments of a tensor of ``nbytes`` bytes, but for those in which nothing changed.
+    """Return the changed segments of a tensor of ``nbytes`` bytes.
 
-    Raises ValueError, with the segment, for bytes of which the first of a segment show that they are no encoding.
+    Raises ValueError, which names the segment, if a segment's header is invalid.
     """
     position, found = 0, []
     for number, place in enumerate(segments(nbytes)):
@@ -169,9 +170,10 @@ def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Se
 
 
 def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
-    """Make the old bytes of one segment, in ``data``, the new ones. Returns what the elements that were told became.
+    """Replace the old bytes of one segment, in ``data``, by the new ones. Return the new values of the encoded
+    elements.
 
-    Raises ValueError as ``apply``.
+    Raises ValueError like ``apply``.
     """
     elements = np.frombuffer(data, UNSIGNED[itemsize])
     if (new := new_bytes(segment)) is not None:
@@ -184,24 +186,24 @@ def apply_segment(segment: Segment, data: memoryview, itemsize: int) -> Array:
 
 
 def inflated(segment: Segment, itemsize: int) -> tuple[int, list[bytes]]:
-    """For who joins the planes otherwise: how many elements a segment that has its changes tells, and its planes.
+    """Return the number of changes in a segment and its decoded planes, for callers that join the planes themselves.
 
-    Those are bytes of as many elements, ``GAP_PLANES`` of gaps and then those of the differences in zigzag order;
-    empty: zeros. Nothing says yet that the positions lie in the segment. Raises ValueError as ``apply``.
+    Each plane has one byte per change: ``GAP_PLANES`` planes of gaps, then the differences in zigzag order. An empty
+    plane means zeros. Positions are not yet checked against the segment's size. Raises ValueError like ``apply``.
     """
     with naming(segment.number):
         return _inflated(segment.encoded, itemsize)
 
 
 def new_bytes(segment: Segment) -> memoryview | None:
-    """All of a segment's; None if it has its changes: ``decode_changes``."""
+    """Return all bytes of a segment that was sent whole, or None for one that has changes: see ``decode_changes``."""
     return segment.encoded[1:] if segment.encoded[0] == _WHOLE else None
 
 
 def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array, Array]:
-    """What ``encode_changes`` was given of a segment of ``nbytes`` bytes; differences as unsigned integers.
+    """Invert ``encode_changes`` for a segment of ``nbytes`` bytes. Differences are unsigned integers.
 
-    Raises ValueError as ``apply``.
+    Raises ValueError like ``apply``.
     """
     with naming(segment.number):
         return _decoded(segment.encoded, nbytes // itemsize, UNSIGNED[itemsize])
@@ -209,7 +211,7 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
 
 @contextmanager
 def naming(segment: int) -> Iterator[None]:
-    """What is wrong with its bytes is a ValueError that names the segment."""
+    """Add the segment's number to errors: raise ValueError in place of ValueError and zlib.error."""
     try:
         yield
     except (ValueError, zlib.error) as error:
@@ -217,8 +219,8 @@ def naming(segment: int) -> Iterator[None]:
 
 
 def changed_elements(base: memoryview, new: memoryview, itemsize: int) -> tuple[Array, Array]:
-    """Positions int64 and differences of the elements that differ, as ``encode_changes`` takes them."""
-    # eight bytes at a time: few of these differ
+    """Return positions (int64) and differences of the elements that differ, as ``encode_changes`` takes them."""
+    # compare eight bytes at a time, since few of these words differ
     dtype = UNSIGNED[itemsize]
     old, now = np.frombuffer(base, dtype), np.frombuffer(new, dtype)
     shift = 3 - _SHIFTS[old.itemsize]
@@ -227,7 +229,7 @@ def changed_elements(base: memoryview, new: memoryview, itemsize: int) -> tuple[
     words = np.flatnonzero(words_old != words_now)
     differences = words_now[words].view(old.dtype)
     differences -= words_old[words].view(old.dtype)
-    inside = np.flatnonzero(differences != 0)  # of booleans: of integers numpy takes five times as long
+    inside = np.flatnonzero(differences != 0)  # booleans, because numpy takes five times as long for integers
     positions = (words[inside >> shift] << shift) + (inside & ((1 << shift) - 1))
     if whole == old.size:
         return positions, differences[inside]
@@ -253,7 +255,7 @@ def _header(itemsize: int) -> struct.Struct:
 
 
 def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
-    """Of the first segment in ``encoded``, which is one of ``nbytes`` bytes."""
+    """Return the encoded size of the first segment in ``encoded``, whose decoded size is ``nbytes``."""
     if not encoded.nbytes:
         raise ValueError("it is not there")
     kind = int(encoded[0])
@@ -278,7 +280,7 @@ def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
 
 
 def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Positions and differences in a changed segment of ``size`` elements, of which the header was checked."""
+    """Return positions and differences in a changed segment of ``size`` elements. The caller has checked the header."""
     count, planes = _inflated(encoded, dtype.itemsize)
     positions = _joined_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
     positions[1:] += 1
@@ -288,15 +290,15 @@ def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Arra
 
 
 def require_inside(last: int, size: int) -> None:
-    """Raises ValueError if the last position of a segment of ``size`` elements is not one of them."""
+    """Raise ValueError if ``last``, the last position in a segment of ``size`` elements, lies outside it."""
     if last >= size:
         raise ValueError(f"its last change is at element {last} of {size}")
 
 
 def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
-    """How many changes a segment has, and the planes of their numbers; empty: zeros.
+    """Return the number of changes in a segment and its planes; an empty plane means zeros.
 
-    No plane is decompressed beyond as many bytes.
+    No plane is decompressed beyond one byte per change.
     """
     header = _header(itemsize)
     count, *lengths = map(int, header.unpack_from(encoded)[1:])
@@ -312,7 +314,7 @@ def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
 
 
 def _joined_planes(planes: list[bytes], count: int, dtype: np.dtype[Any]) -> Array:
-    """``count`` numbers out of their planes."""
+    """Join planes into ``count`` numbers."""
     numbers = np.frombuffer(planes[0], np.uint8).astype(dtype) if planes[0] else np.zeros(count, dtype)
     of_each = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
     for plane, values in enumerate(planes[1:], start=1):

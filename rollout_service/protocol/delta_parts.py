@@ -1,14 +1,15 @@
-"""The parts of a delta: which tensors each is about, and what it says of them. Needs numpy alone.
+"""Parts of a delta upload: which tensors each covers, and its binary format. Needs only numpy.
 
-Which tensors a part is about follows from the sizes of all of them, so both ends know it, and how many parts there are,
-before anything is compared: consecutive tensors that have ``_bytes_of_a_part`` together, or a single larger one. A
-part is sent as soon as the trainer has compared its tensors, and the ingest makes them while it compares the next.
+The sizes of all tensors decide how many parts there are and which tensors each covers. Both ends can compute this
+before anything is compared. A part covers consecutive tensors of ``_bytes_of_a_part`` bytes together, or a single
+larger tensor. The trainer sends a part once it has compared the part's tensors. The ingest applies it while the trainer
+compares the next ones.
 
-A part describes itself. Little-endian:
+A part describes itself. Format, little-endian:
 
     first tensor uint32, tensors uint32
-    of each tensor the bytes of its changes, uint64; 0: it is what it was
-    of each changed tensor the digest that it must have, 16 bytes, as ``StoredTensor.digest``
+    bytes of the changes of each tensor, uint64; 0: unchanged
+    digest of each changed tensor after the change, 16 bytes, as ``StoredTensor.digest``
     the changes of each (see ``delta.py``), one after the other
 """
 
@@ -20,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 PARTS = 16
-"""Of most deltas: so that tensors are made while others are compared."""
+"""The usual number of parts of a delta. Several parts let the ingest apply one while the trainer compares the next."""
 LEAST_TENSOR_BYTES, MOST_TENSOR_BYTES = 1 << 20, 2 << 30
-"""Of the tensors that a part is about, a single larger one left aside: a request takes a millisecond, and after a step
-of a trainer 2% of the bytes are sent at most, which have to be in memory at once."""
+"""Minimum and maximum bytes of the tensors that a part covers; a single tensor may be larger. A request takes a
+millisecond. After a training step at most 2% of these bytes are sent, and must be in memory at once."""
 
 _HEADER = struct.Struct("<II")
 _SIZE = np.dtype("<u8")
@@ -31,25 +32,25 @@ _DIGEST_BYTES = 16
 
 
 class TensorChange(NamedTuple):
-    """What a part says of one tensor that has changed."""
+    """The size and resulting digest of one changed tensor in a part."""
 
     nbytes: int
-    """Of its changes, at least one."""
+    """Size of its changes in bytes, at least 1."""
     digest: str
-    """That of the result, as ``StoredTensor.digest``."""
+    """Digest of the tensor after the change, as ``StoredTensor.digest``."""
 
 
 class PartHeader(NamedTuple):
-    """What a part begins with."""
+    """The decoded header of a part."""
 
     changes: tuple[TensorChange | None, ...]
-    """Of each of its tensors, in order; None: it is what it was."""
+    """One entry per tensor of the part, in order; None: unchanged."""
     starts: tuple[int, ...]
-    """Where the changes of each begin in the part."""
+    """Offset in the part at which each tensor's changes begin."""
 
 
 def tensors_of_parts(sizes: Sequence[int]) -> tuple[range, ...]:
-    """The tensors that each part is about, by their places in the table. ``sizes``: bytes of all tensors."""
+    """Return the tensors that each part covers, as ranges of places in the table. ``sizes``: bytes of all tensors."""
     most, parts = _bytes_of_a_part(sum(sizes)), []
     first = nbytes = 0
     for number, size in enumerate(sizes):
@@ -65,32 +66,32 @@ def _bytes_of_a_part(nbytes: int) -> int:
 
 
 def encode_header(first: int, changes: Sequence[TensorChange | None]) -> bytes:
-    """What a part about ``changes``, of the tensors from ``first`` on, begins with."""
+    """Encode the header of a part that has ``changes`` of the tensors from number ``first`` on."""
     sizes = np.array([0 if change is None else change.nbytes for change in changes], _SIZE)
     digests = "".join(change.digest for change in changes if change is not None)
     return _HEADER.pack(first, len(changes)) + sizes.tobytes() + bytes.fromhex(digests)
 
 
 def most_header_bytes(count: int) -> int:
-    """That the header of a part about so many tensors has."""
+    """Return the maximum header size in bytes of a part with ``count`` tensors."""
     return _HEADER.size + count * (_SIZE.itemsize + _DIGEST_BYTES)
 
 
 def most_bytes(sizes: Sequence[int]) -> int:
-    """That a part about tensors of these sizes may have."""
+    """Return the maximum size in bytes of a part whose tensors have these sizes."""
     return most_header_bytes(len(sizes)) + sum(map(_most_change_bytes, sizes))
 
 
 def decode_header(begin: memoryview, part_bytes: int, tensors: range, sizes: Sequence[int]) -> PartHeader:
-    """The header of a whole part.
+    """Decode and check the header of a complete part.
 
     Args:
-        begin: the part's first bytes, ``most_header_bytes`` or all that there are.
-        part_bytes: that the part has.
-        tensors: that it is to be about, by their places in the table.
-        sizes: bytes of each of these.
+        begin: the first bytes of the part: ``most_header_bytes``, or all if it has fewer.
+        part_bytes: size of the part.
+        tensors: the tensors that the part must cover, by their places in the table.
+        sizes: size in bytes of each of these tensors.
 
-    Raises ValueError for another part, or for bytes that are none.
+    Raises ValueError if the part covers other tensors or its header is invalid.
     """
     if begin.nbytes < _HEADER.size:
         raise ValueError(f"it has {begin.nbytes} bytes, fewer than its header")
@@ -116,5 +117,5 @@ def decode_header(begin: memoryview, part_bytes: int, tensors: range, sizes: Seq
 
 
 def _most_change_bytes(tensor_bytes: int) -> int:
-    # what is larger as changes is written whole, after a byte for each segment
+    # larger changes are not sent: the tensor is then encoded whole, plus one byte for each segment
     return tensor_bytes + tensor_bytes // 1024 + 1

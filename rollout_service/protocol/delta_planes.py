@@ -1,12 +1,14 @@
-"""Planes of a delta: bytes that are coded by what is in them. Needs numpy alone; with numba it takes less of its lock.
+"""Compress the planes of a delta, each by its content. Needs only numpy; with numba it holds the GIL for less time.
 
-A plane holds one byte each of many numbers (``delta.py``). Gaps between elements that change independently of each
-other are distributed geometrically. An entropy code of them is Golomb's: their low bytes as they are, for they are
-close to uniform, and a Huffman code of what is left, which is what zlib makes of a plane (deflate without matches:
-nothing repeats in it). Where 2% change, as of BF16 weights in a step, a Huffman code of the low bytes, too, would save
-11.6% of them and take half of zlib's time, so what would save less than an eighth is stored. Most differences are one
-step up or down: a plane of two values takes a bit an element, and the few others are listed, which is many times as
-fast as zlib finds the same. So is a plane in which nearly all is zero; one of zeros alone is empty.
+A plane holds one byte each of many numbers (``delta.py``). Gaps between independent changes have a geometric
+distribution, whose entropy code is Golomb's. It keeps low bytes as they are, since these are nearly uniform, and uses a
+Huffman code for the rest. zlib makes the same of a plane: deflate without matches, since nothing repeats. Where 2% of
+elements change, as in a step of BF16 weights, a Huffman code of the low bytes would save 11.6% of them. That takes half
+of zlib's time, so a plane is stored if a Huffman code would save less than an eighth.
+
+Most differences are one step up or down. A plane of two values takes one bit per element, and its few exceptions are
+listed, many times faster than with zlib. A plane that is nearly all zero is coded in the same way. A plane of only
+zeros is empty.
 """
 
 import functools
@@ -35,19 +37,19 @@ from rollout_service.protocol.plane_codes import (
 
 _RAW_DEFLATE = -15
 _FOR_LARGE, _FOR_SMALL = (_RAW_DEFLATE, 9), (-12, 6)
-"""Window and memory of deflate, as ``zlib.compressobj`` takes them. To set up the larger ones takes as long as 10 000
-numbers do; they pay from this many on:"""
+"""Window and memory level of deflate, for ``zlib.compressobj``. Setting up the larger ones costs as much time as
+deflating 10 000 numbers; they pay off from this many numbers on:"""
 _LARGE = 4096
 
 
 def coded(plane: Bytes) -> bytes:
-    """Of a plane, uint8 [count], contiguous; empty if it is all zeros."""
+    """Encode a plane, uint8 [count], contiguous; empty if it is all zeros."""
     code = (_compiled() or _ByNumpy).coded(plane)
     return code if isinstance(code, bytes) else _deflated(plane, code)
 
 
 def prepare_decoding() -> None:
-    """Compile what ``decoded`` needs, which takes seconds once."""
+    """Compile the functions that ``decoded`` needs. Takes seconds, once."""
     decoded(memoryview(of_two(1, 1, 0, b"")), 1)
 
 
@@ -58,9 +60,8 @@ def _deflated(plane: Bytes, strategy: int) -> bytes:
 
 
 def decoded(code: memoryview, count: int) -> bytes | None:
-    """The plane of ``count`` bytes that ``coded`` was given, which was not all zeros; None if this is no code of so
-    many. Nothing is decompressed beyond them. Raises ``zlib.error``.
-    """
+    """Decode a plane of ``count`` bytes that is not all zeros. Return None if ``code`` is not valid for that size.
+    Never decompresses more than ``count`` bytes. Raises ``zlib.error``."""
     kind, content = code[0], code[1:]
     if kind == STORED:
         return bytes(content) if content.nbytes == count else None
@@ -81,7 +82,9 @@ def _of_two_values(code: memoryview, count: int) -> bytes | None:
     end_of_bits = start + (-(-count // 8) if first != second else 0)
     if exceptions > count or code.nbytes != end_of_bits + EXCEPTION_BYTES * exceptions:
         return None
-    content = np.frombuffer(code.toreadonly(), np.uint8)  # always, or numba compiles for either
+    content = np.frombuffer(
+        code.toreadonly(), np.uint8
+    )  # always read-only: numba would compile a second version for writable arrays
     end_of_places = end_of_bits + 4 * exceptions
     plane = np.empty(count, np.uint8)
     how = _compiled() or _ByNumpy
@@ -103,7 +106,7 @@ def _compiled() -> ModuleType | None:
 
 
 class _ByNumpy:
-    """As ``compiled_planes``."""
+    """The functions of ``compiled_planes`` in numpy, for machines without numba."""
 
     @classmethod
     def coded(cls, plane: Bytes) -> bytes | int:
@@ -121,7 +124,8 @@ class _ByNumpy:
 
     @staticmethod
     def _by_two_values(plane: Bytes, counts: npt.NDArray[np.intp]) -> bytes | None:
-        """None if too many are neither. ``counts``: how often each value is among some of its bytes."""
+        """Encode a plane of two values; None if there are too many others. ``counts``: histogram of a sample of its
+        bytes."""
         rest = counts.copy()
         first = int(rest.argmax())
         rest[first] = 0
@@ -131,7 +135,9 @@ class _ByNumpy:
         if int(rest.sum()) > SAMPLED_EXCEPTIONS * counted:
             return None
         is_exception, bits = plane != first, b""
-        if 8 * EXCEPTION_BYTES * of_second < counted:  # a bit for each byte would be more
+        if (
+            8 * EXCEPTION_BYTES * of_second < counted
+        ):  # one bit per byte would take more space than listing the second value
             second = first
         else:
             is_second = plane == second

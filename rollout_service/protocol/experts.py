@@ -1,8 +1,8 @@
-"""Routed experts have two names: stacked in a trainer's memory, one by one in a checkpoint and in a weight version.
+"""Names of routed experts: stacked in a trainer's memory, separate in a checkpoint and in a weight version.
 
 transformers 5 holds the experts of a layer as two 3-D parameters, ``…experts.gate_up_proj`` [E, 2·I, H] and
-``…experts.down_proj`` [E, H, I]; checkpoints, Megatron bridges and vLLM's loaders know ``…experts.3.up_proj.weight``
-[I, H]. Trainers may send either; a version is stored in the second form, which published FP8 checkpoints have.
+``…experts.down_proj`` [E, H, I]. Checkpoints, Megatron bridges and vLLM's loaders use ``…experts.3.up_proj.weight`` [I,
+H]. Trainers may send either form; a version stores the second, which published FP8 checkpoints have.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ STACKED_GATE_UP, STACKED_DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class ExpertNaming(Frozen):
-    """What a family of models calls on disk what it holds under other names: above all its routed experts' matrices."""
+    """Names on disk of tensors that a model family holds under other names in memory, above all of routed experts."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     block: str = "mlp"
-    """The module that holds ``gate`` and ``experts``; ``mlp`` in memory, whatever it is on disk."""
+    """Name on disk of the module that holds ``gate`` and ``experts``; in memory it is always ``mlp``."""
     renamed: dict[str, str] = Field(default_factory=dict)
-    """Tensors that have one name in memory and another on disk, and do not follow from the above."""
+    """Renamed tensors that the fields above do not cover: name in memory → name on disk."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor, and the part of the trainer's tensor that it is: ``tensor[index]``, a view."""
+    """A stored tensor and the view of the trainer's tensor that it is: ``tensor[index]``."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,9 +36,9 @@ class Piece:
 
 
 def pieces(name: str, shape: tuple[int, ...], naming: ExpertNaming | None) -> tuple[Piece, ...]:
-    """What one tensor of a trainer is stored as: itself, or each expert's matrices. ``naming``: None if dense.
+    """Return the stored tensors that one tensor of a trainer becomes: itself, or each expert's matrices.
 
-    Raises ValueError for stacked experts of a shape that cannot be taken apart.
+    ``naming`` is None for a dense model. Raises ValueError for stacked experts whose shape cannot be split.
     """
     if naming is None:
         return (Piece(name, shape),)

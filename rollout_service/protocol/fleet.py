@@ -1,4 +1,4 @@
-"""What replicas report of themselves, and the table of all of them."""
+"""Status reports of replicas, and the table of all replicas."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,31 +9,31 @@ from rollout_service.protocol.base import Frozen
 
 PauseMode = Literal["keep", "wait", "abort"]
 Staging = Literal["device", "host", "memory", "none"]
-"""Where a version is read to, and checked, before an engine closes for it: memory of the GPU, pinned memory of the
-host, plain memory, or nowhere."""
+"""The memory into which a version is read and checked before an engine pauses for it: GPU memory, pinned host memory,
+ordinary host memory, or none."""
 ReplicaState = Literal["starting", "syncing", "ready", "stale", "asleep", "draining", "failed"]
 SleepTag = Literal["weights", "kv_cache"]
-"""vLLM's names of what an engine's memory is for."""
+"""vLLM's names for the uses of an engine's memory."""
 
 
 class UpdateTimings(Frozen):
-    """Seconds that one replica spent on one weight version, by stage."""
+    """Time in seconds that one replica spent on one weight version, by stage."""
 
     stage_s: float
-    """Reading and checking the bytes while the replica still served."""
+    """Time for reading and checking the bytes, while the replica still served."""
     closed_s: float
-    """From pause to resume: no token was made in this time."""
+    """Time from pause to resume, in which no tokens were generated."""
     load_s: float
-    """The part of ``closed_s`` that vLLM spent loading."""
+    """Part of ``closed_s`` that vLLM spent loading."""
 
 
 class KVCacheChoice(Frozen):
-    """What the KV cache is kept in, and why."""
+    """The KV cache's dtype and the reason for it."""
 
     dtype: Literal["fp8_e4m3", "bfloat16"]
     why: str
     judged_by: str = ""
-    """The replica and version that were measured; empty: it was not measured, but configured."""
+    """The replica and version whose measurement decided; empty: the dtype was configured."""
 
 
 class KVCacheStatus(Frozen):
@@ -41,70 +41,70 @@ class KVCacheStatus(Frozen):
 
     choice: KVCacheChoice
     saturated: dict[str, tuple[float | None, float | None]] = Field(default_factory=dict)
-    """Layer → share of k, of v beyond the largest code, with the scales that it serves with; as last measured. None:
-    not a number, as k or v was."""
+    """Layer → share of k and of v beyond the largest FP8 code with the serving scales, as last measured. None: k or v
+    was not a number."""
     measured_version: int | None = None
     """The version that was measured; None: none yet, by this replica."""
     measured_s: float | None = None
-    """How long that took, in which the replica was closed."""
+    """Time in seconds that the measurement took; the replica was paused meanwhile."""
     unfit: dict[str, str] = Field(default_factory=dict)
-    """Layer → why FP8 is not accurate enough for its k and v, as last measured."""
+    """Layer → reason why FP8 is not accurate enough for its k and v, as last measured."""
 
 
 class AttentionStatus(Frozen):
     """The attention kernels of an engine."""
 
     backends: tuple[str, ...]
-    """vLLM's names of those that its layers have; ``group`` is ours: docs/group_attention.md."""
+    """vLLM's names of the backends of its layers. ``group`` is this project's: see docs/group_attention.md."""
     why: str
 
 
 class EngineLoad(Frozen):
-    """How busy one engine is, in sequences, as vLLM's scheduler counts them."""
+    """The load of one engine in sequences, as vLLM's scheduler counts them."""
 
     running: int
     waiting: int
-    """For a place in the batch or for KV blocks."""
+    """Sequences waiting for a place in the batch or for KV blocks."""
     deferred: int
-    """Waiting for anything else, such as the end of a pause."""
+    """Sequences waiting for anything else, such as the end of a pause."""
     kv_cache_usage: float
     """Share of the KV cache's blocks in use, 0 to 1."""
     kv_cache_tokens: int
-    """What the KV cache holds."""
+    """Capacity of the KV cache in tokens."""
 
 
 class ReplicaStatus(Frozen):
-    """What one live engine replica last said of itself."""
+    """The last report of one live engine replica."""
 
     replica_id: str
     sequence: int = 0
-    """Grows with each report of a replica, so that one overtaken on its way is not taken for news."""
+    """Grows with each report of a replica, so that a report that arrives late is not taken for a newer one."""
     version: int | None
-    """The version it serves; None until it has loaded its first, and while it is asleep."""
+    """The version that it serves; None before it has loaded one, and while it is asleep."""
     label: str | None = None
-    """Of that version."""
+    """The label of that version."""
     digest: str | None = None
-    """What the log said of that version when it was loaded: a log that is restored from a backup may give its number to
+    """Digest that the log had for the version at load time. A log restored from a backup may give the same number to
     other weights."""
     log: str | None = None
-    """The log that it follows, by the name in its file ORIGIN."""
+    """Identifier of the log that it follows, from the log's file ORIGIN."""
     state: ReplicaState
     target: int | None = None
-    """The version it is staging or loading right now."""
+    """The version that it is staging or loading now."""
     paused: bool = False
-    """A pause was asked for, and nothing runs any more."""
+    """True once a requested pause has taken effect and nothing runs."""
     obeyed: str = ""
-    """The pause, resume, sleep or wake-up that it has obeyed last; while running rollouts are waited for, still the one
-    before."""
+    """The last pause, resume, sleep or wake-up that it has completed. While it waits for running rollouts, still the
+    one before."""
     aborted: int = 0
-    """The largest ``DesiredState.abort`` that it has obeyed."""
+    """The largest ``DesiredState.abort`` that it has completed."""
     running: int = 0
     """Sequences accepted and not yet answered."""
     error: str | None = None
     update: UpdateTimings | None = None
     """Timings of its last update."""
     staging: Staging | None = None
-    """What ``engine.staging`` has come to; None until its engine runs."""
+    """The staging that ``engine.staging`` resolved to; None until its engine runs."""
     kv_cache: KVCacheStatus | None = None
     """None until its engine runs."""
     attention: AttentionStatus | None = None
@@ -112,7 +112,7 @@ class ReplicaStatus(Frozen):
     load: EngineLoad | None = None
     """None until its engine runs."""
     age_s: float = 0.0
-    """Seconds since it last reported."""
+    """Seconds since its last report."""
 
 
 class FailedStart(Frozen):
@@ -120,44 +120,45 @@ class FailedStart(Frozen):
 
     replica_id: str
     reason: str
-    """What failed and what caused it, the deepest last."""
+    """The error and its causes, the root cause last."""
     at: float
-    """Unix time, in seconds."""
+    """Unix time in seconds."""
 
 
 class FailedStarts(Frozen):
-    """The last series of starts that failed, one after the other."""
+    """The last series of consecutive failed starts."""
 
     tries: int
     first: FailedStart
     last: FailedStart
     over: bool
-    """A replica has served its first version since."""
+    """True once a replica has served its first version after these failures."""
 
 
 class LogPlace(Frozen):
-    """Where the log lies on the ingest's node."""
+    """The location of the log on the ingest's node."""
 
     root: Path
     why: str
-    """Why it lies there: free memory in numbers, if ``weights.root`` is ``auto``."""
+    """Reason for the location: free memory in numbers, if ``weights.root`` is ``auto``."""
 
 
 class Fleet(Frozen):
-    """The table of live replicas beside the newest committed version."""
+    """The table of live replicas and the newest committed version."""
 
     latest_version: int
     latest_label: str | None = None
     paused: bool
     asleep: bool = False
-    """The engines were asked to give their memory back: ``POST /sleep``."""
+    """True while engines are asked to release their memory: ``POST /sleep``."""
     replicas: tuple[ReplicaStatus, ...]
     failed_starts: FailedStarts | None = None
-    """None: no start failed since the ingest started."""
+    """None: no start has failed since the ingest started."""
 
     @property
     def blocked_starts(self) -> int:
-        """The number of replicas without an engine, for another process holds the memory of their GPUs."""
+        """Return the number of replicas that cannot start an engine, since another process holds the memory of their
+        GPUs."""
         return sum(replica.state == "starting" and replica.error is not None for replica in self.replicas)
 
     log: LogPlace | None = None

@@ -1,4 +1,4 @@
-"""``POST /inference/v1/generate``: vLLM's request and reply, as far as they are implemented, and what we add."""
+"""``POST /inference/v1/generate``: vLLM's request and reply as far as they are implemented, with our additions."""
 
 from typing import Annotated, Literal
 
@@ -11,31 +11,32 @@ from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import CommonSampling, Sampling, refuse_many_unknown, without_idle_nulls
 
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
-"""Fails at the first that is none: a body has room for millions, and pydantic would make an error of each."""
+"""Token ids. Validation stops at the first invalid one: pydantic would make an error of each of millions."""
 ModelName = Annotated[str, Field(max_length=1024)]
 
 
 class RolloutOptions(Frozen):
-    """What a request of either data route may say about where and when it is answered."""
+    """Options that both data routes share: which replica and which weight versions may answer, and how."""
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The rollout's name in logs."""
     min_weight_version: KnownVersion | None = None
-    """Only weights committed with this version, given by number or label, or later may answer; they are waited for
-    ``engine.version_wait_s``, then 425. A label that no version has yet is 404."""
+    """The oldest weight version that may answer, by number or label. The request waits up to ``engine.version_wait_s``
+    for it, then fails with 425. A label that no version has yet is 404."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Requests of one session go to one replica while it lives. Or as header ``X-Session-Id``."""
+    """Requests of one session go to one replica while it lives. Also accepted as header ``X-Session-Id``."""
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
-    """vLLM's: a lower one is scheduled earlier."""
+    """vLLM's priority: a lower value is scheduled earlier."""
     on_abort: OnAbort = "continue"
-    """``return``: a completion that an update, a pause or a lost replica cuts short comes back as it is, with
-    ``finish_reason="abort"``, instead of going on elsewhere."""
+    """``return``: a completion that an update, a pause or a lost replica interrupts is returned with
+    ``finish_reason="abort"``. ``continue``: another replica continues it."""
 
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Only requests of the same salt share what the prefix cache holds. A new weight version empties it anyway."""
+    """Only requests with the same salt share entries of the prefix cache. A new weight version empties the cache in any
+    case."""
     return_routed_experts: bool = False
-    """Tell which experts each token went to: ``routed_experts`` of each choice, see ``RoutedExperts``. The deployment
-    needs ``engine.return_routed_experts``."""
+    """Return ``routed_experts`` with each choice: see ``RoutedExperts``. The deployment needs
+    ``engine.return_routed_experts``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +44,7 @@ class RolloutOptions(Frozen):
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def options(self, session_header: str | None) -> "RolloutOptions":
-        """These fields alone, the session from wherever it was named. Raises InvalidRequest for two sessions."""
+        """Return only these fields, with the session from the body or the header. Raises InvalidRequest if both differ."""
         if session_header and self.session_id and session_header != self.session_id:
             raise InvalidRequest(
                 f"session_id={self.session_id!r} and the header X-Session-Id: {session_header!r} differ: send one"
@@ -53,16 +54,16 @@ class RolloutOptions(Frozen):
 
 
 class StreamOptions(Frozen):
-    """OpenAI's and vLLM's, of a request with ``stream``."""
+    """OpenAI's and vLLM's options of a request with ``stream``."""
 
     include_usage: bool | None = False
-    """A last chunk without choices has ``usage``."""
+    """Send a last chunk with ``usage`` and without choices."""
     continuous_usage_stats: bool | None = False
-    """Each chunk has the usage so far, of its choice."""
+    """Send the usage so far of its choice in each chunk."""
 
 
 def require_stream(stream: bool | None, options: StreamOptions | None, sampling: CommonSampling, experts: bool) -> None:
-    """Raise ValueError for what does not go together. ``experts``: ``return_routed_experts``."""
+    """Raise ValueError for options that cannot be combined. ``experts``: the request's ``return_routed_experts``."""
     if options is not None and not stream:
         raise ValueError("stream_options are for stream=true: leave them out")
     if stream and sampling.prompt_logprobs is not None:
@@ -72,33 +73,33 @@ def require_stream(stream: bool | None, options: StreamOptions | None, sampling:
 
 
 class GenerateRequest(RolloutOptions):
-    """vLLM's ``GenerateRequest``, as far as it is implemented, plus ``prompt`` and what ``RolloutOptions`` adds."""
+    """vLLM's ``GenerateRequest`` as far as it is implemented, plus ``prompt`` and the fields of ``RolloutOptions``."""
 
     token_ids: TokenIds | None = None
     prompt: str | None = None
-    """Text instead of ``token_ids``; the reply then names the ids it became."""
+    """Text instead of ``token_ids``; the reply then has the prompt's token ids."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds special tokens to ``prompt``, such as a beginning of sequence. None: it does, but no
-    second beginning of sequence to a text that begins with one, as chat templates write it."""
+    """Add special tokens to ``prompt``, such as a beginning of sequence. None: add them, but no second beginning of
+    sequence to a text that has one, as chat templates write it."""
     sampling_params: Sampling = Sampling()
     model: ModelName | None = None
     output_mode: Literal["tokens", "text"] = "tokens"
-    """``text`` adds each completion's text."""
+    """``text`` adds the text of each completion."""
     flat_logprobs: bool = False
-    """A choice's ``logprobs`` as one list, beside its ``token_ids``: half the bytes, an eighth of the work to read
-    them. Our client asks for it; vLLM's do not know it."""
+    """Return a choice's ``logprobs`` as one list beside its ``token_ids``: half the bytes, and an eighth of the work to
+    parse. Our client sets it; vLLM's clients do not know it."""
     partial_token_ids: TokenIds = ()
-    """What an earlier request has made of the completion: it goes on from these tokens, and the reply has those that
-    come after them. ``sampling_params`` are of all of the completion: ``max_tokens``, ``min_tokens`` and penalties
-    count these tokens, and a stop string may begin among them. The reply's text begins with theirs; its ``usage``
-    counts them as prompt."""
+    """Tokens of the completion that an earlier request has generated. The completion continues after them, and the
+    reply has only the new tokens. ``sampling_params`` apply to the whole completion: ``max_tokens``, ``min_tokens`` and
+    penalties count these tokens, and a stop string may begin among them. The reply's text includes their text; its
+    ``usage`` counts them as prompt."""
     return_token_ids: bool = False
-    """Repeat the prompt's ids in the reply."""
+    """Repeat the prompt's token ids in the reply."""
     stream: bool | None = False
-    """Server-sent events, while it is made: see ``GenerateChunk``."""
+    """Send server-sent events during generation: see ``GenerateChunk``."""
     stream_options: StreamOptions | None = None
     detach: bool = False
-    """Answer at once, with the id by which ``GET /v1/rollouts/{id}`` collects the reply: ``request_id`` if given."""
+    """Answer at once with an id, ``request_id`` if given. ``GET /v1/rollouts/{id}`` returns the reply later."""
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":
@@ -129,7 +130,7 @@ class GenerateRequest(RolloutOptions):
 
     @property
     def compact_logprobs(self) -> bool:
-        """Whether the reply has ``compact_logprobs``."""
+        """Return True if the reply has ``compact_logprobs``."""
         extra = self.sampling_params.extra_args
         return extra is not None and extra.prl_compact_logprobs
 
@@ -144,7 +145,7 @@ class GenerateRequest(RolloutOptions):
 
 
 class Usage(BaseModel):
-    """Tokens of prompts and of completions."""
+    """Token counts of prompts and of completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -152,7 +153,7 @@ class Usage(BaseModel):
 
 
 class CandidateLogprob(BaseModel):
-    """A token that might have been sampled."""
+    """A candidate token at a position."""
 
     token_id: int
     token: str
@@ -161,42 +162,43 @@ class CandidateLogprob(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """A sampled token: what vLLM 0.32 sends, and what it sent before, which released clients still read."""
+    """A sampled token in the form of vLLM 0.32, and in the older form that released clients still read."""
 
     token_id: int
     token: str
-    """``token_id:N``, the form of before 0.32."""
+    """``token_id:N``, the form before vLLM 0.32."""
     logprob: FiniteFloat
     top_logprobs: list[CandidateLogprob] = []
-    """The sampled token first, then the likeliest others."""
+    """The sampled token first, then the most likely other tokens."""
 
 
 class TokenLogprobs(BaseModel):
-    """vLLM's form."""
+    """Logprobs in vLLM's form."""
 
     content: list[TokenLogprob]
 
 
 class PromptLogprob(BaseModel):
-    """A token of the prompt, or one that might stand there."""
+    """The logprob of a token of the prompt, or of an alternative at its position."""
 
     logprob: FiniteFloat
     rank: int
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""vLLM's form: for each token of the prompt but the first, by token id, its own and the likeliest ones."""
+"""vLLM's form: a dict per prompt token, by token id, with its own logprob and the top-k ones; None for the first token.
+"""
 
 
 class CompactLogprobs(BaseModel):
-    """All logprobs of a completion as packed numbers, as renderers 0.1.13.dev17 reads them for prime-rl.
+    """All logprobs of a completion as packed numbers, in the format of prime-rl's renderers 0.1.13.dev17.
 
-    Token ``i`` has the entries ``offsets[i]`` to ``offsets[i + 1]``: the sampled token, then the likeliest others.
+    Token ``i`` has the entries ``offsets[i]`` to ``offsets[i + 1]``: the sampled token, then the most likely others.
     """
 
     data: str
-    """Base64 of the token id of each entry (u32, little endian), then of the logprob of each (f32, little endian).
-    The first field: the client searches the reply's bytes for its name."""
+    """Base64 of the token id of each entry (u32, little endian), then of the logprob of each (f32, little endian). Must
+    be the first field: the client searches the reply's bytes for its name."""
     format: Literal["u32-f32-le-v1"] = "u32-f32-le-v1"
     offsets: list[int]
     """[tokens + 1]"""
@@ -212,20 +214,20 @@ class GenerateChoice(BaseModel):
     logprobs: Annotated[tuple[FiniteFloat, ...] | TokenLogprobs | None, Field(union_mode="left_to_right")]
     """One list with ``flat_logprobs``; None with ``compact_logprobs``."""
     compact_logprobs: CompactLogprobs | None = None
-    """With ``sampling_params.extra_args.prl_compact_logprobs``."""
+    """Present with ``sampling_params.extra_args.prl_compact_logprobs``."""
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     weight_versions: tuple[Span, ...]
     text: str | None = None
     top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
-    """With ``flat_logprobs`` and ``sampling_params.logprobs`` above 0: see ``Completion``."""
+    """Present with ``flat_logprobs`` and ``sampling_params.logprobs`` above 0: see ``Completion``."""
     packed_sampling_mask: tuple[str, ...] | None = None
     """See ``Completion``. vLLM's own form is several times as long."""
     routed_experts: RoutedExperts | None = None
     """See ``RolloutOptions.return_routed_experts``."""
 
     def completion(self) -> Completion:
-        """Raises ValueError if tokens, logprobs and spans do not match."""
+        """Return the choice as a Completion. Raises ValueError if tokens, logprobs and spans do not match."""
         logprobs = self.logprobs
         if logprobs is None:
             raise ValueError("logprobs are missing")
@@ -246,7 +248,7 @@ class GenerateChoice(BaseModel):
 
 
 class GenerateReply(BaseModel):
-    """The gateway makes it without checking it: checking each token again would cost as much as making it."""
+    """Reply of the native route. The gateway builds it without validation, which would double the cost of each token."""
 
     request_id: str
     model: str
@@ -262,32 +264,32 @@ class GenerateReply(BaseModel):
 
 
 class DetachedRollout(BaseModel):
-    """A rollout that is under way, whoever waits for it."""
+    """The id of a rollout that runs without a waiting client."""
 
     id: str
 
 
 class GenerateChunk(BaseModel):
-    """An event of a stream: more of one completion, or, without choices, what a reply says as a whole.
+    """An event of a stream: new tokens of one completion, or, without choices, fields of the whole reply.
 
-    A choice's ``weight_versions`` are those of the chunk's tokens, counted from the completion's first token; the chunk
-    that ends it (``finish_reason``) has all of the completion's, as vLLM's has.
+    A choice's ``weight_versions`` are those of the chunk's tokens, counted from the completion's first token. The last
+    chunk of a completion (with ``finish_reason``) has the spans of the whole completion, like vLLM's.
     """
 
     request_id: str
     output_mode: Literal["tokens", "text"] = "tokens"
     choices: list["StreamedChoice"]
     prompt_token_ids: tuple[int, ...] | None = None
-    """In the first chunk, where the reply would have them."""
+    """The prompt's token ids, in the first chunk, if the reply would have them."""
     usage: Usage | None = None
     replica_id: str | None = None
-    """This and the next two: in the last chunk, with ``stream_options.include_usage``."""
+    """This field and the next two are in the last chunk, with ``stream_options.include_usage``."""
     attempts: int | None = None
     truncated_sampling: bool | None = None
 
 
 class StreamedChoice(BaseModel):
-    """More of one completion."""
+    """New tokens of one completion."""
 
     index: int
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint or a trainer may bring, and no version has. Needs neither torch nor transformers."""
+"""Tensors that a checkpoint or a trainer may send and that no version stores. Needs neither torch nor transformers."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ class IgnoredTensors(Frozen):
     patterns: tuple[str, ...] = ()
     """Regular expressions, searched for in a tensor's name."""
     kept: tuple[str, ...] = ()
-    """Tensors of the model that a pattern matches all the same."""
+    """Tensors of the model that are stored although a pattern matches them."""
 
     def __contains__(self, name: str) -> bool:
         """Return True if the tensor of that name is left out."""
@@ -27,7 +27,7 @@ class IgnoredTensors(Frozen):
         return next(pattern for pattern in self.patterns if re.search(pattern, name))
 
     def summary(self, names: Iterable[str]) -> str:
-        """Return how many of ``names`` are left out and by which patterns; empty if none is."""
+        """Return the number of ``names`` that are left out, by pattern, as a sentence; empty if none is."""
         found = Counter(pattern for name in names if (pattern := self.pattern_of(name)) is not None)
         if not found:
             return ""
@@ -44,4 +44,4 @@ class IgnoredTensors(Frozen):
 
 
 NOTHING_IGNORED = IgnoredTensors()
-"""Every name counts."""
+"""Leaves out nothing."""

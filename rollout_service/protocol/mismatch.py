@@ -1,4 +1,4 @@
-"""How far the engines are from the trainer, as the monitor tells it; what it is told: ``mismatch_report``."""
+"""The mismatch between engines and trainer, as the monitor reports it. Its input is in ``mismatch_report``."""
 
 from typing import Literal
 
@@ -8,32 +8,32 @@ MismatchSource = Literal["trainer", "shadow"]
 
 
 class Suspicion(Frozen):
-    """Why a version is suspect: what one replica sampled with it lies too far from what scored it."""
+    """Reason why a version is suspect: the logprobs of one replica differ too much from those of the scorer."""
 
     replica_id: str
     source: MismatchSource
     since: float
-    """Unix time, in seconds."""
+    """Unix time in seconds."""
     tokens: int
-    """Tokens measured so far; ``k3`` and ``prob_error`` as in MismatchRow."""
+    """Number of tokens measured so far; ``k3`` and ``prob_error`` as in MismatchRow."""
     k3: float
     prob_error: float
 
 
 class MismatchRow(Frozen):
-    """How far sampled tokens were from what scored them, with ``lr = scored − sampled`` and ``ρ = exp(lr)``.
+    """Distance of sampled tokens' logprobs from the scorer's, with ``lr = scored − sampled`` and ``ρ = exp(lr)``.
 
-    Formulas and clamps (±20) are those of ``rollout_service.correction``; docs/mismatch.md says what they mean.
+    The formulas and clamps (±20) are those of ``rollout_service.correction``; docs/mismatch.md explains them.
     """
 
     version: int
     replica_id: str | None
-    """The replica that sampled them; None: all replicas merged."""
+    """The replica that sampled the tokens; None: all replicas merged."""
     source: MismatchSource
-    """Who scored them."""
+    """The scorer of the tokens."""
     tokens: int
     sequences: int
-    """Sequences that one version sampled from end to end: ``chi2_seq`` is over them."""
+    """Sequences that one version sampled from end to end; ``chi2_seq`` covers these."""
     k1: float
     """mean(−lr), nats per token."""
     k3: float
@@ -51,13 +51,13 @@ class MismatchRow(Frozen):
     outside_ratio: float
     """Share of tokens with ρ outside [1/C, C]."""
     quantiles: dict[float, float]
-    """|lr| in nats, by rank; from a sketch."""
+    """Quantiles of |lr| in nats, by rank; estimated with a sketch."""
     suspect_since: float | None = None
-    """Unix time in seconds since when a threshold is passed; of merged rows, the first replica's."""
+    """Unix time in seconds since when a threshold is exceeded; for merged rows, that of the first replica."""
 
 
 class NotJudged(Frozen):
-    """Reported tokens that are in no row, because truncated sampling made their logprobs."""
+    """Reported tokens that are in no row, because truncated sampling changed their logprobs."""
 
     version: int
     replica_id: str
@@ -66,24 +66,24 @@ class NotJudged(Frozen):
 
 
 class MismatchTable(Frozen):
-    """What is known of the mismatch, oldest version first."""
+    """All mismatch statistics, oldest version first."""
 
     rows: tuple[MismatchRow, ...]
-    """Per version, replica and source."""
+    """Rows per version, replica and source."""
     versions: tuple[MismatchRow, ...]
-    """The same merged over replicas."""
+    """The same rows merged over replicas."""
     truncated: tuple[NotJudged, ...] = ()
-    """What was reported of truncated rollouts, which nobody judges; see docs/correction.md."""
+    """Tokens of truncated rollouts, which are not judged; see docs/correction.md."""
 
 
 class MismatchReceipt(Frozen):
-    """What became of a trainer's report."""
+    """The result of a trainer's report."""
 
     tokens: int
-    """Tokens that were counted, masked ones not."""
+    """Number of tokens counted, without masked ones."""
     too_old_tokens: int = 0
-    """Tokens among them of versions that are not kept any more: they are in no row."""
+    """Number of these tokens whose versions are no longer kept: they are in no row."""
     truncated_tokens: int = 0
-    """Tokens beside them that truncated sampling made: in no row, and not judged."""
+    """Number of further tokens that truncated sampling generated: in no row, and not judged."""
     repeated: bool = False
-    """A report of this name was counted before, and this one was not."""
+    """True if a report of this name was counted before; this one was not counted."""

@@ -1,4 +1,4 @@
-"""What a trainer sends to ``POST /v1/mismatch``. Pydantic only: client and service share it."""
+"""Body of ``POST /v1/mismatch``, sent by trainers. Needs only pydantic: client and service share it."""
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -6,13 +6,13 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.rollout import Span
 
 REPORT_BYTES = 32 << 20
-"""Longest body of one report; a trainer with more sends several."""
+"""Maximum body size of one report in bytes; a trainer with more sends several."""
 
 
 class ReportedCompletion(Frozen):
-    """One completion, seen by the trainer. Logprobs are natural logs [tokens] of the sampled tokens, as in Completion.
+    """One completion with the trainer's logprobs: natural logs [tokens] of the sampled tokens, as in Completion.
 
-    Either ``rollout_logprobs`` and ``spans`` stand here, or the rollout is one that the service remembers.
+    Give ``rollout_logprobs`` and ``spans``, or neither if the service still remembers the rollout.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -20,11 +20,11 @@ class ReportedCompletion(Frozen):
     trainer_logprobs: list[float]
     rollout_logprobs: list[float] | None = None
     spans: tuple[Span, ...] | None = None
-    """Which version sampled which tokens, on which replica; they cover all."""
+    """The version and replica that sampled each range of tokens; the ranges cover all tokens."""
     mask: list[bool] | None = None
-    """Tokens to count; None: all. What stands elsewhere has no influence."""
+    """Tokens to count; None: all. Values at other tokens have no influence."""
     index: int | None = Field(default=None, ge=0)
-    """Which completion of a remembered rollout this is; None: its place in this report."""
+    """Index of the completion in a remembered rollout; None: its place in this report."""
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> "ReportedCompletion":
@@ -38,13 +38,15 @@ class ReportedRollout(Frozen):
 
     completions: tuple[ReportedCompletion, ...]
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Of the rollout's reply: what is left out here is looked up by it."""
+    """The ``request_id`` of the rollout's reply. Fields that are left out here are looked up by it."""
     replica_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Of the rollout's reply: of spans that name none. Needed with ``rollout_logprobs``, unless all spans do."""
+    """The ``replica_id`` of the rollout's reply, for spans without one. Required with ``rollout_logprobs``, unless all
+    spans have one."""
     truncated_sampling: bool = False
-    """Of the rollout's reply. Its tokens are counted apart and not judged, unless they are ``renormalized``."""
+    """The ``truncated_sampling`` of the rollout's reply. Its tokens are counted apart and not judged, unless they are
+    ``renormalized``."""
     renormalized: bool = False
-    """``trainer_logprobs`` are renormalized over the rollout's sampling mask, as its own logprobs are."""
+    """True if ``trainer_logprobs`` are renormalized over the rollout's sampling mask, as its own logprobs are."""
 
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> "ReportedRollout":
@@ -62,4 +64,4 @@ class MismatchReport(Frozen):
 
     rollouts: tuple[ReportedRollout, ...] = Field(min_length=1)
     report_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """A report that comes again under the same name counts once; None: it is not sent again."""
+    """Name of the report; repeated reports of one name count once. None: the report is not sent again."""

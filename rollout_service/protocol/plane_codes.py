@@ -1,4 +1,4 @@
-"""How a plane of a delta is coded, and what decides: ``delta_planes.py``.
+"""Binary format of a coded delta plane, and the thresholds that choose the code: see ``delta_planes.py``.
 
 deflated    0, raw deflate
 stored      1, the bytes
@@ -16,28 +16,30 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 DEFLATED, STORED, TWO_VALUES = range(3)
 RUNS = 0.9
-"""Share of zeros above which runs of them are shorter than one bit each."""
+"""Share of zeros above which a run-length code takes less than one bit per zero."""
 UNIFORM = 3.0
-"""How many times more often than of uniform bytes two of a plane are equal, at most, where it is stored: a Huffman code
-of geometric numbers would save an eighth."""
+"""Stored planes have at most this many times the probability of two equal bytes that uniform bytes have. Above it, a
+Huffman code of geometric numbers would save an eighth."""
 EXCEPTIONS = 1 / 32
-"""Share of a plane's bytes, at most, that are neither of its two values: they take as much as the others then."""
+"""Maximum share of a plane's bytes that are neither of its two values. Above it, the exceptions take more space than
+the rest."""
 SAMPLED_EXCEPTIONS = 1.25 * EXCEPTIONS
-"""The same of those of its bytes that are counted: with more, which is some three standard deviations, the others are
-not looked at."""
+"""The same limit for a sample of its bytes, about three standard deviations higher. Above it, the whole plane is not
+tried."""
 SAMPLED = 4096
-"""Bytes of a plane, of which these are counted."""
+"""Size in bytes of the sample of a plane that is counted."""
 LEAST_COUNTED = 1024
-"""Bytes of a plane, of which fewer are deflated sooner than counted: thousands of tensors may have a few changes."""
+"""Minimum plane size in bytes for counting. Smaller planes are deflated sooner than counted, and thousands of tensors
+may have a few changes."""
 TWO_VALUES_HEADER = struct.Struct("<BBBI")
 EXCEPTION_BYTES = 5
 
 
 def stored(plane: Bytes) -> bytes:
-    """The code of a plane that has its bytes."""
+    """Return the code of a plane that is stored unchanged."""
     return bytes([STORED]) + plane.tobytes()
 
 
 def of_two(first: int, second: int, exceptions: int, content: bytes) -> bytes:
-    """The code of a plane of two values. ``content``: bits, places and values."""
+    """Return the code of a plane of two values. ``content``: bits, places and values."""
     return TWO_VALUES_HEADER.pack(TWO_VALUES, first, second, exceptions) + content

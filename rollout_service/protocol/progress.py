@@ -1,7 +1,7 @@
-"""What calls that run have made so far, as a replica tells the gateway that sent them.
+"""Progress of running calls, reported by a replica to the gateway that sent them.
 
-A gateway asks each replica that has calls of its own, over and over; each question acknowledges the answer before it.
-So nothing is kept for a gateway that does not ask, and an answer that got lost is given again.
+A gateway polls each replica that runs its calls, and each poll acknowledges the previous reply. A replica therefore
+keeps nothing for a gateway that does not poll, and repeats a reply that was lost.
 """
 
 from pydantic import Field
@@ -11,31 +11,31 @@ from rollout_service.protocol.rollout import Completion
 
 
 class ProgressAsk(Frozen):
-    """A gateway's question to one replica."""
+    """One poll of a replica by a gateway."""
 
     replica_id: str
-    """The replica that is meant: the router brings it there if it is still one of Serve's."""
+    """The polled replica: the router sends the poll there, if Serve still knows that replica."""
     origin: str
     """The gateway, as in ``GenerateCall``."""
     acknowledged: int = Field(default=0, ge=0)
-    """Number of the last answer that arrived; 0: none."""
+    """Number of the last reply that arrived; 0: none."""
     queued: int = Field(default=0, ge=0)
-    """Sequences that wait in the gateway, divided by the replicas that it asks: for the autoscaler."""
+    """Sequences waiting in the gateway, divided by the number of polled replicas: for the autoscaler."""
 
 
 class Piece(Frozen):
-    """More of one completion of a call."""
+    """New tokens of one completion of a call."""
 
     call: int
     """``GenerateCall.number``."""
     start: int = Field(ge=0)
-    """How many tokens of this generation came before."""
+    """Number of tokens of this generation before these."""
     made: Completion
-    """These tokens alone; its spans count from the first of them. ``finish_reason`` is "abort" while it goes on."""
+    """These tokens alone; spans count from the first of them. ``finish_reason`` is "abort" while generation runs."""
 
 
 class ProgressReply(Frozen):
-    """What was made since the answer that the question acknowledged."""
+    """Tokens generated since the reply that the poll acknowledges."""
 
     number: int
     pieces: tuple[Piece, ...]

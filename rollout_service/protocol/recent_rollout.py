@@ -1,4 +1,4 @@
-"""What a gateway tells the monitor of a rollout, so that a trainer's report need name only its request id."""
+"""Recent rollouts that gateways report to the monitor, so that a trainer's report needs only a request id."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from rollout_service.protocol.rollout import Completion, Rollout
 
 OVERHEAD_TOKENS = 256
-"""What a rollout, and each of its completions, counts beside its tokens: objects around the arrays, about 1 KiB."""
+"""Fixed cost in tokens of a rollout, and of each completion: about 1 KiB of objects around the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentCompletion:
-    """Its logprobs, and where its versions and replicas end."""
+    """Logprobs of a completion, and the spans of versions and replicas that sampled it."""
 
     logprobs: NDArray[np.float32]
     """[tokens]; engines compute them in fp32."""
     versions: NDArray[np.int64]
     """[spans]"""
     ends: NDArray[np.int32]
-    """[spans], the token after each span's last."""
+    """[spans], the index after each span's last token."""
     replicas: tuple[str, ...]
     """[spans]"""
 
     @classmethod
     def of(cls, completion: Completion, replica_id: str) -> RecentCompletion:
-        """Copy what is needed. ``replica_id``: of spans that name none."""
+        """Copy the needed fields. ``replica_id``: the replica of spans without one."""
         return cls(
             np.asarray(completion.logprobs, np.float32),
             np.asarray([span.version for span in completion.spans], np.int64),
@@ -46,17 +46,17 @@ class RecentRollout:
 
     request_id: str
     completions: dict[int, RecentCompletion]
-    """By index."""
+    """Completions by index."""
     truncated_sampling: bool = False
-    """As in the rollout's reply."""
+    """The ``truncated_sampling`` of the rollout's reply."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> RecentRollout:
-        """Copy what is needed."""
+        """Copy the needed fields."""
         completions = {c.index: RecentCompletion.of(c, rollout.replica_id) for c in rollout.completions}
         return cls(rollout.request_id, completions, rollout.truncated_sampling)
 
     @property
     def cost_tokens(self) -> int:
-        """What it counts of ``monitor.remember_tokens``."""
+        """Return its size in tokens, counted against ``monitor.remember_tokens``."""
         return OVERHEAD_TOKENS + sum(len(c.logprobs) + OVERHEAD_TOKENS for c in self.completions.values())

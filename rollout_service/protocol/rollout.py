@@ -1,4 +1,4 @@
-"""Rollouts: completions, and which weights made which of their tokens."""
+"""Rollouts: completions, with the weight versions that sampled their tokens."""
 
 import itertools
 from collections.abc import Iterable
@@ -17,16 +17,17 @@ _NUMBER_OR_TEXT = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_VE
 
 
 class Span(Frozen):
-    """Output tokens ``[start, end)`` of one completion were sampled by the weights of ``version`` on one replica."""
+    """Output tokens ``[start, end)`` of one completion, sampled by the weights of ``version`` on one replica."""
 
     version: Annotated[WeightVersion, WithJsonSchema(_NUMBER_OR_TEXT, mode="serialization")]
-    """Replies to generations write it as text, as vLLM does; everything else as a number. Both are read."""
+    """Replies to generations write the version as text, like vLLM; all other messages as a number. Both are accepted.
+    """
     start: int = Field(ge=0)
     end: int
     replica_id: str | None = None
     """The replica that sampled them; None: the rollout's."""
     label: str | None = None
-    """What the trainer calls that version, if it was pushed with a label."""
+    """The trainer's label of that version, if it was pushed with one."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Span":
@@ -35,19 +36,19 @@ class Span(Frozen):
         return self
 
     def moved(self, by: int) -> "Span":
-        """The span with ``by`` tokens before it."""
+        """Return the span shifted by ``by`` tokens."""
         return self.model_copy(update={"start": self.start + by, "end": self.end + by})
 
     def is_continued_by(self, span: "Span") -> bool:
-        """Whether both are of one version, under one label, on one replica.
+        """Return True if both spans have the same version, label and replica.
 
-        A number alone does not tell weights apart: a log that was set back gives it again, under another label.
+        The number alone does not identify weights: a log that was set back may give it again, under another label.
         """
         return (self.version, self.label, self.replica_id) == (span.version, span.label, span.replica_id)
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans of one completion, in their order, with one in place of neighbours of which one continues the other."""
+    """Merge adjacent spans of one completion that have the same version, label and replica."""
     made: list[Span] = []
     for span in spans:
         if made and made[-1].is_continued_by(span):
@@ -58,13 +59,13 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 class Candidate(NamedTuple):
-    """A token that might stand at a position."""
+    """A candidate token at a position."""
 
     token_id: int
     logprob: float
     """Natural log of its probability."""
     rank: int
-    """1: no token is likelier."""
+    """Rank by probability; 1 is the most likely token."""
 
 
 class Completion(Frozen):
@@ -82,16 +83,16 @@ class Completion(Frozen):
     spans: tuple[Span, ...]
     text: str | None = None
     top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
-    """For each token the ``sampling.logprobs`` likeliest ones, likeliest first; fewer where fewer could be drawn. None
-    if none were asked for."""
+    """The ``sampling.logprobs`` most likely tokens at each position, most likely first; fewer where truncation left
+    fewer. None if not requested."""
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
-    """For each token of the prompt itself, then the ``sampling.prompt_logprobs`` likeliest ones, likeliest first, by
-    the model at temperature 1. None for the first token, and if they were not asked for."""
+    """For each token of the prompt, its own logprob, then the ``sampling.prompt_logprobs`` most likely tokens, at
+    temperature 1. None for the first token, and if not requested."""
     packed_sampling_mask: tuple[str, ...] | None = None
-    """Which tokens each token was drawn from, in the chunks of ``rollout_service.protocol.sampling_mask``; None unless
+    """The tokens from which each token was drawn, as chunks of ``rollout_service.protocol.sampling_mask``. None unless
     ``engine.return_sampling_mask`` is set."""
     routed_experts: RoutedExperts | None = None
-    """Which experts its tokens went to, with ``return_routed_experts``; ``Rollout.routed_experts`` unpacks them."""
+    """The experts of its tokens, with ``return_routed_experts``; ``Rollout.routed_experts`` unpacks them."""
 
     @model_validator(mode="after")
     def _aligned(self) -> "Completion":
@@ -110,33 +111,34 @@ class Completion(Frozen):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The weight versions that made this completion, in the order they were live."""
+        """Return the weight versions that sampled this completion, in their order in time."""
         return tuple(version for version, _ in itertools.groupby(span.version for span in self.spans))
 
 
 class Rollout(Frozen):
-    """One prompt's ``n`` completions. Which replica made which token stands in their spans."""
+    """The ``n`` completions of one prompt. Their spans name the replica of each token."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     replica_id: str
-    """The replica that ended the most interrupted completion: of a rollout that was not interrupted, the only one."""
+    """The replica that ended the completion with the most interruptions; without interruptions, the only replica."""
     attempts: int = Field(default=1, ge=1)
-    """How many replicas' generations the most interrupted completion took; 1: nothing was in its way."""
+    """Number of generations that the completion with the most interruptions took; 1: no interruption."""
     returned: bool = False
-    """A pause that returns what it aborts came while this was made: nobody goes on with what is aborted of it."""
+    """True if a pause with ``on_abort="return"`` aborted it: an aborted completion is then not continued."""
     truncated_sampling: bool = False
-    """Sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``), over which the logprobs
-    are renormalized: they do not compare with those of the whole vocabulary, and the monitor does not judge them."""
+    """True if tokens were sampled from a part of the vocabulary (``top_p``, ``top_k``, ``min_p``, ``min_tokens``).
+    Their logprobs are renormalized over that part and not comparable with the whole vocabulary's. The monitor does not
+    judge them."""
 
     def routed_experts(self, index: int = 0) -> tuple[Experts, Known]:
-        """Which experts each token of the prompt and of completion ``index`` went to.
+        """Return the experts of each token of the prompt and of completion ``index``.
 
-        Returns [tokens, layers, topk], uint8 or uint16, and bool [tokens]: which of them are known. Never known are the
-        last token, which no engine has read, and those before ``routed_experts_prompt_start``.
+        Return [tokens, layers, topk], uint8 or uint16, and a mask of known tokens, bool [tokens]. Never known are the
+        last token, which no engine has read, and tokens before ``routed_experts_prompt_start``.
 
-        Raises ValueError if they were not asked for, or the completion has no token.
+        Raises ValueError if they were not requested, or the completion has no token.
         """
         completion = self.completions[index]
         if completion.routed_experts is None:

@@ -1,7 +1,7 @@
-"""Which experts each token of a completion went to, for replies. Needs numpy only.
+"""Routed experts of the tokens of a completion, packed for replies. Needs only numpy.
 
-The form that prime-rl's renderers read. A token takes layers × topk bytes (twice that from 257 experts on), and a third
-more in base64: 384 and 512 bytes with Qwen3-30B-A3B's 48 layers and 8 experts a token.
+The format is that of prime-rl's renderers. A token takes layers × topk bytes (twice that from 257 experts on), and a
+third more in base64. Qwen3-30B-A3B, with 48 layers and 8 experts a token, takes 384 bytes, 512 in base64.
 """
 
 import base64
@@ -19,25 +19,25 @@ Known = npt.NDArray[np.bool_]
 
 
 class RoutedExperts(Frozen):
-    """Rows for tokens one after another of a prompt and its completion.
+    """One row for each of the consecutive tokens of a prompt and its completion.
 
-    The row of a token is what the model chose as it read that token, and so what the next one was sampled with. The
-    last token of a completion has none: no engine has read it.
+    A token's row holds the experts that processed it, whose output sampled the next token. The last token of a
+    completion has no row: no engine has read it.
     """
 
-    # renderers looks for the data by the bytes before it: this field is first, and the reply has no blanks
+    # must be the first field, and the reply must have no blanks: renderers finds the data by the bytes before it
     data: str
-    """base64 of [tokens, layers, topk], row-major, little-endian: the experts' numbers within their layer. A
-    layer without experts has zeros."""
+    """Base64 of [tokens, layers, topk], row-major, little-endian: the experts' numbers within their layer. A layer
+    without experts has zeros."""
     shape: tuple[NonNegativeInt, PositiveInt, PositiveInt]
     """[tokens, layers, topk]; all layers of the model."""
     start: NonNegativeInt
-    """The first row's token, counted from the beginning of the prompt."""
+    """Index of the first row's token, counted from the beginning of the prompt."""
     dtype: Literal["uint8", "uint16"]
-    """``uint8`` of up to 256 experts."""
+    """``uint8`` for up to 256 experts."""
     missing: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = Field(default=(), max_length=4096)
-    """[from, to) of tokens, counted likewise, whose rows are not known and are zeros here: those that a replica made
-    which died before it told them."""
+    """Ranges [from, to) of tokens, counted from the same beginning, with unknown rows, which are zeros here. Their
+    replica died before it reported them."""
 
     @model_validator(mode="after")
     def _holds_its_shape(self) -> Self:
@@ -51,7 +51,7 @@ class RoutedExperts(Frozen):
 
     @classmethod
     def of(cls, experts: Experts, start: int, missing: tuple[tuple[int, int], ...] = ()) -> Self:
-        """Of rows [tokens, layers, topk], the first of which is that of token ``start``."""
+        """Pack rows [tokens, layers, topk]; the first is the row of token ``start``."""
         dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
         data = base64.b64encode(np.ascontiguousarray(experts, dtype=f"<{np.dtype(dtype).str[1:]}").tobytes()).decode()
         tokens, layers, topk = experts.shape
@@ -59,11 +59,11 @@ class RoutedExperts(Frozen):
 
     @property
     def end(self) -> int:
-        """The token after the last row's."""
+        """Return the token after that of the last row."""
         return self.start + self.shape[0]
 
     def rows(self) -> Experts:
-        """[tokens, layers, topk], read-only. Raises ValueError for what is no base64."""
+        """Return [tokens, layers, topk], read-only. Raises ValueError for invalid base64."""
         try:
             held = base64.b64decode(self.data, validate=True)
         except binascii.Error as error:
@@ -72,10 +72,11 @@ class RoutedExperts(Frozen):
         return rows
 
     def unpacked(self, tokens: int) -> tuple[Experts, Known]:
-        """Of a prompt and its completion, ``tokens`` long: [tokens, layers, topk], and which [tokens] are known.
+        """Return the experts of a prompt and its completion, [tokens, layers, topk], and the mask of known tokens, bool
+        [tokens].
 
         Unknown are the tokens before ``start``, the missing ones and the last; their rows are zeros. Raises ValueError
-        if there are more rows than tokens.
+        if there are more rows than ``tokens``.
         """
         if self.end > tokens:
             raise ValueError(f"routed experts of tokens [{self.start}, {self.end}) of a sequence of {tokens}")
@@ -88,9 +89,9 @@ class RoutedExperts(Frozen):
         return experts, known
 
     def followed_by(self, rest: "RoutedExperts") -> "RoutedExperts":
-        """One of two, the second of which begins where this ends or later; what lies between them is missing.
+        """Append ``rest``, which begins where this ends or later; rows between them are missing.
 
-        Raises ValueError if it begins before, or is of another model.
+        Raises ValueError if ``rest`` begins earlier, or belongs to another model.
         """
         gap = rest.start - self.end
         if gap < 0 or (rest.shape[1:], rest.dtype) != (self.shape[1:], self.dtype):
@@ -103,7 +104,7 @@ class RoutedExperts(Frozen):
         return RoutedExperts.of(np.concatenate([self.rows(), between, rest.rows()]), self.start, missing)
 
     def until(self, end: int) -> "RoutedExperts":
-        """The same without the rows of token ``end`` and of those after it."""
+        """Return a copy without the rows of token ``end`` and later ones."""
         if end >= self.end:
             return self
         end = max(end, self.start)
@@ -111,7 +112,7 @@ class RoutedExperts(Frozen):
         return RoutedExperts.of(self.rows()[: end - self.start], self.start, missing)
 
     def without(self, first: int, end: int) -> "RoutedExperts":
-        """The same with the rows of tokens [first, end) missing."""
+        """Return a copy in which the rows of tokens [first, end) are missing."""
         first, end = max(first, self.start), min(end, self.end)
         if first >= end:
             return self

@@ -1,4 +1,4 @@
-"""The README's table of clients is what driving the service with them has found."""
+"""The table of docs/clients.md is what driving the service with them has found."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 from benchmarks.clients import released
 from benchmarks.clients.recorder import ClientRecorder
 from benchmarks.clients.released import CLIENTS, Client
-from benchmarks.clients.table import PART, README, RESULT, problems, table
+from benchmarks.clients.table import PAGE, PART, RESULT, problems, table
 from benchmarks.common.marked import write_part
 from benchmarks.common.paths import PROJECT
 
@@ -24,9 +24,9 @@ def result() -> dict[str, Any]:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """A README whose table is what the result says, and a copy of the result beside it."""
+    """A page whose table is what the result says, and a copy of the result beside it."""
     (tmp_path / "clients.json").write_text(RESULT.read_text())
-    page = tmp_path / "README.md"
+    page = tmp_path / "clients.md"
     page.write_text(f"<!-- made by {PART} -->\n<!-- end of {PART} -->\n")
     write_part(page, PART, table(result()["cases"]))
     return page
@@ -36,8 +36,8 @@ def found(page: Path) -> list[str]:
     return problems(page.with_name("clients.json"), page)
 
 
-def test_the_readme_is_up_to_date() -> None:
-    assert problems(RESULT, README) == []
+def test_the_page_is_up_to_date() -> None:
+    assert problems(RESULT, PAGE) == []
 
 
 def test_every_set_of_pins_is_a_clients() -> None:
@@ -47,7 +47,7 @@ def test_every_set_of_pins_is_a_clients() -> None:
 def test_links_of_rows_lead_to_pages() -> None:
     for client in CLIENTS:
         for part, link in client.links.items():
-            assert f"[{part}]({link})" in client.linked and (PROJECT / link).is_file()
+            assert f"[{part}]({link})" in client.linked and (PAGE.parent / link).is_file()
 
 
 class TestProblems:
