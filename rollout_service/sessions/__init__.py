@@ -1,1 +1,1 @@
-"""The conversations of agents, in tokens."""
+"""Token-exact records of agents' conversations."""

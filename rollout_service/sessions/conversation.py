@@ -1,4 +1,4 @@
-"""When two messages are the same."""
+"""Keys that identify a conversation, so that a later turn finds the turn it continues."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,10 @@ import xxhash
 from rollout_service.protocol.sessions import Message
 
 _TEXTS = frozenset({"text", "input_text", "output_text"})
-"""Kinds of parts of a message that are text: a chat's, and those of OpenAI's responses."""
+"""Types of content parts that hold text, in chat completions and in OpenAI's Responses API."""
 _MAX_DEPTH = 256
-"""Maximum number of brackets in a call's arguments that are compared by their meaning rather than as text."""
+"""Maximum number of brackets in tool-call arguments that are compared as JSON. Longer arguments are compared as
+text."""
 
 
 def key_of(messages: Sequence[Message], context: object) -> str:
@@ -22,13 +23,13 @@ def key_of(messages: Sequence[Message], context: object) -> str:
 
 
 def keys_of(messages: Sequence[Message], context: object) -> Iterator[tuple[int, str]]:
-    """Yield the number of messages and the key of each beginning that ends with the assistant, in linear time.
+    """Yield the number of messages and the key of each prefix that ends with an assistant message, in linear time.
 
-    Messages of the assistant that follow each other count as one: a reply of OpenAI's responses or Anthropic's messages
-    has several items, which come back as one message or as several.
+    Consecutive assistant messages count as one message. OpenAI's Responses and Anthropic's Messages APIs split a reply
+    into several items, and agents send them back as one message or as several.
 
     Args:
-        context: what the prompt depends on besides the messages, as JSON: tools, documents, template arguments.
+        context: everything else that the prompt depends on, as JSON: tools, documents, template arguments.
     """
     keys = _Keys(context)
     for count, message in enumerate(messages, 1):
@@ -38,13 +39,13 @@ def keys_of(messages: Sequence[Message], context: object) -> Iterator[tuple[int,
 
 
 class _Keys:
-    """The key of a conversation that grows."""
+    """The running key of a conversation that grows message by message."""
 
     def __init__(self, context: object) -> None:
         self._before = xxhash.xxh3_128(_json(context))
         self._text, self._calls = xxhash.xxh3_128(), xxhash.xxh3_128()
         self._in_reply = False
-        """Whether the last message was a text of the assistant's: ``_text`` and ``_calls`` are of that reply."""
+        """True if the last message was assistant text. ``_text`` and ``_calls`` then describe that reply."""
 
     def add(self, message: Message) -> None:
         said = _said(message)
@@ -70,7 +71,7 @@ class _Keys:
 
 
 def as_one_message(parts: Sequence[Message]) -> Message:
-    """A reply in one message: its text and its reasoning joined, all of its tool calls. Of no parts: an empty one."""
+    """Return one assistant message with the joined text and reasoning and all tool calls of ``parts``."""
     reply: Message = {"role": "assistant", "content": ""}
     for part in parts:
         reply["content"] += _text(part.get("content"))
@@ -82,10 +83,11 @@ def as_one_message(parts: Sequence[Message]) -> Message:
 
 
 def _said(message: Message) -> Message:
-    """Return the fields of a message that count.
+    """Return the fields of a message that enter the key.
 
-    Of the assistant's: text and tool calls. Agents send a reply back without its reasoning, with a name, with an
-    empty content as null or left out, and with text as a list of parts. Of all others: every field that is set.
+    An assistant message contributes its text and its tool calls. Agents return a reply without its reasoning, with a
+    name, with empty content as null, or with text as a list of parts. Any other message contributes every field that is
+    set.
     """
     content = _text(message.get("content"))
     if message.get("role") != "assistant":
@@ -110,9 +112,10 @@ def _json(value: object) -> bytes:
 
 
 def _arguments(arguments: object) -> object:
-    """JSON text and what it means are the same."""
+    """Return tool-call arguments as parsed JSON, so that JSON text and the equal object have one key."""
     if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") > _MAX_DEPTH:
-        return arguments  # what a model nests without end raises RecursionError, here or as it is written again
+        # nesting this deep raises RecursionError in ``json.loads``, or when the value is serialized again
+        return arguments
     try:
         return json.loads(arguments)
     except ValueError:

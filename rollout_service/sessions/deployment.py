@@ -1,4 +1,4 @@
-"""The open sessions as a Serve deployment: one replica, where several gateways share them."""
+"""The session store as a Serve deployment with one replica, for services with several gateways."""
 
 from rollout_service.config import ServiceConfig
 from rollout_service.drain import Drain
@@ -7,7 +7,7 @@ from rollout_service.sessions.store import Sessions
 
 
 class SessionsReplica(Sessions):
-    """``Sessions`` in a process of its own. What is in memory ends with it."""
+    """``Sessions`` in its own process. Sessions are kept in memory and are lost when the process ends."""
 
     def __init__(self, config: ServiceConfig) -> None:
         log_with_serve()
@@ -17,5 +17,5 @@ class SessionsReplica(Sessions):
         self._drain.serves()
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when this process is to end."""
+        """Fail Serve's health check once this process is draining."""
         self._drain.check_health()

@@ -1,4 +1,4 @@
-"""Try what a chat template does with an agent's conversation, before there is one."""
+"""Check how a chat template renders an agent's conversation, before any session uses it."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,9 +10,9 @@ from rollout_service.protocol.sessions import Message
 from rollout_service.sessions.template import REASONS, BeginsBranch, Branch, Rendering, Reply, written_after
 
 Outcome = Literal["continues", "takes none"] | Branch
-"""``takes none``: the template refuses such a conversation, whatever the session does."""
+"""The result for one conversation. ``takes none``: the template raises an error for such a conversation."""
 Write = Callable[[list[Message], bool, list[dict[str, Any]] | None], str]
-"""Applies a template to messages, with the beginning of a reply or without, and tools."""
+"""Renders messages with a template. Arguments: the messages, whether to add the generation prompt, and the tools."""
 
 _TOOLS = [
     {
@@ -38,16 +38,16 @@ CONVERSATIONS: dict[str, list[Message]] = {
     "two tool calls": [_ASKED, _CALLED, _RESULT, _CALLED, _RESULT],
     "a reply behind a tool call": [_ASKED, _CALLED, _RESULT, _SAID, _ASKED],
 }
-"""The last message of the assistant is the reply to be continued."""
+"""Example conversations. In each, the last assistant message is the reply that the session continues."""
 
 
 def outcomes(write: Write, ends: Collection[str]) -> dict[str, Outcome]:
-    """Return what becomes of each of ``CONVERSATIONS``."""
+    """Return the outcome for each conversation in ``CONVERSATIONS``."""
     return {name: _outcome(write, messages, ends) for name, messages in CONVERSATIONS.items()}
 
 
 def outcomes_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> dict[str, Outcome]:
-    """Return ``outcomes`` of a template; None: the tokenizer's."""
+    """Return the ``outcomes`` of ``template``, or of the tokenizer's own template if None."""
 
     def write(messages: list[Message], with_generation_prompt: bool, tools: list[dict[str, Any]] | None) -> str:
         return str(

@@ -1,4 +1,4 @@
-"""The open sessions, in memory: bounded by number, by bytes and by the time since their last turn."""
+"""The open sessions, in memory. Their number, their bytes and their idle time are bounded."""
 
 import time
 import uuid
@@ -14,21 +14,21 @@ from rollout_service.sessions.conversation import key_of, keys_of
 
 MOST_SESSIONS = 65536
 MOST_BYTES = 4 << 30
-"""Bytes of all turns. A turn of 8000 new tokens of prompt and 1000 of reply counts 50 KB."""
+"""Maximum bytes of all turns. A turn with 8000 new prompt tokens and 1000 reply tokens takes about 50 KB."""
 _EXPIRE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A turn in little memory. Its prompt's beginning is its parent's prompt and reply, where it is that."""
+    """A turn in compact form. The part of its prompt that repeats its parent's prompt and reply is not stored again."""
 
     parent: int | None
-    """The turn that has the beginning of the prompt; None: ``prompt`` is whole."""
+    """Index of the turn whose prompt and reply begin this prompt. None: ``prompt`` is complete."""
     prompt: "array[int]"
     token_ids: "array[int]"
     logprobs: "array[float]"
     others: bytes
-    """All other fields, as JSON."""
+    """All other fields of the turn, as JSON."""
     stop_reason: int | str | None
     nbytes: int
 
@@ -39,11 +39,11 @@ class _Open:
     touched: float
     turns: list[_Kept] = field(default_factory=list)
     by_conversation: dict[str, int] = field(default_factory=dict)
-    """What was said up to and with a turn's reply → the turn."""
+    """The key of the conversation up to and including a turn's reply, mapped to the turn's index."""
     nbytes: int = 0
 
     def kept(self, turn: Turn) -> _Kept:
-        """Return the turn as it is kept."""
+        """Return the turn in compact form."""
         prompt, parent = array("i", turn.prompt_token_ids), turn.parent
         if parent is not None:
             before = self.tokens_before(parent)
@@ -60,7 +60,7 @@ class _Open:
         )
 
     def tokens_before(self, index: int) -> "array[int]":
-        """Return the prompt of a turn."""
+        """Return the complete prompt of a turn, as token ids."""
         parts = [self.turns[index].prompt]
         while (parent := self.turns[index].parent) is not None:
             index = parent
@@ -71,7 +71,7 @@ class _Open:
         return tokens
 
     def turn(self, index: int) -> Turn:
-        """Return a turn as it was added."""
+        """Return a turn in its original form."""
         kept = self.turns[index]
         tokens = {
             "index": index,
@@ -83,7 +83,7 @@ class _Open:
 
 
 class SessionStore:
-    """Keeps turns as they end, and finds the one that a conversation continues."""
+    """Stores finished turns, and finds the turn that a conversation continues."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
@@ -94,7 +94,7 @@ class SessionStore:
         self._expired_at = clock()
 
     def open(self, wanted: OpenSession) -> str:
-        """Its id. Raises VersionConflict if it is open, Overloaded if there are too many."""
+        """Open a session and return its id. Raises VersionConflict if the id is in use, Overloaded at the limit."""
         self._expire()
         session_id = wanted.session_id or uuid.uuid4().hex
         if session_id in self._open:
@@ -105,13 +105,13 @@ class SessionStore:
         return session_id
 
     def num_turns(self, session_id: str) -> int:
-        """Return the number of its turns. Raises NotFound."""
+        """Return the number of turns of a session. Raises NotFound."""
         return len(self._session(session_id).turns)
 
     def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
-        """Return the longest part of a conversation that is a turn's with its reply; None: it continues none.
+        """Return the longest prefix of ``messages`` that ends with a recorded reply, or None if there is none.
 
-        Raises NotFound, or Overloaded if a turn could not be added: before it is sampled.
+        Raises NotFound. Raises Overloaded before sampling if the store could not take another turn.
 
         Args:
             context: see ``keys_of``.
@@ -130,7 +130,7 @@ class SessionStore:
         return Prefix(turn=index, messages=count, token_ids=tokens, stop_reason=kept.stop_reason)
 
     def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
-        """The choices of one reply to ``messages``. Raises NotFound, or Overloaded if they do not fit."""
+        """Record the choices of one reply to ``messages``. Raises NotFound, or Overloaded if they exceed the limit."""
         found = self._session(session_id)
         kept = [found.kept(turn) for turn in turns]
         nbytes = sum(each.nbytes for each in kept)
@@ -142,18 +142,18 @@ class SessionStore:
         self._nbytes += nbytes
 
     def get(self, session_id: str) -> Session:
-        """What was said so far. Raises NotFound."""
+        """Return the session with all its turns. Raises NotFound."""
         found = self._session(session_id)
         return Session.of(session_id, [found.turn(index) for index in range(len(found.turns))])
 
     def close(self, session_id: str) -> None:
-        """Forget it. Raises NotFound."""
+        """Delete a session. Raises NotFound."""
         self._session(session_id)
         self._nbytes -= self._open.pop(session_id).nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all turns."""
+        """The bytes of all turns of all sessions."""
         return self._nbytes
 
     def __len__(self) -> int:
@@ -184,35 +184,36 @@ class SessionStore:
 
 
 class Sessions:
-    """The store, called as other processes call it: in the gateway if there is one, else in a deployment of its own."""
+    """Async interface of ``SessionStore``. It runs in the gateway if there is one gateway, else in its own
+    deployment."""
 
     def __init__(self) -> None:
         self._store = SessionStore()
 
     async def open(self, wanted: OpenSession) -> str:
-        """See ``SessionStore``."""
+        """Call ``SessionStore.open``."""
         return self._store.open(wanted)
 
     async def num_turns(self, session_id: str) -> int:
-        """See ``SessionStore``."""
+        """Call ``SessionStore.num_turns``."""
         return self._store.num_turns(session_id)
 
     async def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
-        """See ``SessionStore``."""
+        """Call ``SessionStore.prefix``."""
         return self._store.prefix(session_id, messages, context)
 
     async def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
-        """See ``SessionStore``."""
+        """Call ``SessionStore.add``."""
         self._store.add(session_id, messages, context, turns)
 
     async def get(self, session_id: str) -> Session:
-        """See ``SessionStore``."""
+        """Call ``SessionStore.get``."""
         return self._store.get(session_id)
 
     async def close(self, session_id: str) -> None:
-        """See ``SessionStore``."""
+        """Call ``SessionStore.close``."""
         self._store.close(session_id)
 
 
 if TYPE_CHECKING:
-    _: type[SessionCalls] = Sessions  # its methods are what gateways call
+    _: type[SessionCalls] = Sessions  # mypy: gateways call these methods

@@ -1,8 +1,8 @@
-"""Find what a chat template writes after a reply, so that the next turn's prompt begins with the reply's own tokens.
+"""Find the text that a chat template writes after a reply. The next prompt then reuses the reply's sampled tokens.
 
-A template that writes a reply again rarely writes the sampled text: Qwen3's drops earlier reasoning, most format tool
-calls anew. So the whole conversation is written with a marker in place of the reply, and what follows the marker is
-appended to the sampled tokens. The messages around the replies must not have changed; else the turn begins a branch.
+A template that renders a reply again rarely reproduces the sampled text. Qwen3's drops earlier reasoning, and most
+reformat tool calls. This module therefore renders the conversation with a marker in place of the reply. The text after
+the marker is appended to the sampled tokens. If messages around the replies have changed, the turn begins a new branch.
 """
 
 import json
@@ -25,8 +25,8 @@ Branch = Literal[
     "truncated_prompt",
     "harmony",
 ]
-"""Why a turn continues no other. ``other_history`` is the agent's doing, all others the chat template's or the
-request's."""
+"""The reason why a turn continues no earlier turn. ``other_history`` comes from the agent; all others come from the
+chat template or the request."""
 REASONS: dict[Branch, str] = {
     "other_history": "the messages before the new ones are not those of an earlier turn",
     "rewritten_history": "the chat template now writes messages before the last reply in another way",
@@ -39,13 +39,14 @@ REASONS: dict[Branch, str] = {
     "harmony": "vLLM writes this model's conversations with Harmony, not with a chat template",
 }
 
-# Unguessable, so that no conversation holds it; letters and digits, since templates trim, escape and quote text.
+# The nonce is random, so that no conversation contains it. It has only letters and digits, because templates trim,
+# escape and quote text.
 _NONCE = os.urandom(16).hex()
 _MARK = re.compile(rf"(?:reply|input)\d+x{_NONCE}")
 
 
 class BeginsBranch(Exception):
-    """The turn cannot continue the earlier one."""
+    """Raised when a turn cannot continue an earlier turn."""
 
     def __init__(self, why: Branch) -> None:
         super().__init__(REASONS[why])
@@ -54,27 +55,27 @@ class BeginsBranch(Exception):
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation to be written by the chat template."""
+    """A conversation that the chat template must render."""
 
     messages: list[Message]
     with_generation_prompt: bool = True
-    """False: without the beginning of the next reply, whatever the request says."""
+    """True to add the generation prompt if the request wants it. False never adds it."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply that a conversation is to go on from."""
+    """The reply that the conversation continues."""
 
     start: int
-    """Index of its first message: OpenAI's responses send a reply back as several."""
+    """Index of its first message. OpenAI's Responses API returns one reply as several messages."""
     stop: int
-    """The index after its last message."""
+    """Index after its last message."""
     end: str | None
-    """Text of its last token, if that token ended it; None: the reply was cut, or a stop string ended it."""
+    """Text of the token that ended the reply. None: the reply was cut off, or a stop string ended it."""
 
     @classmethod
     def of(cls, messages: Sequence[Message], stop: int, end: str | None) -> "Reply":
-        """The reply whose last message is the one before ``stop``."""
+        """Return the reply whose last message precedes index ``stop``."""
         start = stop - 1
         while start > 0 and messages[start - 1].get("role") == "assistant":
             start -= 1
@@ -84,18 +85,18 @@ class Reply:
 def text_after(
     messages: Sequence[Message], reply: Reply, ends: Collection[str]
 ) -> Generator[Rendering, str | None, str]:
-    """Return what the template writes after the end of ``reply``, up to the end of the prompt.
+    """Return the text that the template writes after the end of ``reply``, up to the end of the prompt.
 
-    Yields conversations, to be sent back as the chat template writes them; None for one that the template refuses.
-    Raises BeginsBranch if the prompt of the reply is no longer what the template writes before it.
+    The generator yields conversations. The caller sends back each one as rendered text, or None if the template refuses
+    it. Raises BeginsBranch if the template now renders the prompt of the reply differently.
 
     Args:
-        ends: texts of the tokens that end replies of this model.
+        ends: texts of the tokens that end this model's replies.
     """
     marked, has_calls = _mark("reply", reply.stop - 1), bool(messages[reply.stop - 1].get("tool_calls"))
     history = _with_marks(messages[: reply.stop], in_call=has_calls)
     whole = yield Rendering([*history, *messages[reply.stop :]])
-    if has_calls and (whole or "").count(marked) != 1:  # a template without tools writes the text alone
+    if has_calls and (whole or "").count(marked) != 1:  # a template without tool support renders the text only
         history = _with_marks(messages[: reply.stop], in_call=False)
         whole = yield Rendering([*history, *messages[reply.stop :]])
     whole = _written(whole)
@@ -118,7 +119,7 @@ def text_after(
 def written_after(
     render: Callable[[Rendering], str | None], messages: Sequence[Message], reply: Reply, ends: Collection[str]
 ) -> str:
-    """Return ``text_after`` of a template that ``render`` applies. Raises BeginsBranch."""
+    """Return ``text_after`` for a template that ``render`` applies. Raises BeginsBranch."""
     steps = text_after(messages, reply, ends)
     text: str | None = None
     try:
@@ -129,13 +130,13 @@ def written_after(
 
 
 def _without_end(after: str, own: str | None, end: str | None, ends: Collection[str], has_calls: bool) -> str:
-    """Return ``after`` without what the reply's own tokens already hold.
+    """Return ``after`` without the text that the reply's own tokens already contain.
 
     Args:
-        after: what the template writes after the marker in the reply.
-        own: the same where the reply is the last message; None if the template does not write that.
+        after: the text that the template writes after the marker in the reply.
+        own: the same text when the reply is the last message. None if the template does not render that conversation.
         end: see ``Reply``.
-        has_calls: the marker does not stand at the end of the reply.
+        has_calls: True if the marker is not at the end of the reply.
     """
     first, place = min(
         ((found, after.find(found)) for found in {*ends, *([] if end is None else [end])} if found in after),
@@ -143,8 +144,10 @@ def _without_end(after: str, own: str | None, end: str | None, ends: Collection[
         default=("", -1),
     )
     behind = place + len(first)
-    closes = place >= 0 and own is not None and own[:behind] == after[:behind]  # of the reply, whatever follows it
-    begins_next = place >= 0 and first == end and own in (None, after[:place])  # as <|user|> of GLM does
+    # the token closes this reply, whatever follows
+    closes = place >= 0 and own is not None and own[:behind] == after[:behind]
+    # the token also opens the next message, as GLM's <|user|> does
+    begins_next = place >= 0 and first == end and own in (None, after[:place])
     if end is not None and (closes or begins_next):
         return after[behind:]
     if not has_calls:
@@ -157,10 +160,10 @@ def _without_end(after: str, own: str | None, end: str | None, ends: Collection[
 
 
 def _with_marks(history: Sequence[Message], in_call: bool) -> list[Message]:
-    """Return the messages with markers for replies, and for the last message before each reply.
+    """Return the messages with markers in place of replies and of the last message before each reply.
 
     Args:
-        in_call: the marker of the last message is an argument of its last tool call.
+        in_call: True to put the marker of the last message into an argument of its last tool call.
     """
     marked: list[Message] = []
     for index, message in enumerate(history):
@@ -180,13 +183,13 @@ def _with_marks(history: Sequence[Message], in_call: bool) -> list[Message]:
 
 
 def _require_unchanged(earlier: str, now: str, history: list[Message]) -> Generator[Rendering, str | None, None]:
-    """Raise BeginsBranch if the template writes the messages before a reply otherwise than it did for its prompt.
+    """Raise BeginsBranch if the template renders the messages before a reply differently than in the reply's prompt.
 
-    What stands between the header of a reply and its text may differ: the beginning of reasoning, for example.
+    The text between a reply's header and its content may differ, for example the opening of a reasoning block.
 
     Args:
-        earlier: the conversation before the reply, with the beginning of the reply.
-        now: what the template writes before the reply in the conversation as it is now.
+        earlier: the rendered conversation before the reply, with the generation prompt.
+        now: the text that the template writes before the reply in the current conversation.
         history: the messages of ``earlier``.
     """
     if _MARK.findall(earlier) != _MARK.findall(now):
@@ -208,14 +211,14 @@ def _require_unchanged(earlier: str, now: str, history: list[Message]) -> Genera
 
 
 def _header(generation_prompt: str, before_reply: str) -> str:
-    """Return what both begin with, up to the end of a special token that they do not share."""
+    """Return the common prefix of both texts, cut before a special token that they do not share completely."""
     shared = _shared_start(generation_prompt, before_reply)
     opened, closed = shared.rfind("<"), shared.rfind(">")
     return shared[:opened] if opened > closed else shared
 
 
 def _shared_start(one: str, other: str) -> str:
-    """Return what both begin with. By halves: a loop over the characters of a long text would hold the event loop."""
+    """Return the common prefix. Binary search: a loop over the characters of a long text would block the event loop."""
     shared, longest = 0, min(len(one), len(other))
     while shared < longest:
         middle = (shared + longest + 1) // 2

@@ -1,1 +1,1 @@
-"""What every HTTP surface of the service shares: error replies and authorization."""
+"""Error replies and authorization, shared by all HTTP routes."""

@@ -1,4 +1,4 @@
-"""Who may call the weight and control routes."""
+"""Authorization of the weight and control routes."""
 
 import secrets
 from collections.abc import Sequence
@@ -9,24 +9,25 @@ from starlette.requests import HTTPConnection
 from rollout_service.errors import Forbidden, Unauthorized
 
 _PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip"})
-"""A proxy adds one of them, or one that begins with ``x-forwarded-``."""
+"""Headers that proxies add. Headers that begin with ``x-forwarded-`` count too."""
 _INSTEAD = "configure auth.token_file and send its token"
 
 
 class Authorizer:
-    """Callers that send the token, where there is one; where there is none, programs on this machine that call the
-    service by a loopback name; and, either way, programs in the trusted networks.
+    """Accepts callers that send the token, and programs in the trusted networks.
 
-    A browser calls from its machine's address on behalf of any page that is open in it, and so does a proxy, on behalf
-    of anyone. Neither may without a token. A proxy that adds no header of its own cannot be told from a program: who
-    runs one on this machine, or in a trusted network, needs a token.
+    Without a configured token, it accepts programs on this machine that use a loopback name.
+
+    Browsers and proxies without a token are refused. A browser calls from this machine's address on behalf of any open
+    page, and a proxy calls on behalf of anyone. A proxy that adds no header looks like a program. Configure a token if
+    such a proxy runs on this machine or in a trusted network.
     """
 
     def __init__(self, token: str | None, trusted_networks: Sequence[IPv4Network | IPv6Network] = ()) -> None:
         self._token, self._trusted = token, tuple(trusted_networks)
 
     def check(self, request: HTTPConnection) -> None:
-        """Raise Unauthorized or Forbidden for a caller that may not."""
+        """Raise Unauthorized or Forbidden if the caller is not allowed."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         bearer = given.strip() if scheme.lower() == "bearer" else ""
         if self._token is not None and secrets.compare_digest(bearer.encode(), self._token.encode()):
@@ -53,8 +54,12 @@ class Authorizer:
 
 
 def _require_program(request: HTTPConnection, from_here: bool) -> None:
-    """Raise Forbidden for a proxy or a web page. ``from_here``: the caller's address is a loopback one."""
-    # the caller's address may be what such a header says: uvicorn believes proxies on its own machine
+    """Raise Forbidden for a proxy or a web page.
+
+    Args:
+        from_here: True if the caller has a loopback address.
+    """
+    # uvicorn may take the caller's address from such a header: it trusts proxies on its own machine
     proxied = sorted(name for name in request.headers if name in _PROXY_HEADERS or name.startswith("x-forwarded-"))
     if proxied:
         raise Forbidden(
@@ -62,7 +67,7 @@ def _require_program(request: HTTPConnection, from_here: bool) -> None:
             f"{proxied[0]}: {_INSTEAD}",
             {"headers": proxied},
         )
-    # a page of any site can have its own name resolve to this machine (DNS rebinding); it cannot choose this header
+    # DNS rebinding: a page of any site can resolve its own name to this machine, but it cannot choose this header
     host = request.headers.get("host", "")
     if from_here and not _names_loopback(host):
         raise Forbidden(
@@ -74,11 +79,11 @@ def _require_program(request: HTTPConnection, from_here: bool) -> None:
 
 
 def _require_no_page(request: HTTPConnection, host: str) -> None:
-    """Raise Forbidden for what a browser sends for a page, but for the service's own pages.
+    """Raise Forbidden for a browser's request on behalf of a page, except for the service's own pages.
 
-    Which page is the service's own is told by its host. A name may have been made to resolve here, an address may not:
-    a page is never answered at a name. Programs send neither of these headers, and call by whatever name they like.
-    Browsers send ``Origin`` with everything but a GET of the page's own host.
+    The host identifies the service's own pages. It must be an address: anyone can make a name resolve to this machine.
+    Programs send neither ``Origin`` nor ``Sec-Fetch-Site``, and may use any name. Browsers send ``Origin`` with every
+    request except a GET to the page's own host.
     """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
     of_another = origin is not None and origin.partition("://")[2].lower() != host.lower()
@@ -97,20 +102,20 @@ def _require_no_page(request: HTTPConnection, host: str) -> None:
 
 
 def _names_loopback(host_header: str) -> bool:
-    """Whether a Host header names this machine's loopback whatever a name server says."""
+    """Return True if a Host header names loopback without asking a name server."""
     name = _name(host_header)
     address = _address(name)
     return name.lower() == "localhost" or (address is not None and address.is_loopback)
 
 
 def _name(host_header: str) -> str:
-    """A Host header without its port, and an IPv6 address without its brackets."""
+    """Return the host of a Host header, without the port and without the brackets of an IPv6 address."""
     name, bracket, _ = host_header.removeprefix("[").partition("]")
     return name if bracket else host_header.partition(":")[0]
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """The address that ``host`` is; None if it is a name."""
+    """Return ``host`` as an IP address, or None if it is a name."""
     try:
         address = ip_address(host)
     except ValueError:

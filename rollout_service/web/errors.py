@@ -1,4 +1,4 @@
-"""Every error leaves as ``{"error": {"type", "message", "detail"}}``, whichever library raised it."""
+"""Error replies: every error has the JSON form ``{"error": {"type", "message", "detail"}}``."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from rollout_service.errors import (
 
 _BY_STATUS = {400: MalformedRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 422: InvalidRequest}
 PROBLEMS_TOLD, PROBLEMS_LISTED = 8, 64
-"""Of the problems of one body, how many stand in the message, and how many in the detail."""
+"""The number of field problems in the error message, and the number in its ``detail``."""
 _LONGEST_FIELD = 200
 _NOT_IMPLEMENTED = "is not a field here, or not implemented: leave it out"
 
@@ -36,24 +36,24 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
+    """Description of one error."""
 
     type: str
-    """Class in ``rollout_service.errors``."""
+    """Name of a class in ``rollout_service.errors``."""
     message: str
-    """What, why, and what instead."""
+    """The problem, its cause, and the remedy."""
     detail: dict[str, Any]
-    """Names and numbers."""
+    """Names and values, for programs."""
 
 
 class ErrorReply(BaseModel):
-    """Every reply that is no success."""
+    """The JSON body of every reply that reports an error."""
 
     error: ErrorBody
 
 
 def documented(*kinds: type[RolloutServiceError]) -> dict[int | str, dict[str, Any]]:
-    """A route's ``responses`` for the errors that it may answer with."""
+    """Return the OpenAPI ``responses`` of a route that may raise these errors."""
     replies: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
         meaning = f"{kind.__name__}: {(kind.__doc__ or '').strip()}"
@@ -64,15 +64,15 @@ def documented(*kinds: type[RolloutServiceError]) -> dict[int | str, dict[str, A
 
 
 class ErrorResponse(JSONResponse):
-    """JSON in ASCII: what is wrong with a request may be that it holds what UTF-8 cannot."""
+    """JSON in ASCII. An error may quote text from the request that UTF-8 cannot encode."""
 
     def render(self, content: object) -> bytes:
-        """Starlette's hook."""
+        """Return the content as ASCII JSON. Starlette calls this."""
         return json.dumps(content).encode("ascii")
 
 
 def error_response(error: RolloutServiceError) -> ErrorResponse:
-    """The HTTP reply for one error."""
+    """Return the HTTP reply for an error."""
     headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:g}"}
     return ErrorResponse(error.to_wire(), status_code=error.http_status, headers=headers)
 
@@ -88,7 +88,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class FieldProblem(TypedDict):
-    """What pydantic says of one field; FastAPI and this service add some in the same form."""
+    """One field problem in pydantic's form. FastAPI and this service report problems in the same form."""
 
     type: str
     loc: tuple[int | str, ...]
@@ -96,7 +96,7 @@ class FieldProblem(TypedDict):
 
 
 def validation_error(route: str, problems_found: Sequence[FieldProblem]) -> RolloutServiceError:
-    """What pydantic says of a body, in the service's words."""
+    """Return the error for a request body that pydantic refused."""
     problems = [_problem(item["loc"], item["type"], item["msg"]) for item in problems_found[:PROBLEMS_LISTED]]
     parts = [f"{field} {problem}" for field, problem in problems[:PROBLEMS_TOLD]]
     if len(problems_found) > len(parts):
@@ -108,7 +108,7 @@ def validation_error(route: str, problems_found: Sequence[FieldProblem]) -> Roll
 
 
 def bad_request(route: str, error: ValidationError) -> BadRequest:
-    """The same as a 400, for routes that OpenAI or Anthropic define."""
+    """Return the same problems as a 400, for routes that OpenAI or Anthropic define."""
     said = validation_error(route, error.errors())
     return BadRequest(said.message, said.detail)
 
@@ -132,6 +132,6 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    # starlette raises it again once this reply is sent, so it reaches the log
+    # starlette raises the error again after this reply is sent, so that it is logged
     message = f"{request.method} {request.url.path} failed with {type(error).__name__}: the service's log says more"
     return error_response(RolloutServiceError(message))
