@@ -50,7 +50,8 @@ def coded(plane: Bytes) -> bytes | int:
 
 
 def write_two_values(plane: Bytes, first: int, second: int, bits: Bytes, places: Bytes, values: Bytes) -> bool:
-    """Decode a plane of two values in place. ``places`` holds uint32. Return False if a place lies outside the plane."""
+    """Decode a plane of two values in place. ``places`` holds uint32. Return False if a place lies outside the
+    plane."""
     return bool(_decode(plane, np.uint8(first), np.uint8(second), bits, places, values))
 
 
@@ -136,7 +137,7 @@ def _write_exceptions(plane, places, content):
 
 @_compiled
 def _equal_bytes(word, value):
-    """The highest bit of each of the eight bytes that are ``value``."""
+    """Return the highest bit of each of the eight bytes that equal ``value``."""
     other = word ^ (_Word(value) * _LOW_BITS)
     return ~(((other & ~_HIGH_BITS) + ~_HIGH_BITS) | other) & _HIGH_BITS
 

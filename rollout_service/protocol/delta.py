@@ -125,7 +125,8 @@ def is_whole(encoded: bytes) -> bool:
 
 
 def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
-    """Encode the changes of a whole tensor; empty if nothing changed. Raises ValueError for tensors of different sizes."""
+    """Encode the changes of a whole tensor; empty if nothing changed. Raises ValueError for tensors of different
+    sizes."""
     if base.nbytes != new.nbytes:
         raise ValueError(f"a tensor of {base.nbytes} bytes does not become one of {new.nbytes}")
     return joined([encode_segment(base[part], new[part], itemsize) for part in segments(new.nbytes)])

@@ -44,7 +44,7 @@ class KVCacheStatus(Frozen):
     """Layer → share of k and of v beyond the largest FP8 code with the serving scales, as last measured. None: k or v
     was not a number."""
     measured_version: int | None = None
-    """The version that was measured; None: none yet, by this replica."""
+    """The version that was last measured; None: this replica has measured none."""
     measured_s: float | None = None
     """Time in seconds that the measurement took; the replica was paused meanwhile."""
     unfit: dict[str, str] = Field(default_factory=dict)

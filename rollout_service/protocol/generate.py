@@ -44,7 +44,8 @@ class RolloutOptions(Frozen):
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def options(self, session_header: str | None) -> "RolloutOptions":
-        """Return only these fields, with the session from the body or the header. Raises InvalidRequest if both differ."""
+        """Return only these fields, with the session from the body or the header. Raises InvalidRequest if both
+        differ."""
         if session_header and self.session_id and session_header != self.session_id:
             raise InvalidRequest(
                 f"session_id={self.session_id!r} and the header X-Session-Id: {session_header!r} differ: send one"
@@ -248,7 +249,7 @@ class GenerateChoice(BaseModel):
 
 
 class GenerateReply(BaseModel):
-    """Reply of the native route. The gateway builds it without validation, which would double the cost of each token."""
+    """Reply of the native route. The gateway does not validate it, since that would double the cost of each token."""
 
     request_id: str
     model: str

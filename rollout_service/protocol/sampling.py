@@ -1,8 +1,7 @@
-"""How to sample, as a request may ask for it. Needs neither torch, vllm nor ray.
+"""Sampling parameters of a request. Needs neither torch, vllm nor ray.
 
-The bounds lie within those of vLLM 0.32: what is valid here, vLLM takes, and takes as it is (a test holds them
-together). Where vLLM would put another value in place of the one asked for, or its engine would fail on one that its
-own checks let through, the value is refused here.
+The bounds lie within those of vLLM 0.32: vLLM accepts every valid value here unchanged (a test compares them). Values
+are refused here if vLLM would replace them, or if its engine would fail on them after its own checks.
 """
 
 import functools
@@ -16,26 +15,26 @@ from rollout_service.protocol.base import Frozen, WeightVersion
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 FEW = 8
 MOST_COMPLETIONS = 4096
-"""Completions of one request, over all its prompts."""
+"""Maximum number of completions of one request, over all its prompts."""
 MOST_BIASED = 300
-"""Tokens with a ``logit_bias``, as OpenAI bounds them."""
+"""Maximum number of tokens with a ``logit_bias``, the same as OpenAI's."""
 LONGEST_GRAMMAR = 1 << 16
-"""Characters of what describes structured output."""
+"""Maximum length in characters of a structured output's description."""
 LARGEST_SEED = 2**63 - 1 - MOST_COMPLETIONS
 LEAST_TEMPERATURE = 0.01
-"""vLLM replaces what lies between 0 and this by this."""
+"""The lowest temperature above 0: vLLM replaces values between 0 and this one by this one."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=64, fail_fast=True)]
 StopTokens = Annotated[tuple[int, ...], Field(max_length=64, fail_fast=True)]
-"""With ``min_tokens``, vLLM's GPU runner has room for 128, the model's own ends of sequence among them, and dies of
-more."""
+"""Token ids that end a completion. With ``min_tokens``, vLLM's GPU runner has room for 128, including the model's own
+ends of sequence, and crashes on more."""
 
 
 class StructuredOutputs(Frozen):
-    """What a completion must look like, under vLLM's names; exactly one of them.
+    """A constraint on the structure of a completion, under vLLM's names; exactly one field is set.
 
-    Tokens that would break it are ruled out as each token is drawn. A completion that is cut short then starts anew:
-    vLLM would not know how far into the structure it was.
+    Tokens that would violate it are masked in each decode step. An interrupted completion starts anew, because vLLM
+    would not know its position in the structure.
     """
 
     model_config = ConfigDict(serialize_by_alias=True)
@@ -47,7 +46,7 @@ class StructuredOutputs(Frozen):
     regex: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
     """A regular expression that the whole completion matches."""
     choice: Annotated[tuple[str, ...], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
-    """One of these."""
+    """One of these strings."""
     grammar: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
     """A context-free grammar in EBNF."""
     structural_tag: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
@@ -65,9 +64,9 @@ class StructuredOutputs(Frozen):
 
 
 def without_idle_nulls(model: type[BaseModel], data: object) -> object:
-    """``data`` without the nulls that ask for nothing: clients send them for whatever they leave at its default.
+    """Return ``data`` without nulls that have no effect: clients send null for fields that they leave at the default.
 
-    Those of fields that the model does not have, and of fields for which null is no value.
+    Removes nulls of unknown fields and of fields that do not accept null.
     """
     if not isinstance(data, dict):
         return data
@@ -76,9 +75,10 @@ def without_idle_nulls(model: type[BaseModel], data: object) -> object:
 
 
 def without_repetition(data: object) -> object:
-    """``data`` without ``extra_body`` where that repeats what stands beside it, as rllm-model-gateway 0.1.0 sends it.
+    """Return ``data`` without an ``extra_body`` that repeats its other fields, as rllm-model-gateway 0.1.0 sends it.
 
-    Raises ValueError for one that says more: OpenAI's SDK sends the fields of an argument of that name themselves.
+    Raises ValueError if ``extra_body`` has more: OpenAI's SDK sends the contents of that argument as fields of their
+    own.
     """
     if not isinstance(data, dict) or not isinstance(extra := data.get("extra_body"), dict):
         return data
@@ -93,8 +93,8 @@ def _nullable(model: type[BaseModel]) -> frozenset[str]:
 
 
 def refuse_many_unknown(known: Collection[str], data: object) -> object:
-    """``data`` as it is. Raises ValueError for more than a few names that are not ``known``: pydantic would make an
-    error of each, and a body has room for a million."""
+    """Return ``data`` unchanged. Raises ValueError for more than a few unknown names: pydantic would make an error of
+    each, and a body has room for a million."""
     unknown = [name for name in data if name not in known] if isinstance(data, dict) and len(data) > len(known) else []
     if len(unknown) > FEW:
         raise ValueError(
@@ -108,19 +108,19 @@ class CommonSampling(Frozen):
     """Sampling parameters that every data route takes under vLLM's names and in vLLM's form."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
-    """Completions of the prompt."""
+    """Number of completions of the prompt."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest completion; None: what the context leaves."""
+    """Maximum length of a completion in tokens; None: the remaining context."""
     min_tokens: int = Field(default=0, ge=0)
-    """No stop before so many tokens."""
+    """Minimum length of a completion in tokens."""
     temperature: Finite = Field(default=1.0, ge=0.0, le=2.0)
-    """0 is greedy; anything else is at least ``LEAST_TEMPERATURE``."""
+    """0 is greedy; other values are at least ``LEAST_TEMPERATURE``."""
     top_p: Finite = Field(default=1.0, gt=0.0, le=1.0)
-    """Below 1 the returned logprobs are renormalised over the truncated support."""
+    """Nucleus sampling. Below 1, the returned logprobs are renormalised over the kept tokens."""
     top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
-    """0 or -1: all tokens."""
+    """Number of most likely tokens to sample from; 0 or -1: all tokens."""
     min_p: Finite = Field(default=0.0, ge=0.0, le=1.0)
-    """Least probability, as a share of the likeliest token's."""
+    """Minimum probability of a token, as a share of the most likely token's."""
     repetition_penalty: Finite = Field(default=1.0, ge=0.01, le=100.0)
     """1 is none. Logits are multiplied and divided by it in fp32 and must stay finite."""
     presence_penalty: Finite = Field(default=0.0, ge=-2.0, le=2.0)
@@ -128,37 +128,37 @@ class CommonSampling(Frozen):
     frequency_penalty: Finite = Field(default=0.0, ge=-2.0, le=2.0)
     """0 is none."""
     seed: int | None = Field(default=None, ge=-(2**63), le=LARGEST_SEED)
-    """Makes this request's samples repeatable on one replica; -1 is none, as for vLLM. Completion ``i`` has
-    ``seed + i``, which must fit 64 bits."""
+    """Makes this request's samples repeatable on one replica; -1 is none, as in vLLM. Completion ``i`` has ``seed +
+    i``, which must fit 64 bits."""
     ignore_eos: bool = False
-    """Go on after the end of sequence."""
+    """Continue after the end of sequence."""
     logprobs: int | None = Field(default=0, ge=0)
-    """How many of the likeliest tokens come back with each token, with their logprobs; at most 20, or
-    ``engine.extra.max_logprobs``. The sampled token's always comes back."""
+    """Number of most likely tokens returned for each position, with their logprobs; at most 20, or
+    ``engine.extra.max_logprobs``. The sampled token's logprob is always returned."""
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    """The same for the tokens of the prompt, at temperature 1 and with nothing cut off; None: not even their own."""
+    """The same for the tokens of the prompt, at temperature 1 and without truncation. None: no prompt logprobs."""
     logit_bias: Annotated[dict[int, Finite], Field(max_length=MOST_BIASED)] | None = None
-    """Token id → what is added to its logit, between -100 and 100."""
+    """Token id → value added to its logit, between -100 and 100."""
     structured_outputs: StructuredOutputs | None = None
-    """What a completion must look like."""
+    """A constraint on the structure of each completion."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text. ``token_ids`` have them in any case."""
+    """Leave special tokens out of the text. ``token_ids`` contain them in any case."""
     spaces_between_special_tokens: bool = True
-    """Put spaces between special tokens in the text, where the tokenizer knows of such."""
+    """Put spaces between special tokens in the text, if the tokenizer supports it."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string that ended a completion in its text. ``token_ids`` have it in any case."""
+    """Keep the stop string that ended a completion in its text. ``token_ids`` contain it in any case."""
     routed_experts_prompt_start: int | None = Field(default=None, ge=0)
-    """From which token of the prompt on routed experts come back, at most the prompt's length: those before it are
-    known from an earlier turn. A deployment with ``engine.return_routed_experts`` returns them to whoever gives it;
-    others ignore it. None: from the first, for a request with ``return_routed_experts``."""
+    """First prompt token whose routed experts are returned, at most the prompt's length. Earlier tokens are known from
+    a previous turn. Setting it requests routed experts from a deployment with ``engine.return_routed_experts``; others
+    ignore it. None: token 0, for a request with ``return_routed_experts``."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from another distribution than the model's own at this temperature: from a part of
-        the vocabulary, over which their logprobs are renormalized, or from biased logits.
+        """Return True if tokens are not sampled from the model's own distribution at this temperature.
 
-        vLLM ignores ``top_p``, ``top_k`` and ``min_p`` at temperature 0. ``min_tokens`` rules out what would end a
-        completion too soon.
+        This is the case for a part of the vocabulary, over which logprobs are renormalized, and for biased logits. vLLM
+        ignores ``top_p``, ``top_k`` and ``min_p`` at temperature 0. ``min_tokens`` masks tokens that would end a
+        completion too early.
         """
         cut_off = self.top_p < 1 or self.top_k >= 1 or self.min_p > 0
         steered = self.structured_outputs is not None or bool(self.logit_bias)
@@ -172,7 +172,7 @@ class CommonSampling(Frozen):
     @field_validator("seed")
     @classmethod
     def _none_for_minus_one(cls, seed: int | None) -> int | None:
-        # vLLM's own, which it replaces itself: a rest would get a seed made of it, the same for every request
+        # vLLM also treats -1 as none, but a continuation would derive a seed from it, the same for every request
         return None if seed == -1 else seed
 
     @field_validator("logit_bias")
@@ -203,58 +203,59 @@ class ExtraArgs(Frozen):
     """Arguments that other servers add to vLLM's sampling parameters."""
 
     prl_compact_logprobs: bool = False
-    """prime-rl's: ``compact_logprobs`` of each choice has all logprobs as packed numbers, in place of ``logprobs``."""
+    """prime-rl's option: each choice has ``compact_logprobs``, all logprobs as packed numbers, in place of
+    ``logprobs``."""
 
 
 class Sampling(CommonSampling):
-    """Sampling parameters under vLLM's names. Fields that vLLM has and we do not implement are refused."""
+    """Sampling parameters under vLLM's names. vLLM's other parameters are refused."""
 
     stop: StopStrings = ()
     """Strings that end a completion; the model needs a tokenizer."""
     stop_token_ids: StopTokens = ()
-    """Tokens that end a completion, beside the model's own end of sequence."""
+    """Tokens that end a completion, in addition to the model's own end of sequence."""
     detokenize: bool = True
-    """vLLM's; a request's ``output_mode`` says whether text comes back."""
+    """vLLM's parameter, without effect: ``output_mode`` of the request selects text."""
     output_kind: Literal[2] = 2
-    """vLLM's FINAL_ONLY: one reply, when all is done."""
+    """vLLM's FINAL_ONLY: one reply, at the end."""
     extra_args: ExtraArgs | None = None
-    """What ``/inference/v1/generate`` takes under this name; engines do not see it."""
+    """Extra arguments of ``/inference/v1/generate``; engines do not see them."""
 
 
 class Reasoning(Frozen):
-    """What an engine needs to know of a prompt whose model reasons first: structured outputs begin after that."""
+    """Reasoning state of a prompt for an engine: structured outputs begin after the model's reasoning."""
 
     ended: bool | None = None
-    """Whether the prompt ends after it; None: the engine's reasoning parser looks."""
+    """True if reasoning has ended within the prompt; None: the engine's reasoning parser decides."""
     parser_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Of the engine's reasoning parser, as of the gateway's."""
+    """Arguments of the reasoning parser, the same in engine and gateway."""
 
 
 class GenerateCall(Frozen):
-    """What the gateway hands to an engine replica: one prompt, validated."""
+    """A call from the gateway to an engine replica: one prompt, validated."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
-    """Of what is to be made: ``max_tokens`` and ``min_tokens`` are what is left of them."""
+    """Sampling parameters of the remaining tokens: ``max_tokens`` and ``min_tokens`` are what is left of them."""
     partial_tokens: int = Field(default=0, ge=0)
-    """So many tokens at the prompt's end are the completion's own first ones, made by an earlier generation: penalties
-    count them, and a stop string may begin among them."""
+    """Number of tokens at the prompt's end that an earlier generation of this completion made. Penalties count them,
+    and a stop string may begin among them."""
     min_weight_version: WeightVersion | None = None
-    """Only weights at least this new may answer."""
+    """The oldest weight version that may answer."""
     session_id: str | None = None
-    """Calls of one session go to one replica while it lives, whose prefix cache has what they share."""
+    """Calls of one session go to one replica while it lives, to share its prefix cache."""
     priority: int = 0
-    """vLLM's: lower is earlier."""
+    """vLLM's priority: a lower value is scheduled earlier."""
     reasoning: Reasoning | None = None
-    """With ``sampling.structured_outputs`` only."""
+    """Only with ``sampling.structured_outputs``."""
     cache_salt: str | None = None
-    """Only prompts of the same salt share what the prefix cache holds."""
+    """Only prompts with the same salt share entries of the prefix cache."""
     origin: str = ""
-    """The gateway that sends it, which knows itself what it has in flight where."""
+    """The gateway that sends the call; a gateway counts its own calls in flight itself."""
     number: int = 0
-    """Which of that gateway's calls it is, for ``protocol/progress.py``; 0: nobody asks what it has made so far."""
+    """Number of the call in that gateway, for ``protocol/progress.py``; 0: its progress is not polled."""
     live: bool = False
-    """Somebody reads along."""
+    """True if a client streams the completion."""
     avoid: tuple[str, ...] = ()
-    """Replicas that refused or lost this call: others first."""
+    """Replicas that refused or lost this call; other replicas are preferred."""

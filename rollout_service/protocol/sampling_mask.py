@@ -1,9 +1,9 @@
-"""The tokens that truncated sampling left for each position, packed for replies. Needs numpy only.
+"""The tokens that truncated sampling kept at each position, packed for replies. Needs only numpy.
 
-A chunk is base64 of zlib of a table of 32-bit numbers: how many tokens it is about, how many ids were kept for each,
-then all kept ids, those of a position in ascending order and each less the one before. The table is stored plane by
-plane: the lowest byte of every number, little-endian, then the second of every number, and so on. A completion that
-several engines made has a chunk of each, in order.
+A chunk is base64 of zlib of a table of 32-bit numbers. The table has the number of tokens, then the number of kept ids
+for each token, then all kept ids. The ids of a position ascend, each stored as the difference from the one before. The
+table is stored plane by plane: the lowest byte of every number, little-endian, then the second byte of every number,
+and so on. A completion that several engines generated has one chunk from each, in order.
 """
 
 import base64
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 _LEVEL = 1
-"""zlib's fastest: higher ones save a few percent at several times the time."""
+"""zlib's fastest level: higher ones save a few percent at several times the time."""
 
 Ids = npt.NDArray[np.int64]
 
 
 def pack(kept: Sequence[Sequence[int]]) -> str:
-    """One chunk of the ids that were kept for each of some tokens, ascending for each."""
+    """Pack the kept ids of some tokens into one chunk; the ids of each token ascend."""
     counts = np.fromiter(map(len, kept), np.int64, len(kept))
     ids = np.fromiter(itertools.chain.from_iterable(kept), np.int64, int(counts.sum()))
     table = np.concatenate([[len(kept)], counts, _differences(ids, counts)]).astype("<u4")
@@ -31,16 +31,16 @@ def pack(kept: Sequence[Sequence[int]]) -> str:
 
 
 def repacked(chunks: Sequence[str], start: int, end: int) -> tuple[str, ...]:
-    """The ids of tokens ``[start, end)`` alone, in one chunk. Raises ValueError for what ``pack`` did not make."""
+    """Return the ids of tokens ``[start, end)`` in one chunk. Raises ValueError for invalid chunks."""
     counts, ids = unpack(chunks)
     kept = np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else []
     return (pack([each.tolist() for each in kept[start:end]]),) if kept[start:end] else ()
 
 
 def unpack(chunks: Sequence[str]) -> tuple[Ids, Ids]:
-    """How many ids were kept for each token, [tokens], and all of them in order, [sum of those]; both int64.
+    """Return the number of kept ids for each token, [tokens], and all ids in order, [sum of counts]; both int64.
 
-    Raises ValueError for what ``pack`` did not make.
+    Raises ValueError for invalid chunks.
     """
     parts = [_unpacked(chunk) for chunk in chunks]
     empty = np.zeros(0, np.int64)
@@ -68,7 +68,7 @@ def _unpacked(chunk: str) -> tuple[Ids, Ids]:
 
 
 def _differences(ids: Ids, counts: Ids) -> Ids:
-    """Each id less the one before at the same position. Raises ValueError if they do not ascend."""
+    """Return each id minus the one before at the same position. Raises ValueError if they do not ascend."""
     differences = np.diff(ids, prepend=0)
     starts = _starts(counts)
     differences[starts] = ids[starts]
@@ -87,5 +87,5 @@ def _sums(differences: Ids, counts: Ids) -> Ids:
 
 
 def _starts(counts: Ids) -> Ids:
-    """Where the ids of each token begin that has any."""
+    """Return the index of the first id of each token that has ids."""
     return (np.cumsum(counts) - counts)[counts > 0]

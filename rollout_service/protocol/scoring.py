@@ -1,4 +1,4 @@
-"""What the gateway asks the shadow to score."""
+"""Calls from the gateway to the shadow engine, which scores completions."""
 
 from rollout_service.protocol.base import Frozen
 
@@ -16,5 +16,5 @@ class ScoreCall(Frozen):
 
     @property
     def cost_tokens(self) -> int:
-        """Tokens that are prefilled to score it."""
+        """Return the number of tokens to prefill for scoring."""
         return len(self.prompt_token_ids) + len(self.token_ids)

@@ -1,4 +1,4 @@
-"""The whole service at one moment, as the ingest tells it to the gateway, for ``GET /metrics``."""
+"""Snapshot of the whole service, which the ingest sends to the gateway for ``GET /metrics``."""
 
 from pydantic import Field
 
@@ -11,41 +11,43 @@ class KVScalesState(Frozen):
     """Scales of the FP8 KV cache."""
 
     by_version: dict[int, dict[str, float]] = Field(default_factory=dict)
-    """Version → ``<attention layer>.{q,k,v}_scale`` → scale; not of those with 1 everywhere, or that await theirs."""
+    """Version → ``<attention layer>.{q,k,v}_scale`` → scale. Versions with scales of 1, or not yet measured, are left
+    out."""
     drift: float | None = None
-    """The largest factor, less 1, between one of the newest and the same one of the version before; None: not known."""
+    """The largest ratio, minus 1, between a scale of the newest version and the same one of the version before; None:
+    unknown."""
 
 
 class DurableState(Frozen):
-    """What outlives the ingest's machine."""
+    """State of the copy that survives the loss of the ingest's machine."""
 
     version: int | None
-    """The newest version that is durable."""
+    """The newest durable version."""
     never_durable: int = 0
-    """Versions that were dropped and had never been durable, since the ingest started."""
+    """Number of versions since the ingest started that were dropped before they became durable."""
     log_bytes: int | None = None
-    """Of ``weights.durable_root``, if there is one."""
+    """Size in bytes of ``weights.durable_root``; None without one."""
     log_free_bytes: int | None = None
 
 
 class ServiceState(Frozen):
-    """The service at one moment."""
+    """Snapshot of the service at one moment."""
 
     at: float
-    """Unix time, in seconds."""
+    """Unix time in seconds."""
     fleet: Fleet
     versions: tuple[WeightStatus, ...]
-    """On disk or staged, oldest first."""
+    """Versions on disk or staged, oldest first."""
     committed_at: dict[int, float]
-    """Version → Unix time in seconds; versions that are not on disk any more among them."""
+    """Version → commit time, Unix time in seconds; also for versions no longer on disk."""
     replicas_min: int
     replicas_max: int
     replica_starts: int
-    """Replicas that came since the ingest started."""
+    """Number of replicas that started since the ingest started."""
     replica_failures: int
-    """Those that failed, or went without having drained."""
+    """Number of replicas that failed, or ended without draining."""
     log_bytes: int
     log_free_bytes: int
     kv_scales: KVScalesState = KVScalesState()
     durable: DurableState | None = None
-    """None: the log is in memory alone."""
+    """None: the log is only in memory."""

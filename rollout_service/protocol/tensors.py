@@ -9,13 +9,13 @@ StoredDtype = Literal["bfloat16", "float32", "float8_e4m3fn", "int8"]
 STORED_DTYPE_BYTES: dict[StoredDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 WeightFormatName = Literal["fp8_block", "fp8_channel", "int8_channel"]
-"""What matrices are quantized to: ``quant/formats.py``."""
+"""Formats of quantized matrices: see ``quant/formats.py``."""
 QuantWeights = Literal[WeightFormatName, "none"]
-"""``quant.weights``; ``none``: BF16."""
+"""Values of ``quant.weights``; ``none``: BF16."""
 
 
 class TensorSlot(BaseModel, frozen=True):
-    """A tensor that will be written: name, dtype and shape as the engines load it."""
+    """Name, dtype and shape of a tensor to be written, as engines load it."""
 
     name: str
     dtype: StoredDtype
@@ -23,5 +23,5 @@ class TensorSlot(BaseModel, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         return math.prod(self.shape) * STORED_DTYPE_BYTES[self.dtype]

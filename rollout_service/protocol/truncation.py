@@ -1,4 +1,4 @@
-"""Truncated sampling: what is said to those who would read its logprobs as the model's own. No torch, vllm or ray."""
+"""Warning for truncated sampling, whose logprobs are not the model's own. Needs neither torch, vllm nor ray."""
 
 import warnings
 
@@ -6,11 +6,11 @@ _warned: set[str] = set()
 
 
 class TruncatedSamplingWarning(UserWarning):
-    """Logprobs of truncated sampling are compared with those of the whole vocabulary."""
+    """Warns that logprobs of truncated sampling are compared with those of the whole vocabulary."""
 
 
 def warn_of_truncated_sampling(caller: str) -> None:
-    """Raise a TruncatedSamplingWarning in the name of ``caller``, the first time in this process."""
+    """Issue a TruncatedSamplingWarning that names ``caller``, once per process and caller."""
     if caller in _warned:
         return
     _warned.add(caller)

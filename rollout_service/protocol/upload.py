@@ -1,21 +1,22 @@
-"""What a trainer and the ingest say to each other while a version is uploaded. Needs neither torch nor ray.
+"""Messages between a trainer and the ingest during the upload of a version. Needs neither torch nor ray.
 
-A trainer sends its weights as it has them, under Hugging Face's names (routed experts one by one or stacked), and the
-ingest quantizes. Or it sends a weight of ``TrainerRecipe.quantized`` as what it becomes: ``float8_e4m3fn`` codes under
-the weight's own name on disk, and their ``float32`` block scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``; or as
-``float8_e4m3fn`` or ``int8`` codes and channel scales [N, 1] under ``<name>_scale``, as ``TrainerRecipe.weights`` says.
+**Tensors.** A trainer sends its weights in its own dtypes, under Hugging Face's names (routed experts separate or
+stacked), and the ingest quantizes them. Alternatively, the trainer quantizes the weights listed in
+``TrainerRecipe.quantized`` in the format ``TrainerRecipe.weights``. With block scales, it sends ``float8_e4m3fn`` codes
+under the weight's name on disk, and ``float32`` scales [⌈N/128⌉, ⌈K/128⌉] under ``<name>_scale_inv``. With channel
+scales, it sends ``float8_e4m3fn`` or ``int8`` codes, and scales [N, 1] under ``<name>_scale``.
 
-Or it sends a delta: what has changed since a version that is in the log, ``Announcement.delta``. That version is named
-by its number and by a digest of the tensors in it. Each part says which tensors it is about, what has changed in them,
-and what digest each must have afterwards (``delta_parts``): so a delta is announced before the trainer has compared
-anything, and its parts are sent as they are made. The ingest takes the base from the log, applies the changes (see
-``delta``), and stores a whole version: byte for byte, and with the same digest, the one that the tensors themselves
-would have made. Where the log does not hold that base, it answers DeltaBaseGone, and the trainer sends all.
+**Deltas.** A trainer may send only the changes since a version in the log, ``Announcement.delta``. The base version is
+identified by its number and by a digest of its tensors. Each part states its tensors, their changes and their digests
+after the change (``delta_parts``). A delta can therefore be announced before the trainer has compared anything, and its
+parts are sent as they are made. The ingest applies the changes (see ``delta``) to the base and stores a whole version,
+with the same bytes and digest as a full upload. If the log does not hold the base, the ingest answers DeltaBaseGone,
+and the trainer sends all tensors.
 
-The tensors' raw bytes (little-endian, contiguous, in the order of ``tensors``, nothing between them) are one stream,
-cut into parts of ``part_bytes``; the last part is what is left. Part ``i`` therefore holds the bytes ``[i * part_bytes,
-(i + 1) * part_bytes)`` of the stream, and either side can work that out from the announcement. So it can which tensors
-part ``i`` of a delta is about, and how many parts there are; how many bytes one has its Content-Length says.
+**Parts.** The raw bytes of the tensors (little-endian, contiguous, in the order of ``tensors``, without gaps) form one
+stream. It is cut into parts of ``part_bytes``; the last part may be shorter. Part ``i`` holds the bytes ``[i *
+part_bytes, (i + 1) * part_bytes)``, which both ends compute from the announcement. Both also compute the number of a
+delta's parts and the tensors of each; its Content-Length gives the size of such a part.
 
     GET  /v1/weights/recipe                              -> TrainerRecipe
     POST /v1/weights                        Announcement -> UploadPlan
@@ -25,30 +26,30 @@ part ``i`` of a delta is about, and how many parts there are; how many bytes one
     POST /v1/weights/{version}/commit       CommitUpload -> WeightStatus
     POST /v1/weights/rollback               RollBack     -> WeightStatus
 
-Parts, and what says where tensors lie in shared memory, go to the service's own address, with the bearer token, or to
-``UploadPlan.upload_url`` with the header X-Upload-Key and no token, once that address has proved itself (by the route
-that ends in ``listener``, which only it has).
+**Addresses.** Parts and SharedTensors go to the service's own address with the bearer token. They may also go to
+``UploadPlan.upload_url`` with the header X-Upload-Key and no token, after that address has proved itself by the
+``listener`` route, which only it has.
 
-A trainer on the ingest's own machine may announce memory that both share, the host's or a GPU's, instead of a table
-that parts follow, and then says which tensors lie in it, batch by batch. NotShared: the ingest cannot reach it.
+**Shared memory.** A trainer on the ingest's machine may announce shared memory, of the host or of a GPU, instead of a
+table with parts. It then reports the tensors in that memory batch by batch. The ingest answers NotShared if it cannot
+open the memory.
 
-A trainer has the same tensors at every step, and a table of 19 000 takes both ends half a second of Python to write and
-to read. So the ingest keeps the last few tables that it was sent, and gives each a name, ``UploadPlan.table``, by which
-the next version is announced: ``Announcement.table``. TableUnknown: it has not kept that one, as after a restart; the
-trainer then sends the table.
+**Tables.** A trainer has the same tensors at every step, and a table of 19 000 takes each end half a second to write or
+read. The ingest therefore keeps the last few tables under a name, ``UploadPlan.table``, and the next version is
+announced by that name: ``Announcement.table``. If it does not have the table, as after a restart, it answers
+TableUnknown, and the trainer sends the table.
 
-All of them may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, of a committed version too, so
-that a client sends what is missing and can tell whether the rest is what it would send. Who sends one part with other
-bytes gets 409 with both digests. When two clients upload the same version at once, the one that began first (by its
-``X-Uploader``) has its way until the other has committed, and ``CommitUpload.upload_digest`` keeps either from
-committing a mixture.
+**Retries.** All requests may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, also for a
+committed version. A client can therefore send only missing parts, and check the others. A repeated part with different
+bytes gets 409 with both digests. If two clients upload the same version at once, the one that began first (by its
+``X-Uploader``) wins until the other has committed. ``CommitUpload.upload_digest`` keeps both from committing a mixture.
 
-A version has a number, which only grows, and may have a label, the trainer's own name of it. A trainer whose count goes
-back, as when it resumes from an older checkpoint, announces the version ``next``: the ingest gives it the first number
-above all that are committed or staged, and ``UploadPlan.version`` says which. Announced again by the same ``uploader``
-it has the same number. Under the same label another uploader, such as a trainer that was restarted, takes the place of
-one that has not committed: it goes on with the parts that are there, and may replace them. What nobody goes on with is
-dropped by the next commit, or after ``weights.staged_ttl_s``.
+**Versions.** A version has a number, which only grows, and may have a label, the trainer's own name for it. A trainer
+whose step count decreases, as after resuming from an older checkpoint, announces the version ``next``. The ingest then
+assigns the first number above all committed and staged ones and returns it as ``UploadPlan.version``. If the same
+``uploader`` announces again, the number stays the same. Another uploader with the same label, such as a restarted
+trainer, takes over an upload that is not committed: it continues with the parts already there, and may replace them. An
+abandoned upload is dropped by the next commit, or after ``weights.staged_ttl_s``.
 """
 
 import functools
@@ -73,32 +74,32 @@ from rollout_service.ring import ALIGNMENT_BYTES, aligned
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"
-"""Names one push of one client, as ``BeginUpload.uploader`` does."""
+"""Identifies one push of one client, like ``BeginUpload.uploader``."""
 UPLOAD_KEY_HEADER = "X-Upload-Key"
-"""``UploadPlan.upload_key``, for the listener at ``UploadPlan.upload_url`` alone."""
+"""``UploadPlan.upload_key``, only for the listener at ``UploadPlan.upload_url``."""
 
 LARGEST_PART_BYTES = 256 << 20
-"""More than this no service asks for, and no part of a delta has."""
+"""Maximum size of a part in bytes, for all services and for deltas."""
 
 DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
-"""Dtypes a trainer may send, and their size; those of one byte are codes, which come with their scales."""
+"""Dtypes that a trainer may send, with their sizes in bytes. One-byte dtypes are codes, which come with scales."""
 
 SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"]
 
 
 class TrainerRecipe(Frozen):
-    """Reply to ``GET /v1/weights/recipe``: what the ingest makes of each tensor, for a trainer that does it itself."""
+    """Reply to ``GET /v1/weights/recipe``: how the ingest converts each tensor, for a trainer that does it itself."""
 
     weights: QuantWeights
     scales: Literal["fp32", "power_of_two"] = "fp32"
     quantized: tuple[str, ...] = ()
-    """Weights that become codes and scales, by their names on disk; all other tensors are BF16,"""
+    """Weights that become codes and scales, by their names on disk. All other tensors are BF16,"""
     keep_float32: tuple[str, ...] = ()
-    """but for these."""
+    """except these."""
     experts: ExpertNaming | None = None
-    """Names of routed experts, to take stacked ones apart; None: the model has none."""
+    """Names of routed experts, to split stacked ones; None: the model has none."""
     ignored: IgnoredTensors = NOTHING_IGNORED
-    """Tensors that may come, and of which nothing is made."""
+    """Tensors that may be sent and are not stored."""
 
 
 class UploadTensor(Frozen):
@@ -110,11 +111,11 @@ class UploadTensor(Frozen):
 
     @property
     def nbytes(self) -> int:
-        """Size in the stream."""
+        """Return the size in the stream, in bytes."""
         return _nbytes(self.shape, self.dtype)
 
 
-@functools.lru_cache(4096)  # asked for many times in a push by both ends, and of a model's tensors few shapes differ
+@functools.lru_cache(4096)  # both ends call it often in a push, and a model's tensors have few different shapes
 def _nbytes(shape: tuple[int, ...], dtype: SourceDtype) -> int:
     return math.prod(shape) * DTYPE_BYTES[dtype]
 
@@ -127,84 +128,87 @@ class PathSource(Frozen):
 
 
 class ObjectSource(Frozen):
-    """Objects in Ray's store, see ``ingest/sources/ray_objects.py``. Only taken through the ingest's Python handle."""
+    """Objects in Ray's store, see ``ingest/sources/ray_objects.py``. Accepted only through the ingest's Python
+    handle."""
 
     transport: ClassVar[str] = "objects"
     digest: str
-    """xxh3-128 over what they hold."""
+    """xxh3-128 over the contents of the objects."""
 
 
 class BroadcastSource(Frozen):
-    """What a trainer broadcasts, see ``ingest/weight_transfer.py``. Only begun by ``POST /start_weight_update``."""
+    """Tensors that a trainer broadcasts, see ``ingest/weight_transfer.py``. Only ``POST /start_weight_update`` begins
+    one."""
 
     transport: ClassVar[str] = "broadcast"
     transfer: str
-    """A name that no other update has: what was broadcast cannot be read again."""
+    """A name that no other update has: broadcast tensors cannot be read again."""
 
 
 class SharedMemorySource(Frozen):
-    """Memory of a trainer on the ingest's own machine, which the trainer fills again and again: ``SharedTensors``."""
+    """Memory of a trainer on the ingest's machine, which the trainer refills for each batch: see ``SharedTensors``."""
 
     transport: ClassVar[str] = "shared_memory"
     transfer: str = Field(pattern="^[0-9a-f]{32}$")
-    """A name that no other push has: what was in the memory cannot be read again."""
+    """A name that no other push has: earlier contents of the memory cannot be read again."""
     machine: str = Field(max_length=64)
     """``shared_memory.machine()`` of the trainer."""
     process: int = Field(ge=1)
     descriptor: int = Field(ge=0)
-    """Of the trainer's process."""
+    """File descriptor of the memory in the trainer's process."""
     memory: str = Field(pattern="^[0-9a-f]{32}$")
-    """Its name."""
+    """Name of the memory."""
     tensors: tuple[UploadTensor, ...] = ()
-    """All that will come; empty where ``Announcement.table`` names them."""
+    """All tensors to come; empty if ``Announcement.table`` names them."""
 
 
 class CudaIpcSource(SharedMemorySource):
-    """Memory on the trainer's GPU, filled again and again in the same way: offsets of ``SharedTensors`` count in it.
+    """A staging buffer in the trainer's GPU memory, refilled for each batch; offsets of ``SharedTensors`` refer to it.
 
-    The shared memory has no tensors then. Who can open it is a process of the same machine and user, and it is there
-    for as long as the trainer has the GPU's memory.
+    The shared host memory holds no tensors then. Opening it proves that both processes are of the same machine and
+    user, and it exists for as long as the trainer's GPU memory.
     """
 
     transport: ClassVar[str] = "cuda_ipc"
     gpu: str = Field(max_length=64)
-    """UUID of the trainer's GPU, for messages: who opens the handle need not see that GPU."""
+    """UUID of the trainer's GPU, for messages: the process that opens the handle need not see that GPU."""
     handle: str = Field(pattern="^[0-9a-f]{128}$")
     """``cudaIpcMemHandle_t`` of one allocation, in hex."""
     handle_bytes: int = Field(ge=1)
-    """Of that allocation, that may be used."""
+    """Usable size in bytes of that allocation."""
 
 
 SHARED_ALIGNMENT = ALIGNMENT_BYTES
-"""Of the first byte of a tensor in shared memory."""
+"""Alignment in bytes of each tensor in shared memory."""
 
 
 class SharedTensors(Frozen):
-    """Body of ``POST /v1/weights/{version}/shared``: tensors that may be read now. Answered when they have been.
+    """Body of ``POST /v1/weights/{version}/shared``: tensors that the ingest may read now. Answered once it has read
+    them.
 
-    Of the tensors that were announced, those with the numbers ``first`` to ``first + count - 1``. They lie in the
-    memory, raw, little-endian and contiguous, where ``placed`` puts them.
+    The batch has the announced tensors with the numbers ``first`` to ``first + count - 1``. They lie in the memory raw,
+    little-endian and contiguous, at the offsets that ``placed`` yields.
     """
 
     transfer: str
     batch: int = Field(ge=0)
-    """Counts the bodies of one transfer: the same again is answered as it was."""
+    """Number of the batch in its transfer: a repeated batch gets the same answer."""
     first: int = Field(ge=0)
     count: int = Field(ge=1)
     offset: int = Field(ge=0)
-    """Of the first tensor's first byte, a multiple of ``SHARED_ALIGNMENT``."""
+    """Offset in bytes of the first tensor, a multiple of ``SHARED_ALIGNMENT``."""
 
 
 def placed(tensors: Iterable[UploadTensor], offset: int) -> Iterator[tuple[UploadTensor, int]]:
-    """Where tensors lie in shared memory from ``offset`` on, by their first bytes: each at the first multiple of
-    ``SHARED_ALIGNMENT`` after the one before, of which one without elements takes up as much."""
+    """Yield each tensor with its offset in shared memory, beginning at ``offset``. Each offset is the next multiple of
+    ``SHARED_ALIGNMENT`` after the tensor before; an empty tensor also takes that much."""
     for tensor in tensors:
         yield tensor, offset
         offset += aligned(max(tensor.nbytes, 1))
 
 
 class Delta(Frozen):
-    """The parts hold changes, not tensors: see ``delta_parts.py``."""
+    """Base of a delta. The parts then hold changes, not tensors: see ``delta_parts.py``."""
 
     base: WeightVersion
     """The version that is changed."""
@@ -216,17 +220,17 @@ AnyAnnouncement = TypeVar("AnyAnnouncement", bound="Announcement")
 
 
 class Announcement(Frozen):
-    """Body of ``POST /v1/weights``: either a tensor table to be followed by parts, or a source."""
+    """Body of ``POST /v1/weights``: a tensor table followed by parts, or a source."""
 
     version: NewVersion
-    """``next``: the ingest gives it a number."""
+    """``next``: the ingest assigns a number."""
     tensors: tuple[UploadTensor, ...] = ()
     table: str | None = Field(default=None, max_length=64)
-    """``UploadPlan.table`` of an earlier announcement, in place of its tensors, which stood here or in ``source``."""
+    """``UploadPlan.table`` of an earlier announcement, in place of the tensors here or in ``source``."""
     source: PathSource | ObjectSource | BroadcastSource | CudaIpcSource | SharedMemorySource | None = None
     kv_scales: dict[str, float] | None = None
-    """Scales of the FP8 KV cache that go with these weights, as ``KVScales.named()`` gives them: all of q, k and v of
-    every attention layer. None: the service's ``kv_cache.scales_policy`` says which."""
+    """Scales of the FP8 KV cache for these weights, as ``KVScales.named()`` returns them: q, k and v of every attention
+    layer. None: the service's ``kv_cache.scales_policy`` applies."""
     uploader: str = Field(default="", max_length=256)
     """A name that no other push has; empty: none."""
     label: VersionLabel | None = None
@@ -234,8 +238,8 @@ class Announcement(Frozen):
     """None: the parts hold the tensors themselves."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[type[Self], str]]:
-        """As JSON: a table of 37 000 tensors is pickled in a tenth of the time that as many objects take, and read in
-        half of it."""
+        """Pickle as JSON: a table of 37 000 tensors takes a tenth of the time of pickling as many objects, and half to
+        read."""
         return _from_json, (type(self), self.model_dump_json(exclude_defaults=True))
 
     @model_validator(mode="after")
@@ -267,15 +271,15 @@ class Announcement(Frozen):
 
     @property
     def announced_tensors(self) -> tuple[UploadTensor, ...]:
-        """All that come: in parts, as a delta makes them, or through shared memory. Empty for another source."""
+        """Return all tensors to come, in parts, as a delta, or through shared memory. Empty for other sources."""
         return self.source.tensors if isinstance(self.source, SharedMemorySource) else self.tensors
 
     def with_table(self, tensors: tuple[UploadTensor, ...]) -> Self:
-        """The same with the tensors that ``table`` names."""
+        """Return a copy with the tensors that ``table`` names."""
         return self._with({"table": None}, tensors)
 
     def by_table(self, table: str) -> Self:
-        """The same with the name of its table in place of the tensors."""
+        """Return a copy with the name of its table in place of the tensors."""
         return self._with({"table": table}, ())
 
     def _with(self, changes: dict[str, object], tensors: tuple[UploadTensor, ...]) -> Self:
@@ -287,28 +291,29 @@ class Announcement(Frozen):
 
     @functools.cached_property
     def delta_parts(self) -> tuple[range, ...]:
-        """Of a delta, the tensors that each part is about, by their places among all."""
+        """Return the tensors that each part of a delta covers, as ranges of places."""
         return tensors_of_parts([tensor.nbytes for tensor in self.tensors])
 
     def num_parts(self, part_bytes: int) -> int:
-        """Parts of the whole upload. ``part_bytes``: that each has but the last, if it is no delta."""
+        """Return the number of parts of the whole upload. ``part_bytes``: size of each part but the last, if it is no
+        delta."""
         return num_parts(self.nbytes, part_bytes) if self.delta is None else len(self.delta_parts)
 
     @property
     def transport(self) -> str:
-        """How the tensors come, for metrics."""
+        """Return the name of the transport, for metrics."""
         if self.source is not None:
             return self.source.transport
         return "parts" if self.delta is None else "delta"
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Of all tensors that come in parts, or of which changes do. Asked for at each part, and a version of 37 000
-        tensors may have 500."""
+        """Return the size in bytes of all tensors that come in parts or as a delta. Cached: it is read for each part,
+        of which there may be 500, and a version may have 37 000 tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def numbered(self, version: int) -> "BeginUpload":
-        """The same, as that version."""
+        """Return the same announcement with that version number."""
         fields = {name: getattr(self, name) for name in Announcement.model_fields}
         return BeginUpload.model_validate({**fields, "version": version})
 
@@ -323,34 +328,35 @@ class BeginUpload(Announcement):
     version: WeightVersion
 
     def describes_what(self, other: "BeginUpload") -> bool:
-        """Whether the same stream or source is announced, with the same KV scales, whoever announces it."""
+        """Return True if both announce the same stream or source with the same KV scales, whichever uploader announces
+        it."""
         mine = (self.version, self.tensors, self.source, self.kv_scales, self.delta)
         return mine == (other.version, other.tensors, other.source, other.kv_scales, other.delta)
 
 
 class UploadPlan(Frozen):
-    """Reply to ``POST /v1/weights``: what the ingest still wants, and where to send it."""
+    """Reply to ``POST /v1/weights``: the parts that the ingest still needs, and the address for them."""
 
     version: int
     state: Literal["staged", "committed"]
     part_bytes: int
-    """Of each part but the last, if it is no delta."""
+    """Size in bytes of each part but the last, if it is no delta."""
     num_parts: int
     missing_parts: tuple[int, ...]
     digests: dict[int, str] = Field(default_factory=dict)
     """xxh3-128 in hex of each part that the ingest has."""
     table: str | None = None
-    """A name of the announced tensors, for the next announcement of the same; None: the ingest has not kept them."""
+    """Name of the announced tensors, for the next announcement of the same ones; None: the ingest has not kept them."""
     replaces: bool = False
-    """Whether the caller may send other parts than those: it has taken the place of an earlier push of its label."""
+    """True if the caller may replace those parts: it has taken over an earlier push with its label."""
     upload_url: str | None = None
-    """Address that takes parts and batches of shared memory directly, with fewer hops than the service's own; None:
-    there is none that the caller is known to reach."""
+    """Address that takes parts and batches of shared memory directly, with fewer hops than the service's own. None: no
+    such address is known to be reachable for the caller."""
     upload_key: str | None = None
-    """By which that address and the caller know each other; valid for the parts of this version."""
+    """Shared secret of that address and the caller; valid for the parts of this version."""
     upload_certificate: str | None = None
-    """The certificate that it shows, in PEM, if ``upload_url`` is https: whoever shows another one is somebody else.
-    It need not be signed by an authority that the caller knows, nor be for that address."""
+    """The certificate of ``upload_url`` in PEM, if it is https. The caller must refuse any other. It may be self-signed
+    and issued for another address."""
 
 
 class ListenerProof(Frozen):
@@ -361,7 +367,7 @@ class ListenerProof(Frozen):
 
 
 class PartReceipt(Frozen):
-    """Reply to ``PUT .../parts/{i}``: the part is on disk and its digest was right."""
+    """Reply to ``PUT .../parts/{i}``: the part is stored and its digest was right."""
 
     version: int
     part: int
@@ -370,21 +376,21 @@ class PartReceipt(Frozen):
 
 
 WaitFor = Literal["none", "all", "durable"]
-"""What a commit, or a rollback, answers after: see ``HowToLoad.wait``."""
+"""The event after which a commit or rollback is answered: see ``HowToLoad.wait``."""
 
 
 class HowToLoad(Frozen):
-    """How replicas come to serve a version, and what its caller waits for."""
+    """Options of a commit or rollback: how replicas load the version, and when the call is answered."""
 
     mode: PauseMode = "keep"
-    """What happens to running rollouts: ``keep`` recomputes their KV cache and goes on with the new weights, ``wait``
+    """Treatment of running rollouts. ``keep`` recomputes their KV cache and continues with the new weights, ``wait``
     lets them finish first, ``abort`` ends them with ``finish_reason="abort"``."""
     wait: WaitFor = "none"
-    """``all``: answer when every live replica serves this version. ``durable``: when it outlives its machine,
-    ``WeightStatus.durable``, whoever serves it by then; a version that somebody waits for is not overtaken on its way
-    to the disk. 422 where the log is in memory alone."""
+    """``all``: answer when every live replica serves this version. ``durable``: answer when the version survives the
+    loss of its machine (``WeightStatus.durable``), even if no replica serves it by then. A version with such a waiting
+    caller is not skipped on its way to the disk. 422 if the log is only in memory."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """How long ``wait`` waits before 504."""
+    """Maximum time in seconds for ``wait``, then 504."""
 
 
 class RollBack(HowToLoad):
@@ -398,44 +404,44 @@ class CommitUpload(HowToLoad):
     """Body of ``POST /v1/weights/{version}/commit``."""
 
     upload_digest: str | None = None
-    """``upload_digest`` of the parts that the caller means, ``with_kv_scales``; 409 if the ingest has others. None:
-    whatever is there."""
+    """``upload_digest`` of the caller's parts, ``with_kv_scales``; 409 if the ingest has others. None: commit the parts
+    that are there."""
 
 
 def listener_proof(key: str, nonce: str) -> str:
-    """HMAC-SHA256 in hex: shows that a listener knows an upload's key, and does not tell the key."""
+    """Return an HMAC-SHA256 in hex, which proves that a listener knows an upload's key without revealing the key."""
     return hmac.new(key.encode(), nonce.encode(), hashlib.sha256).hexdigest()
 
 
 def upload_digest(part_digests: Iterable[str]) -> str:
-    """xxh3-128 over the digests of all parts, in order."""
+    """Return xxh3-128 over the digests of all parts, in order."""
     return xxhash.xxh3_128_hexdigest("".join(part_digests).encode())
 
 
 def base_digest(tensor_digests: Iterable[str]) -> str:
-    """xxh3-128 over the digests of some tensors of a version, as ``StoredTensor.digest`` has them, in order."""
+    """Return xxh3-128 over the digests of some tensors of a version, ``StoredTensor.digest``, in order."""
     return xxhash.xxh3_128_hexdigest("".join(tensor_digests).encode())
 
 
 def with_kv_scales(digest: str, kv_scales: Mapping[str, float] | None) -> str:
-    """The digest of some weights and the KV scales that go with them: without scales, that of the weights."""
+    """Return the digest of weights together with their KV scales; without scales, that of the weights."""
     if kv_scales is None:
         return digest
     return xxhash.xxh3_128_hexdigest((digest + json.dumps(kv_scales, sort_keys=True)).encode())
 
 
 def num_parts(nbytes: int, part_bytes: int) -> int:
-    """Parts that a stream of ``nbytes`` is cut into."""
+    """Return the number of parts of a stream of ``nbytes``."""
     return math.ceil(nbytes / part_bytes)
 
 
 def part_size(part: int, nbytes: int, part_bytes: int) -> int:
-    """Size of one part; only the last may be shorter than ``part_bytes``."""
+    """Return the size of one part in bytes; only the last may be shorter than ``part_bytes``."""
     return min(part_bytes, nbytes - part * part_bytes)
 
 
 def tensor_offsets(tensors: tuple[UploadTensor, ...]) -> Iterator[tuple[UploadTensor, int]]:
-    """Each tensor with the offset of its first byte in the stream."""
+    """Yield each tensor with the offset of its first byte in the stream."""
     offset = 0
     for tensor in tensors:
         yield tensor, offset
@@ -443,9 +449,9 @@ def tensor_offsets(tensors: tuple[UploadTensor, ...]) -> Iterator[tuple[UploadTe
 
 
 class Listener(Frozen):
-    """What a caller needs to send parts of one version to the listener."""
+    """Address and credentials for sending parts of one version to the listener."""
 
     url: str
     key: str
     certificate: str | None = None
-    """What it shows, in PEM, if ``url`` is https."""
+    """Certificate of the listener in PEM, if ``url`` is https."""

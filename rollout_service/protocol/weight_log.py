@@ -1,4 +1,4 @@
-"""What processes tell each other of the weight log: its newest version, its files, and what is asked of the fleet."""
+"""Messages about the weight log: its newest version, its files, and the operator's requests to the fleet."""
 
 from pathlib import Path
 
@@ -8,42 +8,42 @@ from rollout_service.protocol.rollout import OnAbort
 
 
 class Head(Frozen):
-    """A committed version; of the newest one, the log's file LATEST."""
+    """A committed version. For the newest one, this is the content of the log's file LATEST."""
 
     version: int
     digest: str
     mode: PauseMode = "keep"
-    """How replicas close for this version."""
+    """Treatment of running rollouts when replicas load this version."""
     label: str | None = None
-    """What its trainer calls it."""
+    """The trainer's label of the version."""
 
 
 class Control(Frozen):
-    """What the operator last asked of the fleet: the log's file CONTROL."""
+    """The operator's last request to the fleet: the log's file CONTROL."""
 
     paused: bool = False
     mode: PauseMode = "keep"
     on_abort: OnAbort = "continue"
-    """With ``mode="abort"``: what becomes of the completions that this pause aborts. ``return``: they go back to their
-    callers, whatever those asked for."""
+    """With ``mode="abort"``: treatment of the aborted completions. ``return``: they go back to their callers, whatever
+    the callers asked for."""
     asleep: tuple[SleepTag, ...] = ()
-    """What was not asked back since the engines were put to sleep; they wake when nothing is left of it. An engine that
-    sleeps is paused."""
+    """Memory that engines have released and were not asked to restore; they wake when this is empty. A sleeping engine
+    is paused."""
     order: str = ""
-    """Tells one of these requests from another; replicas say which they have obeyed. Empty: none was ever made."""
+    """Identifies one request; replicas report the last one that they completed. Empty: no request was made yet."""
 
 
 class Origin(Frozen):
-    """Which log this is, and who writes it: its file ORIGIN."""
+    """Identity of a log and of its writer: the log's file ORIGIN."""
 
     log: str
-    """Made with the log, and kept."""
+    """Identifier created with the log, and kept."""
     writer: str
-    """Made anew by each ingest that starts: a clone of an older state of the log has another."""
+    """Identifier created by each ingest at its start. A clone of an older state of the log has another one."""
 
 
 class Newest(Frozen):
-    """What a node without the log must know of it."""
+    """State of the log for a node that does not have the log."""
 
     origin: Origin
     root: Path
@@ -60,7 +60,7 @@ class LogFile(Frozen):
 
 
 class DesiredState(Frozen):
-    """The desired state of every replica. A replica that sees another one than its last acts on it."""
+    """The desired state of every replica. A replica acts when it differs from the last one."""
 
     version: int
     paused: bool
@@ -68,14 +68,14 @@ class DesiredState(Frozen):
     on_abort: OnAbort = "continue"
     """See ``Control.on_abort``."""
     asleep: bool = False
-    """Whether engines give their memory back."""
+    """True if engines should release their memory."""
     order: str = ""
     """See ``Control.order``."""
     digest: str | None = None
-    """Of that version: the same number may come to mean other weights, if the log is restored from a backup."""
+    """Digest of that version: the same number may mean other weights, if the log is restored from a backup."""
     origin: Origin | None = None
-    """Of the log that the version is in."""
+    """Identity of the log that has the version."""
     label: str | None = None
-    """Of that version."""
+    """Label of that version."""
     abort: int = 0
-    """Number of the abort that is under way; 0: none is. Unlike a pause it is not in the log."""
+    """Number of the abort in progress; 0: none. Unlike a pause it is not in the log."""

@@ -1,4 +1,4 @@
-"""What a trainer says on vLLM's weight-transfer routes, and how the bytes that it broadcasts are cut. Needs no torch.
+"""Messages of vLLM's weight-transfer routes, and the packing of broadcast tensors. Needs no torch.
 
 vLLM 0.32 and 0.33, ``vllm/entrypoints/rl/online/api_router.py`` and ``vllm/distributed/weight_transfer``:
 
@@ -8,8 +8,8 @@ vLLM 0.32 and 0.33, ``vllm/entrypoints/rl/online/api_router.py`` and ``vllm/dist
     POST /finish_weight_update             FinishUpdate or nothing
     POST /shutdown_weight_transfer_engine
 
-The bytes do not come over HTTP but over the group. Tensors are broadcast in the order in which they were announced,
-each by itself or packed: their bytes one after the other, cut as ``broadcasts`` says, which both sides work out from
+The bytes are broadcast in the group, not sent over HTTP. Tensors are broadcast in the order of their announcement, each
+by itself or packed. Packed tensors are concatenated and split as ``broadcasts`` defines, which both ends compute from
 the announcement.
 """
 
@@ -24,13 +24,13 @@ from pydantic import Field, field_validator, model_validator
 from rollout_service.protocol.base import Frozen
 
 TransferBackend = Literal["nccl", "gloo"]
-"""What the group speaks: NCCL if the ingest has a GPU, gloo if it has none."""
+"""Backend of the group: NCCL if the ingest has a GPU, gloo if it has none."""
 TransferState = Literal["no group", "joining", "joined", "started", "receiving", "finishing"]
-"""Where a transfer stands; the transitions are in ``ingest/weight_transfer.py``."""
+"""State of a transfer; the transitions are in ``ingest/weight_transfer.py``."""
 
 NCCL_UNIQUE_ID_BYTES = 128
 LARGEST_PACKED_BUFFER_BYTES = 16 << 30
-"""vLLM's default is 1 GiB; SkyRL takes that or the model's largest parameter."""
+"""Maximum size in bytes. vLLM's default is 1 GiB; SkyRL uses that or the size of the model's largest parameter."""
 MOST_PACKED_BUFFERS = 16
 
 WIRE_DTYPE_BYTES: dict[str, int] = {
@@ -39,26 +39,26 @@ WIRE_DTYPE_BYTES: dict[str, int] = {
     **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
 }
-"""Dtypes that can be received, and their size. A version takes fewer; the others are received, and then refused: a
-trainer that has begun to broadcast cannot be stopped."""
+"""Dtypes that can be received, with their sizes in bytes. A version accepts fewer; the others are received and then
+refused, because a trainer that has begun to broadcast cannot be stopped."""
 
 
 class TransferInit(Frozen):
-    """How to join the trainer's group: vLLM's ``NCCLWeightTransferInitInfo``."""
+    """Parameters for joining the trainer's group: vLLM's ``NCCLWeightTransferInitInfo``."""
 
     rank_offset: int = Field(ge=1)
-    """Our rank: the trainer is rank 0, and we are one rank, however many engines there are."""
+    """The ingest's rank. The trainer is rank 0; the ingest is a single rank for all engines."""
     world_size: int = Field(ge=2)
     master_address: str | None = Field(default=None, min_length=1, max_length=255)
-    """Where the trainer serves the group's store,"""
+    """Address of the group's store, which the trainer serves,"""
     master_port: int | None = Field(default=None, ge=1, le=65535)
     """and its port."""
     nccl_unique_id_b64: str | None = None
-    """In place of an address: the id that the trainer had NCCL make, in standard base64."""
+    """The trainer's NCCL unique id, in standard base64, in place of an address."""
     packed: bool = False
     packed_buffer_size_bytes: int = Field(default=1 << 30, ge=1, le=LARGEST_PACKED_BUFFER_BYTES)
     packed_num_buffers: int = Field(default=2, ge=1, le=MOST_PACKED_BUFFERS)
-    """How many the trainer fills in turns; of no matter to what is received."""
+    """Number of buffers that the trainer fills in turn; has no effect on the receiver."""
 
     @field_validator("nccl_unique_id_b64")
     @classmethod
@@ -85,10 +85,10 @@ class TransferInit(Frozen):
 
 
 class StartUpdate(Frozen):
-    """Body of ``POST /start_weight_update``, where there is one."""
+    """Body of ``POST /start_weight_update``; may be absent."""
 
     is_checkpoint_format: Literal[True] = True
-    """As TRL's async trainer says: tensors come under a checkpoint's names, not as kernels hold them."""
+    """Tensors come under a checkpoint's names, not in the layout of kernels. TRL's async trainer sends it."""
 
 
 class TensorsToCome(Frozen):
@@ -99,10 +99,10 @@ class TensorsToCome(Frozen):
 
     names: tuple[str, ...] = ()
     dtype_names: tuple[str, ...] = ()
-    """As torch spells them without its name: ``bfloat16``."""
+    """Names of torch dtypes without the prefix ``torch.``: ``bfloat16``."""
     shapes: tuple[tuple[int, ...], ...] = ()
     packed: bool | None = None
-    """Where trainers for vLLM below 0.28 say it; None: as the group was joined."""
+    """Set by trainers for vLLM below 0.28; None: as in TransferInit."""
     packed_buffer_size_bytes: int | None = Field(default=None, ge=1, le=LARGEST_PACKED_BUFFER_BYTES)
     packed_num_buffers: int | None = Field(default=None, ge=1, le=MOST_PACKED_BUFFERS)
 
@@ -118,13 +118,14 @@ class TensorsToCome(Frozen):
         return self
 
     def as_before(self, before: "TensorsToCome") -> "TensorsToCome":
-        """Return the table of ``before``, packed as this announcement says, or else as ``before`` was."""
+        """Return the table of ``before`` with this announcement's packing, where given, else with the packing of
+        ``before``."""
         packing = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
         return before.model_copy(update=self.model_dump(include=packing, exclude_none=True))
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Return the size in bytes of each tensor."""
         return [
             math.prod(shape) * WIRE_DTYPE_BYTES[dtype]
             for shape, dtype in zip(self.shapes, self.dtype_names, strict=True)
@@ -132,26 +133,26 @@ class TensorsToCome(Frozen):
 
 
 class FinishUpdate(Frozen):
-    """Body of ``POST /finish_weight_update``, where there is one."""
+    """Body of ``POST /finish_weight_update``; may be absent."""
 
     weight_version: str | None = Field(default=None, max_length=256)
-    """A label; where it is an integer above the newest version's number, that is the number of this version."""
+    """A label. If it is an integer above the newest version's number, it is also the number of this version."""
 
 
 class TransferStatus(Frozen):
-    """Where the service's receiver stands."""
+    """State of the service's receiver."""
 
     backend: TransferBackend
     state: TransferState
     error: str | None = None
-    """Why the last group or the last update failed; None once there is a new one."""
+    """Reason why the last group or update failed; None once there is a new one."""
 
 
 def broadcasts(sizes: Sequence[int], packed_buffer_bytes: int | None) -> Iterator[range]:
-    """Which tensors come in one broadcast, by their places in the announcement.
+    """Yield the tensors of each broadcast, as ranges of places in the announcement.
 
-    Packed, a broadcast ends with the tensor that makes it larger than ``packed_buffer_bytes``, as in vLLM's
-    ``packed_tensor.py``. None: one broadcast a tensor.
+    A packed broadcast ends with the tensor that makes it larger than ``packed_buffer_bytes``, as in vLLM's
+    ``packed_tensor.py``. None: one broadcast per tensor.
     """
     first, nbytes = 0, 0
     for place, size in enumerate(sizes):
@@ -164,5 +165,5 @@ def broadcasts(sizes: Sequence[int], packed_buffer_bytes: int | None) -> Iterato
 
 
 def total(sizes: Sequence[int], places: Iterable[int]) -> int:
-    """Bytes of one broadcast."""
+    """Return the size in bytes of one broadcast."""
     return sum(sizes[place] for place in places)

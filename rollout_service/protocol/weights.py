@@ -1,4 +1,4 @@
-"""Weight versions as the service tells of them; how one is uploaded: ``upload``."""
+"""Weight versions as the service reports them. Uploads are described in ``upload``."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ KVScalesFrom = Literal["trainer", "calibrate", "reuse", "unit"]
 
 
 class TensorDigests(Frozen):
-    """What one version holds."""
+    """Digests of the tensors of one version."""
 
     version: int
     digests: dict[str, str]
@@ -19,16 +19,17 @@ class TensorDigests(Frozen):
 
 
 class UploadTimings(Frozen):
-    """Where the seconds of a version went until it was stored. Stages overlap, so they do not add up to its upload."""
+    """Time in seconds that storing a version took, by stage. Stages overlap, so they do not add up to the total."""
 
     receive_s: float
-    """From its announcement until its last tensor, or part, had come; 0 of a folder, which the service reads itself."""
+    """Time from the announcement until the last tensor or part arrived; 0 for a folder, which the service reads
+    itself."""
     quantize_s: float
-    """Of all threads together: reading tensors from where they came to, quantizing, and checking them."""
+    """Time of all threads together for reading, checking and quantizing tensors."""
     store_s: float
-    """Of all threads together: putting tensors into the log, and hashing them."""
+    """Time of all threads together for writing tensors to the log and hashing them."""
     finish_s: float
-    """From the last tensor until all were stored, and synced to a disk if the log is on one."""
+    """Time from the last tensor's arrival until all were stored, and synced if the log is on a disk."""
 
 
 class WeightStatus(Frozen):
@@ -36,33 +37,35 @@ class WeightStatus(Frozen):
 
     version: int
     label: str | None = None
-    """What its trainer calls it."""
+    """The trainer's label of the version."""
     rollback_of: int | None = None
-    """The version whose weights these are again; None: they were pushed."""
+    """The version whose weights were restored; None: the weights were pushed."""
     delta_of: int | None = None
-    """The version of which it came as a delta; None: it came whole. Stored whole it is either way."""
+    """The base version, if it was uploaded as a delta; None: it was uploaded whole. It is stored whole in either
+    case."""
     uploaded_bytes: int | None = None
-    """What its trainer uploaded of it in parts: less than ``total_bytes`` if it came as a delta, and more in BF16. None
-    while staged, or if it came otherwise."""
+    """Size in bytes of the uploaded parts: less than ``total_bytes`` for a delta, and more for BF16. None while staged,
+    or if it came without parts."""
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
     durable: bool = False
-    """Whether it outlives its machine: it is on a disk, synced. Of a staged version, and where the log is in memory
-    alone, never. With ``weights.durability: behind`` a version is served before, and is never durable if a newer one
-    has overtaken it on its way to the disk."""
+    """True if the version survives the loss of its machine: it is on a disk, synced. Always False for a staged version,
+    and if the log is only in memory. With ``weights.durability: behind`` a version is served before it is durable. It
+    never becomes durable if a newer one overtakes it on its way to the disk."""
     digest: str | None = None
-    """xxh3-128 over the manifest; None while staged. KV scales that came with the version are part of it; those
-    that the service measures are not. A rollback has the digest of the version that it restores."""
+    """xxh3-128 over the manifest; None while staged. It covers KV scales that came with the version, but not scales
+    that the service measures. A rollback has the digest of the version that it restores."""
     total_bytes: int = 0
     kv_scales_from: KVScalesFrom | None = None
-    """Where the scales of its FP8 KV cache come from, see docs/kv_scales.md; None while staged."""
+    """Origin of the scales of its FP8 KV cache, see docs/kv_scales.md; None while staged."""
     missing_parts: tuple[int, ...] = ()
     """Parts that a staged upload still lacks."""
     error: Failure | None = None
-    """Why a staged version cannot be committed: mend the weights and begin it anew. Or what the disk did not confirm of
-    a committed one, or why it could not be copied there."""
+    """Reason why a staged version cannot be committed: fix the weights and begin it again. For a committed version, the
+    reason why the disk did not confirm it, or why it could not be copied there."""
     timings: UploadTimings | None = None
-    """None while staged, and of a rollback. Replicas tell of theirs: ``replicas``."""
+    """None while staged, and for a rollback. Timings of replicas are in ``replicas``."""
     replicas: tuple[ReplicaStatus, ...] = ()
     suspect: tuple[Suspicion, ...] | None = None
-    """Replicas on which its mismatch is above a threshold of ``monitor``; None: not asked, or the monitor is away."""
+    """Replicas on which its mismatch is above a threshold of ``monitor``; None: not requested, or the monitor is
+    unavailable."""
