@@ -98,19 +98,6 @@ def trained(result: Json) -> str:
     )
 
 
-def received(result: Json) -> str:
-    """Of ``update.receive``: each transport, without engines."""
-    seconds = [f"{case['transport']} {statistics.median(case['push_s']):.2f} s" for case in result["cases"]]
-    return f"{result['cases'][0]['model']} pushed until it is in the log: {', '.join(seconds)}"
-
-
-def digests(result: Json) -> str:
-    """Of ``kernels.digests``: the most chunks, aligned and not."""
-    most = max(case["chunks"] for case in result["cases"])
-    speeds = {case["aligned"]: case["gb_per_s"] for case in result["cases"] if case["chunks"] == most}
-    return f"{most} chunks hashed at {speeds[True]:.0f} GB/s, at {speeds[False]:.0f} from other addresses"
-
-
 def sleeping(result: Json) -> str:
     """Of ``update.sleep``: the slowest round of the first case."""
     case = result["cases"][0]
@@ -119,14 +106,6 @@ def sleeping(result: Json) -> str:
         f"{case['model']} asleep in {max(case['sleep_s']):.1f} s with {share:.1%} of its GPU memory given back, awake "
         f"with a new version in {max(case['wake_to_new_s']):.1f} s"
     )
-
-
-def upload(result: Json) -> str:
-    """Of ``update.upload``."""
-    seconds = {way["name"]: statistics.median(way["seconds"]) for way in result["ways"]}
-    bare, parts = seconds["bare PUT"], seconds["parts"]
-    trainer = seconds["parts, quantized by the trainer"]
-    return f"{bare / parts:.2f} of a bare PUT, {bare / trainer:.2f} if the trainer quantizes"
 
 
 def delta(result: Json) -> str:
@@ -155,14 +134,6 @@ def group_attention(result: Json) -> str:
     return f"tokens/s of an engine that reads a group's prompt once, to FlashAttention's: {least} to {most}"
 
 
-def prompt_routing(result: Json) -> str:
-    """Of ``rollout.prompt_routing``."""
-    beginnings, load = (
-        one(result["cases"], side=side)["hit_share"] for side in ("by prompts' beginnings", "by load alone")
-    )
-    return f"{beginnings:.1%} of prompt tokens found in the prefix cache, without placement {load:.1%}; two replicas"
-
-
 def fp8_decode(result: Json) -> str:
     """Of ``kernels.fp8_decode``: the fastest variant."""
     best = max(result["cases"], key=lambda case: case["tb_per_s"])
@@ -170,15 +141,6 @@ def fp8_decode(result: Json) -> str:
         f"an FP8 cache read at {best['tb_per_s']:.2f} TB/s ({best['variant']}), by FlashAttention 3 at "
         f"{best['flash_attention_tb_per_s']:.2f}"
     )
-
-
-def group_mismatch(result: Json) -> str:
-    """Of ``mismatch.groups``: k3 against fp32, to FlashAttention's."""
-    k3 = {case["engine"]: case["k3"] for case in result["cases"]}
-    noise, groups = (
-        k3[mode] / k3["FLASH_ATTN, all at once"] for mode in ("FLASH_ATTN, in 4 parts", "group, all at once")
-    )
-    return f"k3 against fp32 {groups:.2f} of FlashAttention's, whose own is {noise:.2f} of it in other batches"
 
 
 def layers(result: Json) -> str:
@@ -194,15 +156,6 @@ def layers(result: Json) -> str:
         f"{', '.join(filter(None, trainer))}: at most {case['step_unlike']:.1e} of a step's numbers unequal, in "
         f"{case['step']}"
         for trainer, case in found.items()
-    )
-
-
-def engine_core(result: Json) -> str:
-    """Of ``rollout.engine_core``: the first case."""
-    case = result["cases"][0]
-    core = max(case["cores"].items(), key=lambda item: item[1])
-    return (
-        f"{case['model']}, {case['case']}: {core[0]} keeps {core[1]:.2f} cores busy at {case['step_ms']:.1f} ms a step"
     )
 
 
@@ -254,12 +207,6 @@ def quantizer(result: Json) -> str:
     return f"{last['name']} at {last['ratio_to_copy']:.0%} of a copy's speed"
 
 
-def lm_head(result: Json) -> str:
-    """Of ``kernels.lm_head``."""
-    fp32 = one(result["cases"], lm_head="float32")
-    return f"logits in fp32 add {fp32['added_ms']:.2f} ms to a decode step of {result['sequences']} sequences"
-
-
 def logprobs(result: Json) -> str:
     """Of ``mismatch.logprobs``: of these engines, those that were measured. Raises ValueError if none was."""
     engines = ("bf16", "fp8_block", "fp8_block, fp8 kv", "fp8_block, compiled")
@@ -274,16 +221,6 @@ def kv_scales(result: Json) -> str:
     """Of ``mismatch.kv_scales``."""
     unit, service = (one(result["cases"], model="qwen2, loud keys", scales=scales) for scales in ("unit", "service"))
     return f"k3 of loud keys {service['k3']:.2g} with measured scales, {unit['k3']:.2g} with scales of 1"
-
-
-def measuring(result: Json) -> str:
-    """Of ``mismatch.measuring``."""
-    found = {kind: sum(bool(each["suspect"]) for each in result["detection"][kind]) for kind in ("good", "broken")}
-    of = {kind: len(result["detection"][kind]) for kind in found}
-    cost = f"a shadow of {result['shape']['share']:.0%} costs {1 - result['ratio']['shadow']:.0%}"
-    return (
-        f"{found['broken']} of {of['broken']} broken versions found, {found['good']} of {of['good']} good ones; {cost}"
-    )
 
 
 def tis_ablation(result: Json) -> str:

@@ -42,7 +42,7 @@ from safetensors.torch import save_file
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.update.upload_servers import process, serve_ingest
+from benchmarks.update.ingest_process import process, serve_ingest
 from rollout_service.client import RolloutClient
 from rollout_service.client._sent_weights import Changes, SentWeights
 from rollout_service.client._tensors import describe

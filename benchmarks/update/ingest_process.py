@@ -1,10 +1,7 @@
-"""The processes that ``benchmarks.update.upload`` sends to: the ingest without Ray and engines, and bare receivers."""
+"""An ingest without Ray and engines, in a process of its own."""
 
 import asyncio
 import multiprocessing
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +9,8 @@ from pathlib import Path
 
 import httpx
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
-from benchmarks.update.gpu_trace import add_gpu_trace
-from benchmarks.update.plain_sockets import receive_for_ever
 from rollout_service.config import ServiceConfig
 from rollout_service.gateway.deployment import create_app
 from rollout_service.ingest.ingest import Ingest
@@ -28,20 +23,15 @@ from tests.support.without_ray import services_of
 PART_BYTES = 16 << 20
 
 
-def serve_ingest(log: Path, folder: Path, port: int, *, on_gpu: bool = False) -> None:
-    """The ingest of the model in ``folder``, its upload listener, and the gateway's routes in front of it.
-
-    ``on_gpu``: it quantizes there, and its GPU can be watched (``gpu_trace.py``).
-    """
+def serve_ingest(log: Path, folder: Path, port: int) -> None:
+    """Run the ingest of the model in ``folder``, its upload listener, and the gateway's routes in front of it."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve_ingest(log, folder, port, on_gpu))
+        runner.run(_serve_ingest(log, folder, port))
 
 
-async def _serve_ingest(log: Path, folder: Path, port: int, on_gpu: bool) -> None:
+async def _serve_ingest(log: Path, folder: Path, port: int) -> None:
     weights: dict[str, object] = {"root": log, "source_roots": [folder], "part_bytes": PART_BYTES}
     sections: dict[str, object] = {"model": {"path": folder / "model"}, "weights": weights}
-    if on_gpu:
-        weights["ingest_num_gpus"], sections["quant"] = 1.0, {"device": "cuda"}
     config = ServiceConfig.model_validate(sections)
     ingest, authorizer = Ingest(config), Authorizer(None)
     uploads = UploadServer(ingest, authorizer, "127.0.0.1")
@@ -49,34 +39,7 @@ async def _serve_ingest(log: Path, folder: Path, port: int, on_gpu: bool) -> Non
     ingest.upload_address = UploadAddress(uploads.host, uploads.port)
     await ingest.start()
     async with httpx.AsyncClient() as http:
-        app = create_app(services_of(ingest, config, authorizer, http))
-        if on_gpu:
-            add_gpu_trace(app)
-        await _serve(app, port)
-
-
-def serve_bare(folder: Path, port: int) -> None:
-    """A PUT that writes its body into a new file and syncs it, and nothing else; and plain sockets, on another port."""
-    app = FastAPI()
-    plain = socket.create_server(("127.0.0.1", 0), backlog=64)
-    threading.Thread(target=receive_for_ever, args=(plain,), daemon=True).start()
-
-    @app.get("/plain")
-    async def plain_port() -> int:
-        return int(plain.getsockname()[1])
-
-    @app.put("/{push}/{part}")
-    async def put(push: int, part: int, request: Request) -> int:
-        target = folder / "bare" / f"{push:06d}"
-        target.mkdir(parents=True, exist_ok=True)
-        with (target / str(part)).open("xb", buffering=0) as stream:
-            async for chunk in request.stream():
-                stream.write(chunk)
-            await asyncio.to_thread(os.fsync, stream.fileno())
-        return part
-
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(app, port))
+        await _serve(create_app(services_of(ingest, config, authorizer, http)), port)
 
 
 async def _serve(app: FastAPI, port: int) -> None:
