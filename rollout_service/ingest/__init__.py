@@ -1,1 +1,1 @@
-"""The one process that writes the log: takes weights in from trainers, converts and commits them."""
+"""The ingest: the only process that writes the log. It receives, converts and commits trainers' weights."""

@@ -1,12 +1,12 @@
-"""What a GPU does to store a batch of a trainer's tensors, worked out once for all pushes.
+"""Plan of the GPU work for storing a batch of tensors, computed once and used for all pushes.
 
-A trainer pushes the same tensors at every step, and a mixture of experts has 20 000. What is launched for a batch of
-them, and on which bytes, follows from their names, dtypes and shapes: only the addresses at which the batch is copied
-to, and at which it becomes what is stored, differ from push to push. So a plan counts bytes from these two, in tables
-of numpy, and a batch costs as much time as its launches, and not as its tensors.
+A trainer pushes the same tensors at every step, 20 000 for a mixture of experts. Their names, dtypes and shapes decide
+which kernels run on which bytes. Only two addresses differ between pushes: that of the received batch, and that of the
+output buffer. A plan therefore holds offsets from these two, in numpy tables. The time for a batch then depends on its
+kernel launches, not on its number of tensors.
 
-What is stored is made where it needs no further copy on the GPU: side by side as it lies in the version's files, so
-that a few copies bring it there. What must begin at other multiples than it does in a file is made beside that
+Tensors are produced in the output buffer in the same order and at the same distances as in the version's files, so that
+a few copies write them. A tensor whose alignment there is wrong for its kernel is produced at the end of the buffer
 (``aside``), and moved.
 """
 
@@ -32,27 +32,27 @@ from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.tensor_places import TensorPlace, neighbours
 
 _MOST_TENSORS = 100_000
-"""Of the plans that are kept: five times those of a 30B-A3B, 0.3 KB each."""
+"""Maximum number of tensors in all kept plans: five times those of a 30B-A3B, at 0.3 KB each."""
 
 Table = npt.NDArray[np.int64]
 
 
 class Stretch(NamedTuple):
-    """Bytes of a file of the version, and where they are made."""
+    """A range of bytes in a file of the version, and its offset in the output buffer."""
 
     file: str
     start: int
-    """First byte in the file."""
+    """Offset in the file, in bytes."""
     nbytes: int
     made: int
-    """First byte in what is made."""
+    """Offset in the output buffer, in bytes."""
 
 
 class Cast(NamedTuple):
-    """A tensor that is stored in another dtype than it comes in."""
+    """A tensor that is stored in another dtype than it is received in."""
 
     source: int
-    """First byte, as of all positions below, in the batch or in what is made."""
+    """Offset in bytes, like all positions below, in the batch or in the output buffer."""
     made: int
     elements: int
     comes: torch.dtype
@@ -60,7 +60,7 @@ class Cast(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A trainer's tensor or a part of it, which is stored as one tensor, or as codes and scales."""
+    """A trainer's tensor or a part of it. It is stored as one tensor, or as codes and scales."""
 
     source: int
     comes: UploadTensor
@@ -72,82 +72,82 @@ class _Part(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is stored with the bytes that it comes with."""
+        """Return True if its bytes are stored unchanged."""
         return self.comes.dtype == self.becomes.dtype
 
 
 class BatchPlan:
-    """Of one batch. Immutable."""
+    """The work for one batch. Immutable."""
 
     def __init__(
         self, tensors: Sequence[UploadTensor], converter: Converter, places: Mapping[str, TensorPlace]
     ) -> None:
         """
         Args:
-            tensors: as they lie in the trainer's memory, ``protocol.upload.placed``.
-            places: where what they become is stored.
+            tensors: the batch, in the order of the trainer's memory, ``protocol.upload.placed``.
+            places: where the stored tensors lie in the version's files.
 
-        Raises NotPlanned for tensors that have to be looked at one by one.
+        Raises NotPlanned for tensors that must be converted one by one.
         """
         self.read_bytes = {tensor.name: tensor.nbytes for tensor in tensors}
-        """By the trainer's names."""
+        """Size in bytes of each tensor, by the trainer's names."""
         parts = list(_parts(tensors, converter, places))
         if not parts:
             raise NotPlanned("all of these tensors are ignored")
         stored = [places[name] for part in parts for name in _names(part)]
         *_, (last, start) = placed(tensors, 0)
         self.source_bytes = start + last.nbytes
-        """Of the batch."""
+        """Size of the batch in bytes."""
         self.empty = [place.name for place in stored if not place.nbytes]
-        """Tensors without an element."""
+        """Tensors without elements."""
         self.places = sorted((place for place in stored if place.nbytes), key=lambda place: place[3:5])
-        """Of all others, in the order of the files."""
+        """Places of all other tensors, in the order of the files."""
         coded = frozenset(part.becomes.name for part in parts if part.becomes.scales is not None)
         self.stretches, made, end = _laid_out(self.places, coded)
         work = _Work(converter, made, end)
         for part in parts:
             work.add(part)
         self.made_bytes = work.end
-        """Of what is made of it."""
+        """Size of the output buffer in bytes."""
         self.matrices: list[tuple[Layout, Table]] = work.matrices()
-        """As ``GroupedQuantization.at`` takes them: weights in the batch, codes and scales in what is made."""
+        """Arguments of ``GroupedQuantization.at``: weights in the batch, codes and scales in the output buffer."""
         self.casts = work.casts
         self.copied: Table = _table(work.copied)
-        """[N, 3]: first bytes in the batch, and in what is made, and how many."""
+        """[N, 3]: offset in the batch, offset in the output buffer, and size, in bytes."""
         self.moved: Table = _table(work.moved)
-        """Likewise within what is made, once that is there."""
+        """The same for copies within the output buffer, after conversion."""
         self.came: Table = table_of(work.came)
-        """As ``soundness.are_allowed`` takes it: of the batch."""
+        """Argument of ``soundness.are_allowed``: numbers in the batch."""
         self.scales: Table = table_of(work.scales)
-        """Likewise of what is made."""
+        """The same for numbers in the output buffer."""
         self.form, self.power_of_two = converter.form, converter.makes_powers_of_two
         nbytes = np.array([place.nbytes for place in self.places], np.int64)
         of_place, in_place, chunk_bytes = chunks_of(nbytes, CHUNK_BYTES)
         first = np.array([made[place.name] for place in self.places], np.int64)
         self.chunks: Table = np.stack([first[of_place] + in_place, chunk_bytes], axis=1)
-        """[chunks, 2]: first byte in what is made, and bytes, of each chunk of ``places`` that has a digest."""
+        """[chunks, 2]: offset in the output buffer and size in bytes of each chunk of ``places`` that has a digest."""
         self.chunk_of = list(zip(of_place.tolist(), in_place.tolist(), strict=True))
-        """Of each: number of the place, and first byte in it."""
+        """Number of the place and offset in it, for each chunk."""
 
 
 class NotPlanned(ValueError):
-    """What is wrong with tensors, or unusual, is found out as they are converted one by one."""
+    """Raised for unusual or invalid tensors, which are then converted one by one; this reports errors in detail."""
 
 
 class BatchPlans:
-    """Those that were made, for one converter and layout. Threads may share it."""
+    """Cache of the plans of one converter and layout. Thread-safe."""
 
     def __init__(self, converter: Converter, places: Mapping[str, TensorPlace]) -> None:
         self.converter, self._places = converter, places
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], tuple[tuple[UploadTensor, ...], BatchPlan | None]] = {}
-        """By the first name, and the number of tensors; the one that was made last comes last."""
+        """Plans by first tensor name and number of tensors; ordered from oldest to newest."""
 
     def of(self, tensors: tuple[UploadTensor, ...]) -> BatchPlan | None:
-        """Of these tensors, at least one; None: they are to be converted one by one."""
+        """Return the plan for these tensors, at least one; None if they must be converted one by one."""
         key = (tensors[0].name, len(tensors))
         known = self._known.get(key)
-        if known is not None and known[0] == tensors:  # takes no time where they are the very same
+        if known is not None and known[0] == tensors:  # comparing takes no time if these are the same objects
             return known[1]
         try:
             plan = BatchPlan(tensors, self.converter, self._places)
@@ -175,7 +175,7 @@ def _parts(tensors: Iterable[UploadTensor], converter: Converter, places: Mappin
 
 
 def _first_byte(tensor: UploadTensor, part: tuple[int | slice, ...]) -> int:
-    """Of a part of a contiguous tensor."""
+    """Return the offset in bytes of a part of a contiguous tensor."""
     if not part:
         return 0
     view = torch.empty(tensor.shape, dtype=torch.uint8, device="meta")[part]
@@ -185,16 +185,16 @@ def _first_byte(tensor: UploadTensor, part: tuple[int | slice, ...]) -> int:
 
 
 def _names(part: _Part) -> tuple[str, ...]:
-    """What it is stored as."""
+    """Return the names under which it is stored."""
     name, made_scales = part.becomes.name, part.becomes.scales
     return (name,) if made_scales is None else (name, made_scales)
 
 
 def _laid_out(places: Sequence[TensorPlace], coded: frozenset[str]) -> tuple[list[Stretch], dict[str, int], int]:
-    """What is made, side by side as in the files: its stretches, the first byte of each tensor, and where it ends.
+    """Lay out the output buffer like the files. Return its ranges, the offset of each tensor, and its size.
 
-    ``coded``: tensors that are best made at multiples of ``ALIGNED_BYTES``. In files they mostly have one distance
-    from these, and so each stretch begins where its first one is at a multiple.
+    ``coded``: tensors that should begin at multiples of ``ALIGNED_BYTES``. In files, most of them have the same offset
+    from such a multiple, so each range is placed such that its first one is aligned.
     """
     stretches: list[Stretch] = []
     made: dict[str, int] = {}
@@ -210,10 +210,10 @@ def _laid_out(places: Sequence[TensorPlace], coded: frozenset[str]) -> tuple[lis
 
 
 class _Work:
-    """What is to be done with the parts of a batch."""
+    """Collects the GPU work for the parts of a batch."""
 
     def __init__(self, converter: Converter, made: Mapping[str, int], end: int) -> None:
-        """``made``: first byte of each tensor in what is made, which ends at ``end`` as far as it is stored."""
+        """``made``: offset of each tensor in the output buffer. ``end``: size of the buffer's part that is stored."""
         self._converter, self._made, self.end = converter, made, end
         self._scale_numbers = scales(converter.largest_scale(), power_of_two=converter.makes_powers_of_two)
         self._matrices = defaultdict[Layout, list[tuple[int, int, int]]](list)
@@ -256,7 +256,7 @@ class _Work:
         self.scales.append(Numbers(made_scales, scale_count, FINITE_SCALES))
 
     def _place(self, name: str, nbytes: int, alignment: int) -> int:
-        """Where to make a tensor that must begin at such a multiple."""
+        """Return an offset for a tensor that must begin at a multiple of ``alignment``."""
         made = self._made[name]
         if made % alignment == 0:
             return made

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection over a blocking socket: heads by h11, bodies straight into the reader's memory.
+"""One HTTP/1.1 connection over a blocking socket: h11 parses heads, and bodies go directly into the caller's memory.
 
-A body whose length is announced never passes through h11, nor through an object of Python's: ``recv_into`` writes it
-where it is to lie, with Python's lock free. A chunked body goes through h11, and is copied.
+A body with a Content-Length does not pass through h11 or a Python object: ``recv_into`` writes it into its target and
+releases the GIL. A chunked body goes through h11 and is copied.
 """
 
 import json
@@ -20,11 +20,12 @@ from rollout_service.errors import MalformedRequest, RolloutServiceError
 from rollout_service.web.errors import error_response
 
 IDLE_S = 30.0
-"""How long a connection may wait for its next request; the gateway's close before (``connections.KEEPALIVE_S``)."""
+"""Maximum time in seconds that a connection may wait for its next request. The gateway closes its own earlier
+(``connections.KEEPALIVE_S``)."""
 HEAD_S = 10.0
-"""How long a head may take from its first byte, a TLS handshake, and the end of what is refused."""
+"""Maximum time in seconds for a head from its first byte, for a TLS handshake, and for the rest of a refused body."""
 READ_S = 60.0
-"""How long a sender may be silent within a body."""
+"""Maximum time in seconds without data within a body."""
 MAX_HEAD_BYTES = 16 << 10
 _CHUNK_BYTES = 64 << 10
 MOST_DISCARDED_BYTES = 256 << 20
@@ -33,12 +34,12 @@ Handle: TypeAlias = Callable[["Request"], "Reply"]
 
 
 class CutOff(Exception):
-    """The sender has gone, or is silent, within a body."""
+    """Raised if the sender disconnects or sends nothing within a body."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What answers a request."""
+    """A reply to a request."""
 
     status: int
     body: bytes
@@ -46,54 +47,54 @@ class Reply:
 
     @classmethod
     def of_error(cls, error: RolloutServiceError, status: int | None = None) -> "Reply":
-        """In the form of the service's other routes. ``status``: None: the error's own."""
+        """Return an error reply in the form of the service's other routes. ``status``: None: the error's own."""
         response = error_response(error)
         headers = tuple((k, v) for k, v in response.headers.items() if k.lower() == "retry-after")
         return cls(status or response.status_code, bytes(response.body), headers)
 
     @classmethod
     def of_json(cls, content: object) -> "Reply":
-        """A success."""
+        """Return a success reply."""
         return cls(200, json.dumps(content).encode("ascii"))
 
 
 class Request:
-    """A head that was read, and the body that follows it."""
+    """A request whose head was read, and its body, which was not."""
 
     def __init__(self, head: h11.Request, peer: tuple[str, int], body: "Body") -> None:
         self.method, self.target = head.method.decode("ascii"), head.target.decode("ascii")
         self.caller = HTTPConnection({"type": "http", "headers": list(head.headers), "client": peer})
-        """Who asks, and the headers."""
+        """The caller's address and headers."""
         self.body = body
 
 
 class Body:
-    """The bytes after a head. Told to go on, if it waits for that, once it is read."""
+    """The body of a request. Sends 100 Continue at the first read, if the client expects it."""
 
     def __init__(self, connection: h11.Connection, head: h11.Request, sock: socket.socket) -> None:
         self._h11, self._socket = connection, sock
         length = next((value for name, value in head.headers if name == b"content-length"), None)
         chunked = any(name == b"transfer-encoding" for name, _ in head.headers)
         self.announced: int | None = None if chunked else int(length or b"0")
-        """Bytes that its sender says it has; None: it is chunked."""
+        """Content-Length of the body; None: it is chunked."""
         self._left = self.announced
         self._waits = connection.they_are_waiting_for_100_continue
         self._ahead = bytearray() if chunked else bytearray(connection.trailing_data[0])
-        """What came with the head, or of a chunk, and is not read yet."""
+        """Bytes that arrived with the head or in a chunk and are not read yet."""
         self._ended = self._left == 0
 
     @property
     def ended(self) -> bool:
-        """Whether all of it was read."""
+        """Return True if the whole body was read."""
         return self._ended
 
     @property
     def next_request(self) -> bytes:
-        """What came after it, once it has ended."""
+        """Return the bytes received after the body, once it has ended."""
         return bytes(self._ahead) if self._left is not None else self._h11.trailing_data[0]
 
     def read_into(self, room: memoryview) -> int:
-        """Fill ``room`` unless the body ends before; how many bytes there were. Raises CutOff."""
+        """Fill ``room`` unless the body ends before. Return the number of bytes. Raises CutOff."""
         if self._waits and not self._ahead:
             self._socket.sendall(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         self._waits = False
@@ -138,9 +139,10 @@ class Body:
                 self._ended = True
 
     def discard(self) -> None:
-        """Read to the end, or as long as it pays: who is still sending does not read a reply. Raises CutOff."""
+        """Read and drop the rest of the body, up to a limit: a client that is still sending does not read a reply.
+        Raises CutOff."""
         if self._waits:
-            return  # it is not coming
+            return  # the client waits for 100 Continue, so no body is coming
         memory, read, deadline = memoryview(bytearray(1 << 20)), 0, time.monotonic() + HEAD_S
         while not self._ended and read < MOST_DISCARDED_BYTES and time.monotonic() < deadline:
             read += self.read_into(memory)
@@ -150,26 +152,27 @@ class Connection:
     """Answers the requests of one connection, one after the other."""
 
     def __init__(self, sock: socket.socket, peer: tuple[str, int], *, idle: Callable[[bool], None]) -> None:
-        """``idle``: is told when the connection begins to wait for a request (True), and when a whole head has come
-        (False)."""
+        """``idle``: called with True when the connection begins to wait for a request, and with False when a whole head
+        has come."""
         self._socket, self._peer, self._idle = sock, peer, idle
         self._ahead = b""
         if not isinstance(sock, ssl.SSLSocket):
-            # in place of Python's own time-out, with which a read returns whatever is there: one that waits for all
-            # that it asked for is one turn with Python's lock in place of ten
+            # Set the kernel's time-out instead of Python's. With Python's, recv returns as soon as any bytes are there.
+            # With MSG_WAITALL, one call waits for all bytes and takes the GIL once instead of ten times.
             seconds, fraction = int(READ_S), int(READ_S % 1 * 1e6)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, fraction))
 
     def serve(self, handle: Handle, ends: Callable[[], bool]) -> None:
-        """Answer until the caller goes, is silent, or ``ends`` says so. ``handle`` raises nothing but CutOff."""
+        """Answer requests until the caller disconnects or sends nothing, or ``ends`` returns True. ``handle`` may only
+        raise CutOff."""
         try:
             while not ends() and self._answer_one(handle, ends):
                 pass
         except (CutOff, OSError):
-            return  # nobody is there to be told
+            return  # the client is gone
 
     def _answer_one(self, handle: Handle, ends: Callable[[], bool]) -> bool:
-        """Whether another request may follow."""
+        """Return True if another request may follow."""
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         try:
             head = self._head(http)
@@ -192,7 +195,7 @@ class Connection:
         return True
 
     def _head(self, http: h11.Connection) -> h11.Request | None:
-        """None if the caller goes, or is silent."""
+        """Return the next head; None if the client disconnects or sends nothing."""
         self._idle(True)
         received, deadline = self._ahead, time.monotonic() + IDLE_S
         begun = False
@@ -212,7 +215,7 @@ class Connection:
 
     def _send(self, http: h11.Connection, reply: Reply, *, close: bool) -> None:
         headers = list(reply.headers)
-        if reply.status != 204:  # which has no body, and may say nothing of one
+        if reply.status != 204:  # 204 must not have a body or a Content-Length
             headers += [("Content-Length", str(len(reply.body))), ("Content-Type", "application/json")]
         if close:
             headers.append(("Connection", "close"))
@@ -226,7 +229,8 @@ class Connection:
         self._send(http, Reply.of_error(error, status), close=True)
 
     def _end(self, body: Body) -> None:
-        """End so that the reply is read: what comes for a socket that is closed makes the system drop the reply."""
+        """Close such that the client can read the reply: data that arrives at a closed socket makes the kernel drop the
+        reply."""
         self._socket.settimeout(HEAD_S)
         self._idle(True)
         if not isinstance(self._socket, ssl.SSLSocket):
@@ -235,7 +239,7 @@ class Connection:
 
 
 def receive_into(sock: socket.socket, room: memoryview) -> int:
-    """The next bytes of a body: all that ``room`` takes, or fewer if the sender ends or falls silent."""
+    """Receive into ``room`` until it is full. Return fewer bytes if the sender ends or times out."""
     if isinstance(sock, ssl.SSLSocket):
         return sock.recv_into(room)
     return sock.recv_into(room, 0, socket.MSG_WAITALL)

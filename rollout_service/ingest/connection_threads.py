@@ -1,4 +1,4 @@
-"""A listening socket with a thread for each connection, so many at once and no more."""
+"""A listening socket with one thread for each connection, up to a maximum number."""
 
 import errno
 import logging
@@ -14,15 +14,15 @@ from rollout_service.ingest.blocking_http import HEAD_S, Connection, Handle
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""For a further one, the one is closed whose caller has kept it waiting for the longest time; if requests of all are
-being answered, it waits for the end of one."""
+"""Maximum number of connections. For a further one, the connection that has been idle longest is closed. If all are
+busy, the new one waits until one ends."""
 _NO_MEANS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _RETRY_S = 1.0
 _LOOK_AGAIN_S = 0.1
 
 
 class ConnectionThreads:
-    """Serves until it is stopped. Its methods are for one thread."""
+    """Serves connections until it is stopped. Its methods are not thread-safe."""
 
     def __init__(
         self,
@@ -31,30 +31,30 @@ class ConnectionThreads:
         handle: Handle,
         most: int = MOST_CONNECTIONS,
     ) -> None:
-        """``listener``: bound, and closed by ``stop``. ``handle``: called in the threads; answers one request."""
+        """``listener``: a bound socket, closed by ``stop``. ``handle``: answers one request; called in the threads."""
         self._listener, self._tls, self._handle, self._most = listener, tls, handle, most
         self._open: dict[socket.socket, threading.Thread] = {}
         self._idle: dict[socket.socket, None] = {}
-        """Those that wait for their callers, the longest first: for a handshake, a whole head, or the rest of a refused
-        body."""
+        """Connections that wait for their clients, the longest first: for a handshake, a whole head, or the rest of a
+        refused body."""
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="upload-accept", daemon=True)
         self.failure: OSError | None = None
-        """What ended it, unless it was stopped."""
+        """The error that ended it, unless it was stopped."""
 
     def start(self) -> None:
-        """Take connections from now on."""
+        """Start to accept connections."""
         self._listener.listen(128)
         self._acceptor.start()
 
     @property
     def serves(self) -> bool:
-        """Whether it takes connections."""
+        """Return True while it accepts connections."""
         return self._acceptor.is_alive() and not self._stopping.is_set()
 
     def stop(self, grace_s: float) -> None:
-        """Take no more connections, let requests under way end for so long, and end every thread. Blocks."""
+        """Stop accepting connections, give running requests ``grace_s`` seconds, and end every thread. Blocks."""
         self._stopping.set()
         if self._acceptor.is_alive():
             _shut(self._listener)
@@ -90,12 +90,13 @@ class ConnectionThreads:
         with self._changed:
             ending: socket.socket | None = None
             while len(self._open) >= self._most and not self._stopping.is_set():
-                if ending not in self._open:  # or each wake-up would end one more before the first one is gone
+                if ending not in self._open:  # or each wake-up would close one more before the first one is gone
                     ending = next((idle for idle in self._idle if not _has_come(idle)), None)
                     if ending is not None:
                         del self._idle[ending]
                         _shut(ending)
-                # what has come may be no whole head: then nobody says that it can be closed after all
+                # the received bytes may be an incomplete head; then nothing signals that the connection has become
+                # idle, so poll
                 self._changed.wait(None if ending in self._open else _LOOK_AGAIN_S)
             if self._stopping.is_set():
                 connection.close()
@@ -115,7 +116,7 @@ class ConnectionThreads:
                 self._idle_of(encrypted)(True)
                 encrypted.do_handshake()
             Connection(connection, peer, idle=self._idle_of(connection)).serve(self._handle, self._stopping.is_set)
-        except OSError as error:  # of the handshake
+        except OSError as error:  # the handshake failed
             logger.info("a connection from %s was given up: %s", peer[0], error)
         finally:
             connection.close()
@@ -137,20 +138,20 @@ class ConnectionThreads:
                     _shut(connection)
                 else:
                     self._idle[connection] = None
-                    self._changed.notify_all()  # somebody may wait for one that can be closed
+                    self._changed.notify_all()  # ``_begin`` may wait for a connection that can be closed
 
         return note
 
 
 def _has_come(connection: socket.socket) -> bool:
-    """Whether there is something to be read."""
+    """Return True if there is data to read."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wake whoever waits for it in another thread; that one closes it."""
-    with suppress(OSError):  # its other end has gone already
-        # not its own method if it is encrypted, which would go on in plain text
+    """Wake the thread that waits for this connection; that thread closes it."""
+    with suppress(OSError):  # the peer has disconnected already
+        # not the method of SSLSocket, which would continue in plain text
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,4 +1,5 @@
-"""Conversion of one version in the background: read, quantized where the plan says so, and written to its files."""
+"""Background conversion of one version: read tensors, quantize them as planned, and write them to the version's
+files."""
 
 import asyncio
 import threading
@@ -27,31 +28,32 @@ if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans
 
 GPU = torch.device("cuda", 0)
-"""With which a log's memory is registered, if it is with one."""
+"""The GPU with which a log's memory is registered, if there is one."""
 
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
-"""What reading, converting and writing raise; torch raises RuntimeError, for a GPU without room among others."""
+"""Errors that reading, converting and writing raise. torch raises RuntimeError, for example if a GPU is out of
+memory."""
 
 Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
-"""The tensors of these names, one after the other."""
+"""Yields the tensors of these names, one after the other."""
 
 
 class Convert(Protocol):
-    """As ``Converter.convert``."""
+    """The interface of ``Converter.convert``."""
 
     def __call__(self, tensors: Iterable[Named], *, to_cpu: bool, verdicts: Verdicts | None = None) -> Iterator[Named]:
-        """See there."""
+        """See ``Converter.convert``."""
 
 
 class TiedHead(NamedTuple):
-    """Names of two tensors that are the same one."""
+    """Names of two tensors with the same weights."""
 
     head: str
     embedding: str
 
 
 class Conversion:
-    """Lives in the ingest's event loop; what it converts runs in the threads of ``executor``."""
+    """Converts one version. Lives in the ingest's event loop; the conversions run in the threads of ``executor``."""
 
     def __init__(
         self,
@@ -63,55 +65,55 @@ class Conversion:
     ) -> None:
         """
         Args:
-            convert: ``Converter.convert``, or what does the same for tensors that are as they are stored.
-            copy: takes the tensors as they came, for a shadow.
+            convert: ``Converter.convert``, or an equivalent for tensors that come as they are stored.
+            copy: receives the unconverted tensors, for a shadow.
         """
         self._version, self._writer, self._converts = version, writer, convert
         self._executor, self._copy = executor, copy
         self._tasks: list[Future[None]] = []
         self._waiting: deque[Sequence[str]] = deque()
-        """Batches that ``begin_together`` was given, and no thread has begun; a replacement begins another one."""
+        """Batches of ``begin_together`` that no thread has begun. A replacement starts another queue."""
         self._failure: RolloutServiceError | None = None
         self._failed: dict[str, RolloutServiceError] = {}
-        """Tensors that could not be converted as they came, and may come anew."""
+        """Tensors that could not be converted, and that may be sent again."""
         self._noting = threading.Lock()
         self._read: dict[str, int] = {}
         self.quantize_s = self.store_s = 0.0
-        """Of all threads together: until tensors were converted, and until these were stored."""
+        """Time of all threads together, in seconds, for converting tensors and for storing them."""
         self._stored: tuple[StoredTensor, ...] | None = None
         self._turn = threading.Lock()
-        """Of threads that only launch and wait: see ``Rooms``."""
+        """Lock for threads that only launch kernels and wait: see ``Rooms``."""
         self.gpu = GPU if writer.are_rooms_registered else None
-        """With which the log's memory is registered: in its thread's own stream, tensors are read."""
+        """The GPU with which the log's memory is registered. Each thread reads tensors in its own stream there."""
 
     @property
     def failure(self) -> RolloutServiceError | None:
-        """What the first conversion that failed raised, if one has: this version is lost and must begin anew.
+        """Return the error of the first failed conversion: this version is lost and must begin anew.
 
-        Unless what it read was a part of another uploader, and the one that began sends its own in place of it.
+        A failure is cleared if it came from a part of another uploader, and the uploader that began replaces that part.
         """
         return self._failure or next(iter(list(self._failed.values())), None)
 
     @property
     def read_bytes(self) -> int:
-        """Of the tensors that have been read, as they came."""
+        """Return the size in bytes of all tensors read so far, as received."""
         return sum(list(self._read.values()))
 
     def begin(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
-        """Convert tensors that come once: the first failure is the version's, and ends it.
+        """Convert tensors that come once: the first failure ends the version.
 
-        ``executor``: whose threads do it, one at a time but while it waits for a GPU; None: this conversion's, all at
-        once.
+        ``executor``: its threads take turns, except while they wait for a GPU. None: this conversion's executor, whose
+        threads run at once.
 
-        The future is done, or cancelled, when nobody reads them any more; it raises nothing.
+        The future is done, or cancelled, once the tensors are no longer read; it never raises.
         """
         self._tasks.append((executor or self._executor).submit(self._convert, names, read, executor is not None))
         return self._tasks[-1]
 
     def begin_shared(self, group: SharedGroup, plans: "BatchPlans | None") -> Future[None]:
-        """Likewise tensors that lie in a trainer's memory.
+        """Convert tensors in a trainer's shared memory; otherwise like ``begin``.
 
-        ``plans``: of batches in a GPU's; None: they are converted one by one.
+        ``plans``: plans for batches in GPU memory; None: tensors are converted one by one.
         """
         if plans is None or self.gpu is None or self._copy is not None or not isinstance(group.memory, GpuMemory):
             return self.begin(group.names, lambda _: group.read(), group.executor)
@@ -127,19 +129,20 @@ class Conversion:
         *,
         in_turns: bool = False,
     ) -> None:
-        """Convert tensors whose bytes may come again: a failure holds until they are converted anew.
+        """Convert tensors whose bytes may be sent again: a failure holds until they are converted anew.
 
         Args:
-            batches: tensors that are read at once.
-            converted: called from a thread when nobody reads the tensors any more; one call at a time.
-            in_turns: one thread at a time works with the tensors, as of ``begin``.
-            instead_of: removes what these bytes replace. What may be reading that ends before, and so cannot write
-                after those that read the bytes anew.
+            batches: lists of tensors that are read together.
+            converted: called from a thread once the tensors are no longer read; never called concurrently.
+            in_turns: one thread at a time works with the tensors, as in ``begin``.
+            instead_of: removes the bytes that these replace. It runs after all earlier conversions, so that none of
+                them can overwrite the result.
         """
         before: list[Future[None]] = []
         if instead_of is not None:
             before = list(self._tasks)
-            self._waiting = deque()  # tasks that are not waited for take none of what came before
+            # conversions of the old queue must not take batches that came after the replacement
+            self._waiting = deque()
             self._tasks.append(self._executor.submit(_after, before, instead_of))
         for names in batches:
             self._submit(_after, before, self._convert_replaceable, names, read, converted, in_turns)
@@ -152,15 +155,16 @@ class Conversion:
         executor: Executor,
         most: int,
     ) -> None:
-        """As ``begin_replaceable`` in turns, but a thread of ``executor`` converts up to ``most`` such batches at once.
+        """Convert up to ``most`` waiting batches at once; otherwise like ``begin_replaceable`` with ``in_turns``.
 
-        They are those that have come by the time that the thread has: a launch, a copy and a wait for all of them.
+        A thread of ``executor`` takes all batches that have arrived when it starts. They share kernel launches, a copy
+        and a synchronization.
         """
         self._waiting.append(names)
         self._tasks.append(executor.submit(self._convert_waiting, self._waiting, read, converted, most))
 
     def renumber(self, version: int) -> None:
-        """Become another version."""
+        """Change the version number."""
         self._version = version
         if self._copy is not None:
             self._copy.renumber(version)
@@ -168,13 +172,13 @@ class Conversion:
     async def finish(
         self, *, tied: TiedHead | None = None, check: Callable[[Iterable[StoredTensor]], None] | None = None
     ) -> tuple[StoredTensor, ...]:
-        """Wait until all is converted, and sync the files; once is enough, and again does no harm.
+        """Wait until all tensors are converted, and sync the files. May be called again.
 
         Args:
-            tied: these two are the same, and the head need not have come.
-            check: raises RolloutServiceError for tensors that are not what they are to be.
+            tied: these two are the same, and the head need not have been sent.
+            check: raises RolloutServiceError for tensors that differ from the announcement.
 
-        Raises what the first failed conversion raised.
+        Raises the error of the first failed conversion.
         """
         await asyncio.gather(*map(asyncio.wrap_future, self._tasks))
         if self._stored is None and self.failure is None:
@@ -186,24 +190,24 @@ class Conversion:
         return self._stored
 
     def committed(self, digest: str) -> None:
-        """The version is in the log under that digest: so is its unquantized copy, if there is one."""
+        """Commit the unquantized copy, if there is one, after the version was committed under that digest."""
         if self._copy is not None:
             self._copy.commit(digest)
 
     async def stop(self) -> None:
-        """Convert no more, and close the files."""
-        # a conversion that runs cannot be cancelled, and must not write once its file is closed
+        """Stop converting, and close the files."""
+        # a running conversion cannot be cancelled, and must not write once its file is closed
         running = [task for task in self._tasks if not task.cancel()]
         await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
         self._close()
 
     def stop_and_wait(self) -> None:
-        """Likewise, where there is no event loop."""
+        """Do the same without an event loop."""
         wait([task for task in self._tasks if not task.cancel()])
         self._close()
 
     def remove_copy(self) -> None:
-        """Remove what is left of the unquantized copy, unless it was committed."""
+        """Remove the unquantized copy, unless it was committed."""
         if self._copy is not None:
             self._copy.remove_files()
 
@@ -243,7 +247,7 @@ class Conversion:
         self, waiting: deque[Sequence[str]], read: Read, converted: Callable[[Sequence[str]], None], most: int
     ) -> None:
         names: list[str] = []
-        with suppress(IndexError):  # a thread that began before has taken the rest
+        with suppress(IndexError):  # another thread has already taken the rest
             for _ in range(most):
                 names += waiting.popleft()
         if names:
@@ -253,7 +257,8 @@ class Conversion:
         self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None], in_turns: bool
     ) -> None:
         failed = self._failures_of(names, read, in_turns)
-        if failed and len(names) > 1:  # the others of them are sound, and only what is at fault may be sent anew
+        # convert each tensor by itself: the others are sound, and only the failing one must be sent again
+        if failed and len(names) > 1:
             failed = {}
             for each in names:
                 failed |= self._failures_of([each], read, in_turns)
@@ -271,7 +276,7 @@ class Conversion:
         return {}
 
     def _write(self, read: Callable[[], Iterable[Named]], in_turns: bool = False) -> None:
-        # who keeps an unquantized copy waits for a disk
+        # threads that write an unquantized copy wait for a disk, so they do not take turns
         turn = self._turn if in_turns and self._copy is None else None
         began = time.perf_counter()
         tensors = read()  # a delta's are decoded here
@@ -303,7 +308,7 @@ class Conversion:
         for name, tensor in tensors:
             self._read[name] = tensor.nbytes
             yield name, tensor
-            del tensor  # before the next is read
+            del tensor  # free it before the next is read
 
     def _finish(
         self, tied: TiedHead | None, check: Callable[[Iterable[StoredTensor]], None] | None
@@ -311,7 +316,7 @@ class Conversion:
         tensors: tuple[StoredTensor, ...] = ()
         with self._failures_kept():
             if tied is not None and tied.head in self._writer.unwritten:
-                # a CPU engine computes with a packed copy of the head, which it makes anew when a head is loaded
+                # a CPU engine holds a packed copy of the head, which it rebuilds only when a head is loaded
                 self._write(lambda: [(tied.head, self._read_back(tied.embedding))])
             tensors = self._writer.finish()
             if check is not None:
@@ -339,12 +344,12 @@ class Conversion:
 
 
 def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:
-    wait(earlier)  # all of them began before this did, so none of them waits for a thread
+    wait(earlier)  # all of these started earlier, so none of them waits for this thread
     work(*args)
 
 
 def _require_equal_heads(tensors: tuple[StoredTensor, ...], tied: TiedHead) -> None:
-    # vLLM on a GPU drops the head of a tied model: other weights in it would be lost without a word
+    # vLLM on a GPU drops the head of a tied model, so different weights in it would be lost silently
     digests = {tensor.digest for tensor in tensors if tensor.name in tied}
     if len(digests) > 1:
         raise InvalidManifest(

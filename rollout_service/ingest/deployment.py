@@ -1,4 +1,4 @@
-"""The ingest as a Serve deployment: one replica, on a share of a GPU where it is given one."""
+"""The ingest as a Serve deployment with one replica, optionally on a share of a GPU."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class IngestReplica(Ingest):
-    """``Ingest`` and its upload listener; every public coroutine is callable through the deployment's handle."""
+    """``Ingest`` and its upload listener. Every public coroutine can be called through the deployment's handle."""
 
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits constructors
         log_with_serve()
@@ -105,12 +105,12 @@ class IngestReplica(Ingest):
         return await self.kv.choose_kv_cache(choice)
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when the listener or a background task has ended, or this process has let go of
-        the log to end."""
+        """Raise if the listener or a background task has ended, or if this process has released the log in order to
+        end. Called by Serve."""
         if not self._drain.begun:
             await self._listener.check_health()
             self.check_tasks()
-        elif self._drain.done:  # not before: the successor needs the log
+        elif self._drain.done:  # not earlier: Serve would start a successor, which needs the log
             self._drain.check_health()
 
     async def _end(self) -> None:
@@ -123,4 +123,4 @@ class IngestReplica(Ingest):
 
 
 if TYPE_CHECKING:
-    _: type[IngestCalls] = IngestReplica  # its methods are what others call
+    _: type[IngestCalls] = IngestReplica  # its methods are called by other processes

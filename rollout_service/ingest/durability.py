@@ -1,12 +1,12 @@
-"""When a version is durable, and how versions become it while they are served: ``weights.durability``.
+"""Durability of versions: when a version counts as durable, and how it becomes durable. See ``weights.durability``.
 
-    before_live, log on a disk    with its commit: all of it is synced before LATEST names it
-    before_live, log in memory    never: it is gone with the machine
-    behind                        once it is in the log on the disk behind (``store/durable_log.py``). One version at a
-                                  time is copied: those that somebody waits for, the oldest first, else the newest. One
-                                  that is overtaken by a newer one before its turn is never durable.
+    before_live, log on a disk    at the commit: everything is synced before LATEST names the version
+    before_live, log in memory    never: the log is lost with the machine
+    behind                        once it is copied to the second log, on a disk (``store/durable_log.py``). Versions
+                                  are copied one at a time: first those that a caller waits for, oldest first, then
+                                  the newest. A version that a newer one overtakes first is never durable.
 
-What one needs to go on is in the two logs: an ingest that starts takes up where the one before has ended.
+All needed state is in the two logs, so an ingest that restarts continues where the previous one ended.
 """
 
 import asyncio
@@ -38,11 +38,12 @@ from rollout_service.threads import to_thread_and_back
 logger = logging.getLogger(__name__)
 
 RETRY_S = 10.0
-"""After which a copy that has failed is tried again, if no version comes before."""
+"""Time in seconds after which a failed copy is tried again, if no new version comes before."""
 
 
 class Durability:
-    """Of the versions of one log. Lives in the ingest's event loop; ``recover`` and ``commit`` are for threads."""
+    """Durability of the versions of one log. Lives in the ingest's event loop; call ``recover`` and ``commit`` in
+    threads."""
 
     def __init__(
         self,
@@ -53,15 +54,15 @@ class Durability:
     ) -> None:
         """
         Args:
-            log: of the versions that are served.
-            changes: notified when a version has become durable, or could not.
-            copied: called when a version need not be kept for its copy any more.
+            log: the log of the served versions.
+            changes: notified when a version has become durable, or when its copy has failed.
+            copied: called when a version is no longer needed for its copy.
         """
         self._lock_wait_s = config.lock_wait_s
         self._log, self._changes, self._copied = log, changes, copied
         durable_root = config.durable_root_here()
         self.disk = None if durable_root is None else DurableLog(durable_root, log, config.keep_versions)
-        """The log behind; None: there is none."""
+        """The second log, on a disk; None: there is none."""
         self.served = ServedNumbers(log) if self.disk is None else self.disk.served
         self._in_memory = False
         self._newest = -1
@@ -76,7 +77,7 @@ class Durability:
     # --- when the ingest starts and ends
 
     def acquire(self) -> None:
-        """Become the only writer of the log behind, too. Raises LogLocked, OSError, or what ``require_behind`` does."""
+        """Become the only writer of the second log. Raises LogLocked, OSError, or the errors of ``require_behind``."""
         if self.disk is not None:
             self.disk.acquire(self._lock_wait_s)
             require_behind(self._log.root, self.disk.log.root)
@@ -90,15 +91,15 @@ class Durability:
             self.disk.recover()
 
     def start(self) -> None:
-        """Copy from now on."""
+        """Start to copy versions."""
         if self.disk is not None:
             self._task = asyncio.create_task(self._copy_versions())
             self._task.add_done_callback(_log_its_end)
 
     async def close(self, within_s: float) -> None:
-        """Have the newest version on the disk, unless that takes longer or fails; then copy no more, and let go of it.
+        """Try to copy the newest version within ``within_s`` seconds; then stop copying and release the second log.
 
-        Safe to call again.
+        May be called again.
         """
         if self._task is not None:
             with suppress(NotReady):
@@ -114,17 +115,18 @@ class Durability:
         return self._next() is None or (self._failed is not None and self._copying is None)
 
     def check_health(self) -> None:
-        """Raise RolloutServiceError if copying has ended: versions would not become durable any more, unseen."""
+        """Raise RolloutServiceError if the copying task has ended, since versions would silently never become
+        durable."""
         if self._task is not None and self._task.done():
             raise RolloutServiceError("no version becomes durable any more: the task that copies them has ended")
 
     # --- a commit
 
     def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None) -> Head:
-        """``WeightLog.commit``, after the number has come to stand for the digest.
+        """Record the version's digest, then call ``WeightLog.commit``.
 
-        Raises VersionConflict if it stands for another, InsufficientStorage, RolloutServiceError if that cannot be
-        noted; or OSError, as ``WeightLog.commit``.
+        Raises VersionConflict if the number has another digest, InsufficientStorage, RolloutServiceError if the digest
+        cannot be recorded, or OSError, as ``WeightLog.commit``.
         """
         self.served.require(manifest.version, manifest.digest)
         if self.disk is None:
@@ -153,12 +155,12 @@ class Durability:
             ) from error
 
     def committed(self, version: int) -> None:
-        """It is the newest of those that are served."""
+        """Note that this version is now the newest served one."""
         self._newest = version
         self._wake.set()
 
     def dropped(self, version: int) -> None:
-        """It is not served any more."""
+        """Note that this version is no longer served."""
         self._given_up.pop(version, None)
         if self.disk is not None and version not in self.disk.versions:
             self._never += 1
@@ -168,17 +170,17 @@ class Durability:
 
     @property
     def needed(self) -> set[int]:
-        """Versions that must not be dropped."""
+        """Return the versions that must not be dropped."""
         return {*self._wanted, *(() if self._copying is None else (self._copying,))}
 
     def is_durable(self, version: int) -> bool:
-        """Whether a committed version outlives its machine."""
+        """Return True if a committed version survives the loss of its machine."""
         if self.disk is not None:
             return version in self.disk.versions
         return not self._in_memory and version not in self._log.unconfirmed
 
     def failure(self, version: int) -> Failure | None:
-        """Why a committed version is not durable, if something went wrong."""
+        """Return the error because of which a committed version is not durable, if there is one."""
         if self.disk is None:
             return unconfirmed(self._log.unconfirmed.get(version))
         error: Exception | None = self._given_up.get(version)
@@ -191,7 +193,7 @@ class Durability:
         return Failure(type=type(error).__name__, message=message)
 
     def state(self) -> DurableState | None:
-        """For metrics; None: nothing is durable here. Reads folders."""
+        """Return the state for metrics; None if versions never become durable here. Reads folders."""
         if self.disk is None:
             if self._in_memory:
                 return None
@@ -208,7 +210,7 @@ class Durability:
     # --- who waits
 
     def require_possible(self, request: HowToLoad) -> None:
-        """Raise InvalidRequest if its caller would wait for ever."""
+        """Raise InvalidRequest if the request would wait forever."""
         if request.wait == "durable" and self.disk is None and self._in_memory:
             raise InvalidRequest(
                 f"no version becomes durable here: the log at {self._log.root} is in memory, and gone with the "
@@ -218,7 +220,7 @@ class Durability:
 
     @contextmanager
     def wanted(self, version: int, request: HowToLoad) -> Iterator[None]:
-        """Inside, that version is not overtaken, if the request waits for it to be durable."""
+        """Keep the version from being overtaken within this context, if the request waits for its durability."""
         if request.wait != "durable":
             yield
             return
@@ -227,12 +229,13 @@ class Durability:
             yield
         finally:
             self._wanted[version] -= 1
-            self._wanted += Counter()  # without what is 0
+            self._wanted += Counter()  # drop zero counts
 
     async def wait(self, version: int, timeout_s: float) -> None:
-        """Return once a committed version is durable; called inside ``wanted``.
+        """Return once a committed version is durable; call it within ``wanted``.
 
-        Raises CommitTimeout, with what the disk said; LogCorrupt if it is damaged in memory, NotFound if it is gone.
+        Raises CommitTimeout with the disk's error, LogCorrupt if the version is damaged in memory, NotFound if it is
+        gone.
         """
         self._wake.set()
         reached = await self._changes.wait(lambda: self.is_durable(version) or version in self._given_up, timeout_s)
@@ -259,7 +262,7 @@ class Durability:
             elif await self._copy(version):
                 try:
                     await self._copied()
-                except (OSError, RolloutServiceError) as error:  # the next version does it
+                except (OSError, RolloutServiceError) as error:  # the next version's copy removes them
                     logger.error("version %d is durable, and no older one was removed for it: %s", version, error)
             else:
                 with suppress(TimeoutError):
@@ -287,7 +290,7 @@ class Durability:
         except (OSError, RolloutServiceError, ManifestDamaged) as error:
             logger.error("version %d is served, and is not durable yet: %s", version, error)
             self._failed = version, error
-        except Exception as error:  # nothing else would copy the versions to come
+        except Exception as error:  # an uncaught error would end the task that copies later versions
             logger.exception("version %d is served, and is not durable yet", version)
             self._failed = version, error
         else:

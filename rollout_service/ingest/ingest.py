@@ -1,6 +1,6 @@
-"""The ingest: the one process that writes the log, and the meeting point of trainers and replicas.
+"""The ingest: the only process that writes the log. It connects trainers and replicas.
 
-Its state is the log plus what replicas report; when it restarts it has both again within one poll.
+Its state is the log and the reports of replicas; after a restart it has both again within one poll.
 """
 
 import asyncio
@@ -80,10 +80,10 @@ _INTEGER = re.compile("[0-9]{1,16}")
 
 
 class Ingest:
-    """Takes in versions, commits them, and tells replicas and callers where the fleet stands."""
+    """Receives versions, commits them, and reports the fleet's state to replicas and callers."""
 
     def __init__(self, config: ServiceConfig, place: LogPlace | None = None) -> None:
-        """``place``: where the log lies; None: where ``weights.root`` says, which is not ``auto``."""
+        """``place``: location of the log; None: ``weights.root``, which is not ``auto``."""
         self._config = config
         self._log = WeightLog(config.weights.root_here(), config.weights.durable_root_here())
         self._changes, self._writing = Changes(), Turns()
@@ -100,7 +100,7 @@ class Ingest:
             experts=self._model.experts,
             ignored=self._model.ignored,
         )
-        # what is read at once is at most that, and mostly less
+        # tensors that are read together have at most that size, mostly less
         self._converter = Converter(self._trainer_recipe, device=config.quant.device, batch_bytes=GPU_BYTES)
         self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
@@ -117,7 +117,7 @@ class Ingest:
         )
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
-        # half a commit is neither staged nor committed: it is finished if its caller goes away
+        # a started commit must finish although its caller disconnects
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
         self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place)
@@ -127,17 +127,17 @@ class Ingest:
         self._stopped = threading.Event()
         self._summaries: dict[int, VersionSummary] = {}
         self.upload_address: UploadAddress | None = None
-        """Where parts are taken; set by whoever opens the listener."""
+        """Address of the listener for parts; set by the code that opens the listener."""
         self.transfer = WeightTransfer(self)
-        """What a trainer broadcasts."""
+        """Weight updates that a trainer broadcasts."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._changes)
-        """Which replica measures the KV scales of a version, and what it has published."""
+        """KV scales: which replica measures those of a version, and the published results."""
 
     async def start(self) -> None:
-        """Check the log, take up what was staged, and make version 0 from the configured model if the log is empty.
+        """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.
 
-        A log in memory that was lost is read from the disk. Raises LogLocked while another process writes one of them,
-        LogCorrupt if one is of another model, or ValueError if ``weights.durable_root`` cannot be what it says.
+        A log in memory that was lost is restored from the disk. Raises LogLocked while another process writes one of
+        the logs, LogCorrupt if one belongs to another model, or ValueError if ``weights.durable_root`` is invalid.
         """
         await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
         try:
@@ -150,10 +150,10 @@ class Ingest:
         self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
 
     async def stop(self) -> None:
-        """Let go of the log; what is staged stays on disk. Half a commit is finished first, and the newest version is
-        copied to the disk behind, in the time that a process has for what runs.
+        """Release the log; staged versions stay on disk. A started commit is finished first, and the newest version is
+        copied to the second log, as far as the drain timeout allows.
 
-        Whoever then waits or writes gets NotReady. Safe to call again.
+        Callers that still wait or write get NotReady. May be called again.
         """
         self._stopped.set()
         for task in self._background:
@@ -167,7 +167,7 @@ class Ingest:
         self._lock.release()
 
     def check_tasks(self) -> None:
-        """Raise RolloutServiceError if something that goes on in the background has ended."""
+        """Raise RolloutServiceError if a background task has ended."""
         self._durability.check_health()
         if self._expiring is not None and self._expiring.done():
             raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
@@ -177,7 +177,7 @@ class Ingest:
             await asyncio.to_thread(remove_unquantized, self._log.root)
         await asyncio.to_thread(self._uploads.open)
         source = log_to_go_on_with(self._log.root, self._config.weights.durable_root_here())
-        own_newest(source, self._model, self._recipe, self._config)  # before a version of another model is read
+        own_newest(source, self._model, self._recipe, self._config)  # before anything reads a version of another model
         await asyncio.to_thread(self._durability.recover)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._durability.start()
@@ -200,14 +200,14 @@ class Ingest:
     # --- trainers
 
     async def recipe(self) -> TrainerRecipe:
-        """What becomes of each tensor of a version."""
+        """Return how each tensor of a version is stored."""
         return self._trainer_recipe
 
     async def begin(self, begin: Announcement, reached: str | None = None) -> UploadPlan:
-        """Start or resume the upload of a version, or be told that it is committed; see ``protocol/upload.py``.
+        """Start or resume the upload of a version, or report that it is committed; see ``protocol/upload.py``.
 
-        ``reached``: the address at which the trainer's call came to the service, if it is known.
-        Raises VersionConflict, InvalidManifest, InsufficientStorage, Forbidden or NotFound.
+        ``reached``: the service address that the trainer called, if known. Raises VersionConflict, InvalidManifest,
+        InsufficientStorage, Forbidden or NotFound.
         """
         plan = await self._shielded.run(self._begin(begin))
         direct = self.upload_address and self.upload_address.announced(plan.version, reached)
@@ -217,7 +217,7 @@ class Ingest:
         return plan.model_copy(update=told)
 
     async def listener(self, version: int, node_id: str | None) -> Listener:
-        """Where a gateway on a node sends the parts that it is given. Raises RolloutServiceError."""
+        """Return the address to which a gateway on that node forwards parts. Raises RolloutServiceError."""
         assert self.upload_address is not None, "asked before there is a listener"
         return self.upload_address.within(version, node_id)
 
@@ -236,10 +236,10 @@ class Ingest:
         label: str | None = None,
         uploader: str = "",
     ) -> WeightStatus:
-        """Take weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
+        """Read weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
 
-        The same weights again get the same answer. Raises NotFound for a lost object, and what ``begin`` and ``commit``
-        raise.
+        Pushing the same weights again gets the same answer. Raises NotFound for a lost object, and the errors of
+        ``begin`` and ``commit``.
         """
         self._durability.require_possible(request)
         source = await asyncio.to_thread(RefSource, buckets, self._model.ignored)
@@ -250,10 +250,11 @@ class Ingest:
     async def push_folder(
         self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
     ) -> WeightStatus:
-        """Make what lies in a folder the next version; see ``Uploads.begin_folder``. When it returns, all is read.
+        """Commit the contents of a folder as the next version; see ``Uploads.begin_folder``. The whole folder is read
+        when it returns.
 
-        The same folder again joins what is under way, or is answered at once. Raises what ``begin_folder`` and
-        ``commit`` raise.
+        Repeating the call joins the running upload, or gets the same answer. Raises the errors of ``begin_folder`` and
+        ``commit``.
         """
         self._durability.require_possible(request)
         version = await self._shielded.run(self._begin_folder(path, number, label))
@@ -265,36 +266,37 @@ class Ingest:
             return await self._uploads.begin_folder(path, number, label)
 
     async def begin_broadcast(self) -> UploadSession:
-        """Lay out the next version for what a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
+        """Stage the next version for tensors that a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
         return await self._shielded.run(self._begin_broadcast())
 
     def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None:
-        """Compare tensors of a broadcast, or all of them, with the served model. Raises InvalidManifest."""
+        """Compare tensors of a broadcast, or the ``whole`` of it, with the served model. Raises InvalidManifest."""
         self._model.check_table(tensors, self._plan, whole=whole)
 
     @property
     def ignored(self) -> IgnoredTensors:
-        """Tensors that a trainer may send, and no version has."""
+        """Return the tensors that a trainer may send and that are not stored."""
         return self._model.ignored
 
     @cached_property
     def largest_tensor_bytes(self) -> int:
-        """Above this no tensor is one of the served model, whatever its dtype."""
+        """Return the size in bytes of the served model's largest tensor, in the largest dtype. Larger tensors are
+        refused."""
         shapes = (*self._model.shapes.values(), *self._model.in_memory.values())
         return max(map(math.prod, shapes)) * max(WIRE_DTYPE_BYTES.values())
 
     async def commit_broadcast(self, staged: UploadSession, label: str | None) -> WeightStatus:
-        """Commit a broadcast that has come as a whole, and wait until every live replica serves it.
+        """Commit a complete broadcast, and wait until every live replica serves it.
 
-        ``label``: the version's number, if it is an integer above the newest one; the number is the next one otherwise,
-        and any other name that has the form of a label is its label. Raises as ``commit`` does.
+        ``label``: the version's number, if it is an integer above the newest one. Otherwise the number is the next one,
+        and a valid label becomes the version's label. Raises the errors of ``commit``.
         """
         version = await self._shielded.run(self._number_broadcast(staged, label))
         staged.all_came()
         return await self.commit(version, CommitUpload(wait="all"))
 
     async def drop_broadcast(self, staged: UploadSession) -> None:
-        """Drop a broadcast, if it is staged still."""
+        """Drop a broadcast, if it is still staged."""
         await self._shielded.run(self._drop_broadcast(staged))
 
     async def take_shared(self, version: int, batch: SharedTensors) -> None:
@@ -302,15 +304,15 @@ class Ingest:
         await self._uploads.take_shared(version, batch)
 
     def staged(self, version: int) -> UploadSession:
-        """The upload of ``version``. Raises NotFound."""
+        """Return the upload of ``version``. Raises NotFound."""
         return self._uploads.staged(version)
 
     async def committed(self, version: int) -> UploadRecord | None:
-        """How a committed version came, if it is in the log."""
+        """Return the upload record of a committed version, if it is in the log."""
         return await self._uploads.committed(version)
 
     async def commit(self, version: int, request: CommitUpload) -> WeightStatus:
-        """Make a staged version the newest; the same commit again gets the same answer.
+        """Make a staged version the newest; repeating the commit gets the same answer.
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
         follow another log, or this one was replaced; InvalidRequest for a wait that would never end.
@@ -328,8 +330,8 @@ class Ingest:
             await self._durability.wait(version, request.timeout_s)
 
     async def roll_back(self, request: RollBack) -> WeightStatus:
-        """Make a kept version the newest again, under a new number. If the newest has these weights, that one is
-        answered: the same call again changes nothing.
+        """Make a kept version the newest again, under a new number. If the newest version already has these weights, it
+        is returned unchanged, so repeating the call has no effect.
 
         Raises NotFound, with the kept versions, for one that is not on disk; LogCorrupt, InsufficientStorage,
         RolloutServiceError, InvalidRequest or CommitTimeout.
@@ -341,13 +343,13 @@ class Ingest:
         return await self.status(version)
 
     async def version_of(self, label: str) -> int:
-        """The newest version that has a label. Raises NotFound, with the newest labels."""
+        """Return the newest version that has a label. Raises NotFound, with the newest labels."""
         return self._labels.number_of(label)
 
     async def wait_live(self, version: int, timeout_s: float) -> None:
         """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
 
-        Replicas that start are not waited for: they take no request before they are at the newest version.
+        It does not wait for starting replicas: they take no request before they have the newest version.
         """
         digest = (await self._summary(version)).digest if version in self._log.versions() else None
         await self._fleet.wait_served(version, digest, timeout_s)
@@ -357,7 +359,7 @@ class Ingest:
         await self._shielded.run(self._discard(version))
 
     async def status(self, version: int) -> WeightStatus:
-        """Where ``version`` stands. Raises NotFound."""
+        """Return the status of ``version``. Raises NotFound."""
         if version in self._uploads.staged_versions:
             return self._uploads.staged(version).status()
         why = self._uploads.why_dropped(version)
@@ -381,16 +383,16 @@ class Ingest:
         )
 
     async def versions(self) -> list[WeightStatus]:
-        """All versions in the log, in the one behind it, or staged, oldest first."""
+        """Return all staged versions and those in either log, oldest first."""
         known = {*self._kept(), *self._uploads.staged_versions}
         found = []
         for version in sorted(known):
-            with suppress(NotFound):  # one may be dropped while another is read
+            with suppress(NotFound):  # a version may be dropped while another is read
                 found.append(await self.status(version))
         return found
 
     async def tensor_digests(self) -> TensorDigests:
-        """Of the newest version, as it is stored. Raises NotReady before version 0 is made."""
+        """Return the tensor digests of the newest version, as stored. Raises NotReady before version 0 exists."""
         version = (await self.fleet()).latest_version
         manifest = await asyncio.to_thread(self._log.manifest, version)
         return TensorDigests(version=version, digests={tensor.name: tensor.digest for tensor in manifest.tensors})
@@ -430,7 +432,7 @@ class Ingest:
         return await self._fleet.fleet()
 
     async def state(self) -> ServiceState:
-        """What ``GET /metrics`` is made of. Raises NotReady until there is a version 0."""
+        """Return the state for ``GET /metrics``. Raises NotReady before version 0 exists."""
         self._fleet.observe()
         fleet, versions = await self.fleet(), tuple(await self.versions())
         known = {version: s.kv_scales for version, s in self._summaries.items() if s.kv_scales is not None}
@@ -453,32 +455,33 @@ class Ingest:
         await self._fleet.goodbye(replica_id)
 
     async def newest(self) -> Newest:
-        """The newest version and which log it is in. Raises NotReady before version 0 is made."""
+        """Return the newest version and the identity of its log. Raises NotReady before version 0 exists."""
         return await asyncio.to_thread(self._chunks.newest)
 
     async def files(self, version: int) -> tuple[LogFile, ...]:
-        """The files of a committed version, for a node without the log. Raises NotFound."""
+        """Return the files of a committed version, for a node without the log. Raises NotFound."""
         return await asyncio.to_thread(self._chunks.files, version)
 
     async def chunk(self, version: int, file: str, index: int) -> list[ObjectRef]:
-        """One chunk of a file, see ``store/chunk_server.py``. Raises NotFound or LogCorrupt."""
+        """Return one chunk of a file, see ``store/chunk_server.py``. Raises NotFound or LogCorrupt."""
         return await self._chunks.chunk(version, file, index)
 
     # --- inside
 
     def _kept(self) -> list[int]:
-        """Committed versions that are in the log or in the one behind it, oldest first."""
+        """Return the committed versions that are in either log, oldest first."""
         behind = self._durability.disk
         return sorted({*self._log.versions(), *(() if behind is None else behind.versions)})
 
     def _log_of(self, version: int) -> WeightLog:
-        """The one of the two that has a version; the log itself if neither does."""
+        """Return the log that has a version; the main log if neither has it."""
         behind = self._durability.disk
         lies_behind = behind is not None and version in behind.versions and version not in self._log.versions()
         return behind.log if behind is not None and lies_behind else self._log
 
     async def _summary(self, version: int) -> VersionSummary:
-        """Of a committed version. Parsed once, and in a thread: a mixture of experts has 40 000 entries."""
+        """Return the summary of a committed version. It is parsed once, in a thread: a mixture of experts has 40 000
+        entries."""
         if version not in self._summaries:
             committed = await asyncio.to_thread(self._log_of(version).manifest, version)
             manifest = self._kv_scales.with_published(committed)
@@ -491,7 +494,7 @@ class Ingest:
     async def _record(self, version: int) -> UploadRecord | None:
         try:
             return await self._record_of(version)
-        except LogCorrupt as error:  # whoever verifies or repeats the version is told; what it holds is known
+        except LogCorrupt as error:  # its contents are known without the record
             logger.warning("how version %d came is not shown: %s", version, error)
             return None
 
@@ -528,11 +531,11 @@ class Ingest:
 
     @counted_commit
     async def _roll_back(self, request: RollBack) -> int:
-        """Returns the version that has these weights now."""
+        """Return the version that now has these weights."""
         async with self._writing:
             self._fleet.require_followed()
             to, newest = self._labels.number_of(request.to), self._log.versions()[-1]
-            # asked again, because the answer was lost: the older one may have been removed since
+            # the call may be repeated after a lost answer, when the older version was already removed
             if newest == to or (await self._summary(newest)).rollback_of == to:
                 return newest
             require_kept(self._kept(), to, self._labels)
@@ -593,16 +596,16 @@ class Ingest:
             return
         try:
             versions, kept = self._log.versions(), set(self._kept())
-        except LogUnreadable as error:  # what has just been committed is committed; the next commit tries again
+        except LogUnreadable as error:  # the commit itself has succeeded; the next commit tries again
             logger.warning("no version is removed now: %s", error)
             return
         in_use = self._fleet.table.in_use() | self._uploads.needed | self._durability.needed
-        # a replica that starts reads the newest, or the one before if a commit has just overtaken it
+        # a starting replica reads the newest version, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
                 try:
                     await asyncio.to_thread(self._drop, version)
-                except OSError as error:  # what has just been committed is committed; the next commit tries again
+                except OSError as error:  # the commit itself has succeeded; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
                 else:
                     self._durability.dropped(version)
@@ -611,13 +614,13 @@ class Ingest:
             del self._summaries[version]
 
     async def _remove_copied(self) -> None:
-        """A version need not be kept for its copy any more."""
+        """Drop old versions after a copy: the copied version is no longer needed."""
         try:
             async with self._writing:
                 await self._remove_old()
         except NotReady:
             return  # the next process does it
-        except LogCorrupt as error:  # the next commit says so, too
+        except LogCorrupt as error:  # the next commit raises it, too
             logger.warning("no version is removed: %s", error)
 
     def _drop(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""The log that a service may go on with: one of its own model, at the same commit, quantized in the same way."""
+"""Checks that a log belongs to this service: same model, same commit of the model, same quantization."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ from rollout_service.store.manifest import Manifest, Recipe
 
 
 def recipe_of(quant: QuantConfig, plan: QuantPlan) -> Recipe:
-    """How versions are quantized."""
+    """Return the quantization recipe of versions."""
     recipe = Recipe(weights=quant.weights, scales=quant.scales, not_converted=plan.not_converted)
     return recipe if plan.form.in_blocks else msgspec.structs.replace(recipe, block=None)
 
@@ -20,7 +20,8 @@ def recipe_of(quant: QuantConfig, plan: QuantPlan) -> Recipe:
 def own_newest(
     log: WeightLog, model: ServedModel, recipe: Recipe, config: ServiceConfig
 ) -> tuple[Head, Manifest] | None:
-    """The newest version; None in an empty log. Raises LogCorrupt for a log that is damaged, or not ours."""
+    """Return the newest version; None for an empty log. Raises LogCorrupt for a damaged log, or one of another
+    service."""
     head = log.head()
     if head is None:
         return None

@@ -1,5 +1,5 @@
-"""Stores a batch of a trainer's tensors by its plan: copied to this process's GPU, converted, hashed, and copied to the
-log, where it is hashed as it was made (see ``ingest/rooms.py``)."""
+"""Store a batch of a trainer's tensors by its plan. The batch is copied to this process's GPU, converted, hashed there,
+and copied to the log (see ``ingest/rooms.py``)."""
 
 import threading
 import time
@@ -27,27 +27,28 @@ class Copies(Protocol):
     """A trainer's memory on a GPU."""
 
     def copied(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A copy of its bytes from ``offset`` on, uint8 on this process's GPU, queued on the current stream."""
+        """Return a copy of ``nbytes`` bytes from ``offset`` on, uint8 on this process's GPU, queued on the current
+        stream."""
 
 
 class PlannedBatch(NamedTuple):
-    """Tensors that lie in a trainer's memory now, as ``placed`` says."""
+    """Tensors that lie in a trainer's memory now, at the offsets that ``placed`` yields."""
 
     tensors: tuple[UploadTensor, ...]
     plan: BatchPlan
-    """Of these."""
+    """Plan of these tensors."""
     memory: Copies
     offset: int
-    """Of the first one's first byte."""
+    """Offset in bytes of the first tensor."""
 
     def store(self, writer: VersionWriter, converter: Converter, gpu: torch.device, turn: threading.Lock) -> float:
-        """Returns once all of them are stored: the seconds that it took to queue their conversion.
+        """Store all tensors. Return the time in seconds that it took to queue their conversion.
 
         Args:
-            gpu: in Triton's interpreter the CPU.
+            gpu: the CPU in Triton's interpreter.
             turn: held while this thread does not wait for the GPU; see ``Rooms``.
 
-        Raises QuantizationError, as ``Converter.convert`` does: nothing of the batch counts as stored then.
+        Raises QuantizationError, as ``Converter.convert`` does; none of the batch counts as stored then.
         """
         plan, verdicts = self.plan, Verdicts()
         with own_stream_of(gpu) as stream:
@@ -64,7 +65,7 @@ class PlannedBatch(NamedTuple):
                         room.copy_(made[stretch.made : stretch.made + stretch.nbytes], non_blocking=True)
                     hashing.collect()
                     require_sound = verdicts.collect()
-            finally:  # nothing is copied to a room that is given up
+            finally:  # no copy may still be running into a slot that is given up
                 if stream is not None:
                     stream.synchronize()
             with turn:
@@ -75,7 +76,7 @@ class PlannedBatch(NamedTuple):
         return queued
 
     def _complain(self, source: torch.Tensor, converter: Converter) -> None:
-        """Raise what is wrong with a tensor."""
+        """Raise the error of an invalid tensor."""
         verdicts = Verdicts()
         for _ in converter.convert(self._views(source), to_cpu=False, verdicts=verdicts):
             pass
@@ -89,7 +90,7 @@ class PlannedBatch(NamedTuple):
 def _queue_conversion(
     plan: BatchPlan, source: torch.Tensor, verdicts: Verdicts, complain: Callable[[], object]
 ) -> torch.Tensor:
-    """What a batch becomes, uint8 of ``plan.made_bytes``. ``source``: the batch, uint8."""
+    """Convert a batch, uint8, into a new output buffer, uint8 [``plan.made_bytes``]."""
     device = source.device
     made = torch.empty(plan.made_bytes, dtype=torch.uint8, device=device)
     came_at, made_at = source.data_ptr(), made.data_ptr()
@@ -108,7 +109,7 @@ def _queue_conversion(
 
 
 def _shifted(table: Table, *addresses: int) -> Table:
-    """The table with these added to its first columns."""
+    """Return the table with these addresses added to its first columns."""
     shifted = table.copy()
     shifted[:, : len(addresses)] += np.array(addresses, np.int64)
     return shifted

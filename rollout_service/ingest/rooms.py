@@ -1,8 +1,8 @@
-"""Puts converted tensors where a log in memory has them, and has a GPU hash them, if there is one.
+"""Store converted tensors in a log in memory, and hash them on a GPU, if there is one.
 
-What lies on the GPU is hashed there as it is copied to its room: the digest is of the codes as they were made. Whether
-the bytes in the log are those, the workers find out that load them, as they do for a byte that changes there later.
-What lies on the host, such as a delta's tensors, is hashed on the GPU, too, from its room: faster than by threads.
+Tensors on the GPU are hashed there while they are copied to their slots, so the digest covers the bytes as produced.
+The workers that load them compare it with the bytes in the log, which also finds later changes. Tensors on the host,
+such as a delta's, are copied from their slots to the GPU and hashed there, which is faster than with threads.
 """
 
 import threading
@@ -25,23 +25,25 @@ from rollout_service.store.writer import VersionWriter
 from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 _HELD_BYTES = 384 << 20
-"""That are stored or hashed at once: a kernel or a few for all of them, and one wait."""
+"""Bytes per batch that is stored and hashed: few kernel launches and one synchronization."""
 _PACKED_BYTES = 4 << 20
-"""A tensor that is larger is copied by itself: the call costs less than moving it twice."""
+"""Size in bytes above which a tensor is copied by itself: the call costs less than moving it twice."""
 _LEAST_PACKED = 8
-"""Of fewer neighbours each is copied by itself: that costs less than to say where they are."""
+"""Minimum number of adjacent tensors that are packed. Fewer are copied one by one, which costs less than writing their
+table."""
 _SCRATCH_BYTES = 32 << 20
-"""Of the GPU, for what is copied there to be hashed."""
+"""Size in bytes of the GPU buffer for host tensors that are hashed there."""
 
 
 class _Held(NamedTuple):
     place: TensorPlace
     data: torch.Tensor | None
-    """Contiguous, on the GPU: kept until it has been copied. None: it is in its room."""
+    """A contiguous tensor on the GPU, kept until it is copied. None: it is already in its slot."""
 
 
 class Rooms:
-    """Those of one version, for one thread. A context manager: all is stored once it ends, unless it fails."""
+    """Batched store of one version, for one thread. A context manager: at its end everything is stored, unless it
+    fails."""
 
     def __init__(
         self,
@@ -52,11 +54,11 @@ class Rooms:
     ) -> None:
         """
         Args:
-            gpu: with which rooms are registered; None: with none, and what lies on the host is hashed there.
-            verdicts: of the tensors on a GPU, which count as stored once these are required.
-            turn: held while the context lasts, but for waits for the GPU: of threads that share it, one works while
-                the others wait. Python runs one at a time anyhow, and to take its lock from each other after every
-                call of torch takes longer than the calls.
+            gpu: the GPU with which the slots are registered; None: none, and host tensors are hashed on the host.
+            verdicts: checks of the tensors on a GPU, which count as stored once these checks pass.
+            turn: held within the context, except while it waits for the GPU. Of the threads that share it, one works
+                while the others wait. Passing the GIL between threads after every torch call would take longer than
+                the calls themselves.
         """
         self._writer, self._gpu, self._verdicts, self._turn = writer, gpu, verdicts, turn
         self._held: list[_Held] = []
@@ -91,7 +93,7 @@ class Rooms:
         place = self._writer.place(name)
         if (nbytes := tensor.nbytes) != place.nbytes:
             raise ValueError(f"{name} has {nbytes} bytes, its slot {place.nbytes}")
-        if tensor.requires_grad:  # asked, because to detach is a turn with Python's lock
+        if tensor.requires_grad:  # test first, because detach() takes the GIL
             tensor = tensor.detach()
         on_gpu = lies_on_gpu(tensor)
         if nbytes and not on_gpu:
@@ -105,7 +107,7 @@ class Rooms:
             self._store()
 
     def _store(self) -> None:
-        """Hash what is held, copy what is not in its room, wait for both, and require what was asked of it."""
+        """Hash the held tensors, copy them into their slots, wait for both, and require that their checks pass."""
         from rollout_service.quant.digests import Hashing  # needs triton, and a second to be imported
 
         held, self._held, self._held_bytes = self._held, [], 0
@@ -134,7 +136,7 @@ class Rooms:
                 self._copy_to_rooms(held, device)
                 hashing.collect()
                 require_sound = self._verdicts.collect()
-            finally:  # nothing is copied to a room that is given up
+            finally:  # no copy may still be running into a slot that is given up
                 if stream is not None:
                     with self._others_turn():
                         stream.synchronize()
@@ -143,8 +145,7 @@ class Rooms:
         self._writer.filled_and_hashed((each.place for each in held), digests)
 
     def _copy_to_rooms(self, held: Sequence[_Held], device: torch.device) -> None:
-        """Queue the copies of what lies on the GPU: many small neighbours are put side by side there, and copied as
-        one."""
+        """Queue the copies of tensors on the GPU. Many small adjacent tensors are packed there, and copied at once."""
         from rollout_service.grouped_copy import GroupedCopy  # needs triton, and a second to be imported
 
         on_gpu = [(each.place, each.data) for each in held if each.data is not None]
@@ -170,7 +171,7 @@ class Rooms:
             torch.frombuffer(room, dtype=torch.uint8).copy_(_bytes_of(data), non_blocking=True)
 
     def _groups(self, held: Sequence[_Held], scratch: torch.Tensor) -> list["_Group"]:
-        """Their bytes, in order."""
+        """Return the tensors' bytes, in order, in groups that fit into the scratch buffer."""
         groups = [_Group([], [])]
         position = 0
         for (name, _, _, _, _, nbytes), data in held:
@@ -200,16 +201,16 @@ class _ToScratch(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What needs the scratch once."""
+    """Pieces that share one use of the scratch buffer."""
 
     pieces: list[tuple[int, int]]
-    """Addresses on the GPU, and bytes: all of a tensor, or whole chunks of it and the rest."""
+    """GPU address and size of each piece: a whole tensor, or whole chunks of one and the rest."""
     copies: list[_ToScratch]
-    """Before they are hashed: one for all chunks of a piece, of which each would be a call."""
+    """Copies before hashing, one for all chunks of a piece: one for each chunk would be a call each."""
 
 
 def _chunks(pieces: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """[chunks, 2]: address and bytes of each ``CHUNK_BYTES`` of these pieces, in order."""
+    """Return [chunks, 2]: address and size in bytes of each ``CHUNK_BYTES`` of these pieces, in order."""
     from rollout_service.quant.digests import chunks_of
 
     address, piece_bytes = np.array(pieces, np.int64).reshape(-1, 2).T
@@ -218,12 +219,12 @@ def _chunks(pieces: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [nbytes] of a contiguous tensor that has some; without a copy."""
+    """Return uint8 [nbytes] of a contiguous, non-empty tensor, without a copy."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _copy(room: memoryview, data: torch.Tensor) -> None:
     target = torch.frombuffer(room, dtype=torch.uint8)
-    if data.data_ptr() != target.data_ptr():  # or it was made there
+    if data.data_ptr() != target.data_ptr():  # equal if the tensor was produced in its slot
         for _ in in_threads(lambda piece: target[piece].copy_(data[piece]), stretches(data.nbytes, STRETCH_BYTES)):
             pass

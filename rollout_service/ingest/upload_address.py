@@ -1,9 +1,9 @@
-"""Where the ingest takes parts, whom it tells which address, and how either side knows the other.
+"""Address of the ingest's upload listener, the choice of the address for each client, and mutual authentication.
 
-The bearer token is sent to the gateway only. The reply to ``begin`` names an address of the listener and a key for that
-one version. The trainer first has the listener prove that it knows the key, without sending it, and then shows the key
-with each part: whoever else may listen on such an address, on the trainer's own machine for example, gets neither
-token nor key nor weights.
+The bearer token is only sent to the gateway. The reply to ``begin`` names an address of the listener and a key for that
+one version. The trainer first makes the listener prove that it knows the key, without sending the key. It then sends
+the key with each part. Another process that listens on such an address, for example on the trainer's own machine, gets
+neither token nor key nor weights.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from rollout_service.protocol.upload import Listener, listener_proof
 
 
 class UploadAddress:
-    """Of one listener, for as long as it listens."""
+    """Addresses and keys of one listener, for its lifetime."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class UploadAddress:
     ) -> None:
         """
         Args:
-            host: What it is bound to.
-            node_ip, node_id: Of its node in the Ray cluster, if it is in one.
-            advertised: ``weights.upload_advertise_address``: the host, or host:port, that trainers are told.
-            certificate: What it shows, in PEM; None: it speaks plain HTTP.
+            host: the address that it is bound to.
+            node_ip, node_id: its node in the Ray cluster, if it is in one.
+            advertised: ``weights.upload_advertise_address``: the host, or host:port, for trainers.
+            certificate: its certificate, in PEM; None: plain HTTP.
         """
         self._host, self._port, self._node_ip, self._node_id = host, port, node_ip, node_id
         self._certificate = certificate
@@ -47,21 +47,21 @@ class UploadAddress:
         return self._url(self._host)
 
     def key(self, version: int) -> str:
-        """Opens the listener to the parts of one version."""
+        """Return the key that authorizes uploads of one version."""
         return hmac.new(self._secret, str(version).encode(), hashlib.sha256).hexdigest()
 
     def opens(self, version: int, key: str | None) -> bool:
-        """Whether ``key`` is that version's."""
+        """Return True if ``key`` is that version's."""
         return key is not None and hmac.compare_digest(key.encode(), self.key(version).encode())
 
     def proof(self, version: int, nonce: str) -> str:
-        """What tells a caller who has the key that this is the listener."""
+        """Return the listener's proof that it knows the key."""
         return listener_proof(self.key(version), nonce)
 
     def announced(self, version: int, reached: str | None) -> Listener | None:
-        """What a trainer is told whose call came to the service at the address ``reached``.
+        """Return the listener's address for a trainer that called the service at the address ``reached``.
 
-        None if it is not known to reach the listener: its parts then go through the gateway.
+        Return None if the trainer may not be able to reach the listener: its parts then go through the gateway.
         """
         if self._advertised is not None:
             return self._listener(version, *self._advertised)
@@ -69,7 +69,8 @@ class UploadAddress:
         return None if host is None else self._listener(version, host)
 
     def within(self, version: int, node_id: str | None) -> Listener:
-        """What the gateway on a node uses. Raises RolloutServiceError if it cannot reach the listener."""
+        """Return the listener's address for the gateway on a node. Raises RolloutServiceError if it cannot reach the
+        listener."""
         elsewhere = node_id != self._node_id
         if elsewhere and _is_loopback(self._host):
             raise RolloutServiceError(
@@ -109,7 +110,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Whether a socket can be bound to it."""
+    """Return True if a socket can be bound to the address."""
     with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return True

@@ -1,9 +1,10 @@
-"""The ingest's own HTTP listener for the bytes of weights, and for what says where they lie in shared memory.
+"""The ingest's own HTTP listener, for parts of uploads and for batches in shared memory.
 
-Serve's proxy reads whole bodies into an unbounded queue, so parts have a listener of their own: plain sockets, a thread
-for each connection, and bodies that go from the socket to where their tensors are read from. The uploads themselves
-live in the ingest's event loop, which a thread asks twice for each part: where it goes, and to take it in. Batches of
-shared memory are told here, too: on the way through proxy and gateway one takes longer than a GPU needs for it.
+Serve's proxy reads whole bodies into an unbounded queue. Parts therefore have their own listener: plain sockets, one
+thread for each connection, and bodies that go from the socket directly into the memory from which tensors are read. The
+uploads live in the ingest's event loop, which a thread calls twice for each part: for its target, and to take it in.
+Batches in shared memory are announced here too: through proxy and gateway, an announcement would take longer than its
+conversion on a GPU.
 """
 
 import asyncio
@@ -57,11 +58,12 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 PIECE_BYTES = 1 << 20
-"""A body is read, hashed and written in pieces: this much is in the processor's cache still when it is hashed."""
+"""Size in bytes of the pieces in which a body is read, hashed and written: small enough to be in the CPU's cache when
+it is hashed."""
 MOST_JSON_BYTES = 32 << 20
-"""Of a body of JSON: 100 000 tensors with names of 256 characters."""
+"""Maximum size of a JSON body in bytes: 100 000 tensors with names of 256 characters."""
 STOP_S = 5.0
-"""How long parts on their way may take to end when the listener stops."""
+"""Time in seconds for running uploads to end when the listener stops."""
 
 
 class _VersionRoute(BaseModel):
@@ -82,14 +84,14 @@ _PROOF_PATH = re.compile(r"/v1/weights/([^/]+)/listener")
 
 
 class UploadRoutes:
-    """``PUT /v1/weights/{version}/parts/{part}``, ``POST /v1/weights/{version}/shared``, and by what a trainer knows
-    that it found this listener.
+    """Routes of the listener: ``PUT /v1/weights/{version}/parts/{part}``, ``POST /v1/weights/{version}/shared``, and
+    ``GET /v1/weights/{version}/listener``, which proves the listener's identity.
 
-    Called from threads; never raises but ``CutOff``.
+    Called from threads; raises nothing but ``CutOff``.
     """
 
     def __init__(self, ingest: Ingest, authorizer: Authorizer, loop: asyncio.AbstractEventLoop) -> None:
-        """``loop``: the one that the ingest lives in."""
+        """``loop``: the ingest's event loop."""
         self._ingest, self._authorizer, self._loop = ingest, authorizer, loop
         self._buffers = ThreadBuffers()
 
@@ -107,7 +109,7 @@ class UploadRoutes:
             return Reply.of_error(error)
         except CutOff:
             raise
-        except Exception as error:  # whatever it is, its caller gets an answer, and the log the traceback
+        except Exception as error:  # the caller must get an answer for any error; the log has the traceback
             logger.exception("%s failed", route)
             message = f"{route} failed with {type(error).__name__}: the service's log says more"
             return Reply.of_error(RolloutServiceError(message))
@@ -157,7 +159,7 @@ class UploadRoutes:
         return self._receive(request.body, staged, place, expected, headers.get(UPLOADER_HEADER, ""))
 
     async def _place(self, version: int, part: int) -> tuple["Place", UploadSession | None]:
-        """``None``: the version is committed."""
+        """Return the part and its upload session; the session is None if the version is committed."""
         record = await self._ingest.committed(version)
         if record is not None:
             return Place(record, part), None
@@ -182,7 +184,7 @@ class UploadRoutes:
         return receipt
 
     def _compare(self, body: Body, place: "Place", expected: str) -> PartReceipt:
-        """A part of a committed version: it is the same, or it conflicts."""
+        """Compare a part with that of a committed version. Raises VersionConflict if they differ."""
         receipt = place.check(*self._read(body, place, Incoming(None, None)), expected)
         committed = place.record.part_digests[place.part]
         if receipt.digest != committed:
@@ -194,7 +196,7 @@ class UploadRoutes:
         return receipt
 
     def _read(self, body: Body, place: "Place", incoming: Incoming) -> tuple[int, str]:
-        """Number and digest of a body's bytes, which are in ``incoming`` now."""
+        """Read a body into ``incoming``. Return its size in bytes and its digest."""
         hasher, nbytes = xxhash.xxh3_128(), 0
         try:
             while not body.ended:
@@ -231,7 +233,7 @@ async def _accept(
 
 
 def _json_of(body: Body) -> bytes:
-    """All of a body. Raises PayloadTooLarge or CutOff."""
+    """Read the whole body. Raises PayloadTooLarge or CutOff."""
     memory = memoryview(bytearray(MOST_JSON_BYTES if body.announced is None else min(body.announced, MOST_JSON_BYTES)))
     nbytes = 0 if body.ended else body.read_into(memory)
     if not body.ended and (body.announced is not None or body.read_into(memoryview(bytearray(1)))):
@@ -240,7 +242,7 @@ def _json_of(body: Body) -> bytes:
 
 
 class _NoMethod(InvalidRequest):
-    """A route that is there, for other methods."""
+    """Raised for a route that exists only for other methods."""
 
 
 def _require_method(method: str, request: Request) -> None:
@@ -258,7 +260,7 @@ class Place:
         if not 0 <= part < record.num_parts:
             raise NotFound(f"version {self.version} has parts 0 to {record.num_parts - 1}, not {part}")
         self.nbytes = self._most_bytes()
-        """That it has; of a delta that it may have, until its sender has said how many it has."""
+        """Size of the part in bytes; for a delta its maximum, until the sender has given its size."""
 
     def _most_bytes(self) -> int:
         begin = self.record.begin
@@ -269,9 +271,9 @@ class Place:
         return min(most_bytes(sizes), LARGEST_PART_BYTES)
 
     def announced(self, nbytes: int | None) -> None:
-        """So many bytes are to come; None: their sender does not say.
+        """Check the announced size in bytes; None: the sender gives none.
 
-        Raises PayloadTooLarge, or InvalidRequest where it has to say.
+        Raises PayloadTooLarge, or InvalidRequest if a size is required.
         """
         self.require_room_for(nbytes or 0)
         if self.record.begin.delta is None:
@@ -283,7 +285,7 @@ class Place:
         self.nbytes = nbytes
 
     def require_room_for(self, nbytes: int) -> None:
-        """Raises PayloadTooLarge for more bytes than the part has."""
+        """Raise PayloadTooLarge for more bytes than the part has."""
         if nbytes > self.nbytes:
             raise PayloadTooLarge(
                 f"part {self.part} of version {self.version} has {self.nbytes} bytes, and more came: cut the stream "
@@ -293,7 +295,8 @@ class Place:
             )
 
     def check(self, nbytes: int, digest: str, expected: str) -> PartReceipt:
-        """The receipt. Raises InvalidRequest or DigestMismatch if other bytes came than were announced."""
+        """Return the receipt. Raises InvalidRequest or DigestMismatch if size or digest differ from the
+        announcement."""
         if nbytes != self.nbytes:
             raise InvalidRequest(
                 f"part {self.part} of version {self.version} must have {self.nbytes} bytes, not {nbytes}",
@@ -309,7 +312,7 @@ class Place:
 
 
 class UploadServer:
-    """The listener. ``port`` is what it is bound to."""
+    """The listener. ``port`` is the port that it is bound to."""
 
     def __init__(
         self,
@@ -321,14 +324,14 @@ class UploadServer:
     ) -> None:
         """
         Args:
-            port: 0: any that is free.
-            certificate: Files with its certificate and key; None: plain HTTP.
+            port: 0: any free port.
+            certificate: files with its certificate and key; None: plain HTTP.
 
-        Raises OSError if another process has the port, ValueError if the certificate or its key cannot be used.
+        Raises OSError if another process has the port, ValueError if the certificate or its key is invalid.
         """
         self._ingest, self._authorizer = ingest, authorizer
         self.certificate: str | None = None
-        """What it shows, in PEM; None: it speaks plain HTTP."""
+        """Its certificate in PEM; None: it uses plain HTTP."""
         self._tls: ssl.SSLContext | None = None
         if certificate is not None:
             certfile, keyfile = certificate
@@ -338,7 +341,8 @@ class UploadServer:
             self._tls.load_cert_chain(certfile, keyfile)
         # bound here, so that the port is known before the server runs
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the one before linger
+        # connections of the previous listener linger
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -348,7 +352,7 @@ class UploadServer:
         self._threads: ConnectionThreads | None = None
 
     def start(self) -> None:
-        """Serve; the ingest lives in the running event loop."""
+        """Start serving; the ingest lives in the running event loop."""
         routes = UploadRoutes(self._ingest, self._authorizer, asyncio.get_running_loop())
         self._threads = ConnectionThreads(self._socket, self._tls, routes)
         self._threads.start()
@@ -356,14 +360,14 @@ class UploadServer:
         logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
 
     async def stop(self) -> None:
-        """Take no more connections, let the parts on their way end for a moment, and end every thread."""
+        """Stop accepting connections, give running uploads a moment to end, and end every thread."""
         if self._threads is None:
             self._socket.close()
         else:
             await asyncio.to_thread(self._threads.stop, STOP_S)
 
     async def check_health(self) -> None:
-        """Raise what ended the listener, if it has ended."""
+        """Raise RuntimeError if the listener has ended, with its error as the cause."""
         if self._threads is None or not self._threads.serves:
             cause = None if self._threads is None else self._threads.failure
             raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped") from cause

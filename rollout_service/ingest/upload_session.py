@@ -1,12 +1,12 @@
-"""A version between ``begin`` and ``commit``.
+"""The upload of one version, from ``begin`` to ``commit``.
 
-its tensors come from   parts that a trainer sends (sources/parts.py), a source that has all of them
-                        (sources/source.py): a folder, objects of Ray; or a few at a time, by a broadcast or through
-                        memory that a trainer shares (sources/shared_memory.py); or from an older version in the log,
-                        with changes that come in parts (sources/delta.py)
-each is converted       in the background as soon as it is whole (conversion.py)
-the session's life      receiving → closing → committed, or failed, or left: discarded, or taken up by the next
-                        process, which finds the parts and the record on disk
+tensors come from        parts that a trainer sends (sources/parts.py); a source that has all of them
+                         (sources/source.py), such as a folder or Ray objects; a broadcast or shared memory, a few
+                         at a time (sources/shared_memory.py); or an older version in the log, with changes that come
+                         in parts (sources/delta.py)
+each is converted        in the background as soon as it is complete (conversion.py)
+states of a session      receiving → closing → committed; or failed; or left: discarded, or resumed by the next
+                         process, which finds the parts and the record on disk
 """
 
 import asyncio
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """Where a session is in its life. That a conversion failed is known beside it, and may pass (``failure``)."""
+    """The state of a session. A failed conversion is not a phase, since it may be repaired: see ``failure``."""
 
     RECEIVING = "parts may come, and of two uploaders' the one that began may replace the other's"
     CLOSING = "a commit has begun: what is there is what is committed"
@@ -71,9 +71,9 @@ class Phase(Enum):
 class UploadSession:
     """Converts tensors in ``executor`` as soon as they are complete, so that upload and quantization overlap.
 
-    Lives in the ingest's event loop; only the conversions run elsewhere. ``folder`` becomes the version's folder,
-    ``folder.parts`` holds the trainer's bytes until then, and outlives the process: the same upload begun again has
-    the parts that it had.
+    Lives in the ingest's event loop; only the conversions run in threads. ``folder`` becomes the version's folder.
+    Until then, ``folder.parts`` holds the trainer's bytes. It survives a restart: if the same upload is begun again,
+    its parts are still there.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class UploadSession:
     ) -> None:
         """
         Args:
-            layout: of every version of the model.
+            layout: the layout of every version of the model.
             source: has all tensors; None: they come in parts, or through ``convert``.
-            space: where parts are received; None: in files alone.
-            copy: takes the tensors as they came, for a shadow.
-            memory: of a log in memory.
-            delta: makes the tensors out of what the parts hold, and is closed when the session ends; None: they hold
-                the tensors.
-            gpu_executor: its few threads convert what a GPU reads from its parts; None: ``executor`` does.
+            space: storage for received parts; None: only files.
+            copy: receives the unconverted tensors, for a shadow.
+            memory: memory of a log in memory.
+            delta: produces the tensors from the parts, and is closed when the session ends; None: the parts hold the
+                tensors.
+            gpu_executor: its few threads convert tensors that a GPU reads from parts; None: ``executor`` does.
 
-        Raises InsufficientStorage if the disk has no room, or OSError for a part of an earlier process that can neither
-        be read nor removed, InvalidDelta if it is none of this delta; every file is closed then.
+        Raises InsufficientStorage if the disk is full, OSError for an earlier process's part that can neither be read
+        nor removed, or InvalidDelta for a part of another delta. All files are closed then.
         """
         self._folders, self._memory = (folder, parts_folder(folder)), memory
         stamp = "" if source is None else source.stamp
@@ -120,18 +120,18 @@ class UploadSession:
         if isinstance(begin.source, SharedMemorySource):
             self._to_come = {tensor.name for tensor in begin.announced_tensors}
         self.space = space or DirectSpace(0)
-        """Where parts are received."""
+        """Storage for received parts."""
         writer = self._laid_out(layout)
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
         self._delta = delta
         reads_on_gpu = delta is None and self._conversion.gpu is not None
-        # who keeps an unquantized copy waits for a disk, for which more threads are better
+        # threads that write an unquantized copy wait for a disk, so more threads help
         self._gpu_executor = gpu_executor if reads_on_gpu and copy is None else None
         self._parts, self._read = self._reading(writer)
         self.touched_at = time.monotonic()
-        """When something last came, on this process's own clock: the wall clock may be set."""
+        """Time of the last arrival on this process's monotonic clock: the wall clock may be set."""
         self.in_log = False
-        """It is committed."""
+        """True once the version is committed."""
         self._begun_at = self._received_at = self._stored_at = time.monotonic()
         self._phase = Phase.RECEIVING
         if source is None:
@@ -141,7 +141,7 @@ class UploadSession:
                 self._conversion.begin(names, source.read)
 
     def _reading(self, writer: VersionWriter) -> tuple[ReceivedParts | ReceivedChanges, Read]:
-        """What parts there are, and what reads tensors from them."""
+        """Return the received parts, and a function that reads tensors from them."""
         gpu = self._conversion.gpu
         if self._delta is not None:
             changes = ReceivedChanges(self._folders[1], self.begin)
@@ -152,10 +152,10 @@ class UploadSession:
         )
 
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
-        """The record of the same upload, if an ingest that died left it here; removes everything else."""
+        """Return the record of the same upload, if an earlier ingest left one; remove all other files."""
         folder, parts = self._folders
-        remove_tree(folder)  # made again from the parts
-        folder.mkdir(parents=True, exist_ok=True)  # on NFS, what some process has open is in it still
+        remove_tree(folder)  # it is rebuilt from the parts
+        folder.mkdir(parents=True, exist_ok=True)  # on NFS, files that some process has open stay in the folder
         try:
             known = read_record(parts)
         except (LogCorrupt, OSError) as error:
@@ -170,7 +170,7 @@ class UploadSession:
     def _laid_out(self, layout: Layout) -> VersionWriter:
         folder, parts = self._folders
         written = sum(path.lstat().st_size for path in parts.glob("part-*"))
-        # how much a delta will have nobody knows yet: a part that finds no room is refused
+        # a delta's size is unknown yet: a part that does not fit is refused later
         part_bytes = self.begin.nbytes - written if self.begin.delta is None else 0
         stored_bytes = layout.nbytes
         try:
@@ -195,7 +195,7 @@ class UploadSession:
         return writer
 
     def _expect_parts(self) -> None:
-        """Convert each tensor once its last part is there, together with the others of which that part is the last."""
+        """Convert each tensor once its last part is there, together with the other tensors that this part completes."""
         if self._parts.empty:
             self._convert(self._parts.empty)
         try:
@@ -210,27 +210,27 @@ class UploadSession:
             self._unmap_removed()
             self._conversion.remove_copy()
             raise
-        if self._parts.digests:  # only the files tell how long ago their ingest took them in
+        if self._parts.digests:  # only the files tell when an earlier ingest received them
             self.touched_at = time.monotonic() - max(0.0, time.time() - max(found))
 
     @property
     def needs(self) -> int | None:
-        """The version in the log that this one is made from; None: from none."""
+        """Return the version in the log from which this one is made; None: there is none."""
         return None if self._delta is None else self._delta.base
 
     @property
     def transport(self) -> str:
-        """How its tensors come, for metrics."""
+        """Return the name of the transport, for metrics."""
         return self.begin.transport
 
     @property
     def received_bytes(self) -> int:
-        """What came: parts, or the tensors of another source."""
+        """Return the received bytes: of parts, or of the tensors of another source."""
         return self._parts.nbytes if self.begin.source is None else self._conversion.read_bytes
 
     @property
     def timings(self) -> UploadTimings:
-        """Once it is finished."""
+        """Return the timings of a finished upload."""
         return UploadTimings(
             receive_s=self._received_at - self._begun_at,
             quantize_s=self._conversion.quantize_s,
@@ -240,26 +240,26 @@ class UploadSession:
 
     @property
     def num_parts(self) -> int:
-        """Parts of the whole upload."""
+        """Return the number of parts of the whole upload."""
         return self.record.num_parts
 
     @property
     def missing(self) -> set[int]:
-        """Numbers of the parts that have not come."""
+        """Return the numbers of the parts that have not arrived."""
         return self._parts.missing
 
     @property
     def digests(self) -> dict[int, str]:
-        """Of the parts that are there."""
+        """Return the digests of the received parts."""
         return self._parts.digests
 
     @property
     def failure(self) -> RolloutServiceError | None:
-        """Why this version cannot be committed as it came, if it is known; see ``Conversion.failure``."""
+        """Return the known error because of which this version cannot be committed; see ``Conversion.failure``."""
         return self._conversion.failure
 
     def complete_record(self) -> UploadRecord:
-        """What is to be remembered of the upload once every part is there."""
+        """Return the record of the upload, once every part is there."""
         digests = self.digests
         return self.record.model_copy(
             update={
@@ -269,19 +269,19 @@ class UploadSession:
         )
 
     def incoming_path(self, part: int) -> Path:
-        """Where one sender may put a part until it is whole; another file at each call."""
+        """Return a new file in which one sender may store a part until it is complete."""
         return self._folders[1] / f"part-{part:06d}.{uuid.uuid4().hex}.incoming"
 
     def accept(
         self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
     ) -> None:
-        """Take in a part whose size and digest were checked. The same part again changes nothing.
+        """Take in a part whose size and digest were checked. Repeating a part has no effect.
 
-        ``data``: the same bytes in memory, if they are there still.
+        ``data``: the same bytes in memory, if they are still there.
 
-        Of two uploaders at once, the one that began the version has its way. Raises VersionConflict if other bytes
-        came under the same number before, NotFound if the version was discarded while the part was on its way,
-        InvalidDelta for one of a delta that cannot be read.
+        With two concurrent uploaders, the parts of the one that began the version win. Raises VersionConflict if other
+        bytes came under the same number before, NotFound if the version was discarded meanwhile, InvalidDelta for a
+        part of a delta that cannot be read.
         """
         if self._phase is Phase.LEFT:
             raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
@@ -304,12 +304,12 @@ class UploadSession:
             self._convert_together(files, arrival.whole, self._gpu_executor)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
-        """Whether what is there came from another than the uploader that began, and that one is sending now."""
+        """Return True if ``uploader`` began the upload, and the present part came from another one."""
         began = bool(uploader) and uploader == self.begin.uploader
         return began and self._parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
 
     def convert(self, names: Sequence[str], read: Read) -> Future[None]:
-        """Take in tensors of a broadcast, each once. See ``Conversion.begin``.
+        """Convert tensors of a broadcast, each once. See ``Conversion.begin``.
 
         Raises NotFound if the version was discarded meanwhile.
         """
@@ -322,11 +322,11 @@ class UploadSession:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew")
 
     async def convert_shared(self, number: int, batch: SharedBatch, plans: "BatchPlans | None" = None) -> None:
-        """Take in a batch of tensors from a trainer's memory, and return when nobody reads them there any more.
+        """Convert a batch of tensors in a trainer's memory. Return once they are no longer read.
 
-        The same number again awaits the same. ``plans``: see ``Conversion.begin_shared``.
+        Repeating a batch number awaits the same conversion. ``plans``: see ``Conversion.begin_shared``.
 
-        Raises NotFound if the version was discarded meanwhile, or what the first failed conversion raised.
+        Raises NotFound if the version was discarded meanwhile, or the error of the first failed conversion.
         """
         if number not in self._batches:
             self._batches[number] = asyncio.create_task(self._convert_shared(batch, plans))
@@ -347,16 +347,16 @@ class UploadSession:
         self._received_at = time.monotonic()
 
     def all_came(self) -> None:
-        """A broadcast has brought every tensor: from now on the version can be committed."""
+        """Allow the commit: a broadcast has brought every tensor."""
         self._may_miss_tensors = False
 
     def renumber(self, version: int, folder: Path) -> None:
-        """Become another version, before it is finished. Raises OSError; it is the version that it was, then."""
+        """Change the version number, before the session is finished. Raises OSError, and then keeps the old number."""
         begin = self.begin.model_copy(update={"version": version})
         record = self.record.model_copy(update={"begin": begin})
         folders = folder, parts_folder(folder)
         write_record(self._folders[1], record)
-        for path in folders:  # nobody's: Uploads knows no such version
+        for path in folders:  # such folders are left over: Uploads knows no version there
             remove_tree(path)
         self._folders[0].rename(folders[0])
         self._folders[1].rename(folders[1])
@@ -364,11 +364,11 @@ class UploadSession:
         self._conversion.renumber(version)
 
     def taken_over(self, uploader: str) -> None:
-        """Another push of the same tensors goes on with this one: its parts count from now on. Raises OSError."""
+        """Let another push of the same tensors continue this one; ``uploader`` becomes its owner. Raises OSError."""
         self._rename({"uploader": uploader})
 
     def labelled(self, label: str) -> None:
-        """Have its trainer's name. Raises OSError."""
+        """Set the trainer's label. Raises OSError."""
         self._rename({"label": label})
 
     def _rename(self, changes: dict[str, object]) -> None:
@@ -380,25 +380,25 @@ class UploadSession:
     def _convert(self, names: list[str], replaced: Path | None = None) -> None:
         batches = [names] if self._delta is None else list(self._delta.batches(names, BATCH_BYTES))
         instead_of = None if replaced is None else partial(self.space.release, replaced)
-        # a GPU makes a delta's tensors, if there is one: a thread then launches, and waits for it
+        # with a GPU, a thread of a delta launches kernels and waits for them
         in_turns = self._delta is not None and self._conversion.gpu is not None
         self._conversion.begin_replaceable(
             batches if names else [], self._read, self._parts.converted, instead_of, in_turns=in_turns
         )
 
     def _convert_together(self, files: PartFiles, names: list[str], executor: Executor) -> None:
-        """Convert tensors that a GPU reads from their parts together with those of others, but for large ones, which
-        other threads would wait for."""
+        """Convert small tensors that a GPU reads from parts together with those of other parts. Large ones are
+        converted separately, since other threads would wait for them."""
         if small := [name for name in names if files.nbytes_of(name) <= BATCH_BYTES]:
             most = max(1, BATCH_BYTES // self.part_bytes)
             self._conversion.begin_together(small, self._read, self._parts.converted, executor, most)
         self._convert([name for name in names if files.nbytes_of(name) > BATCH_BYTES])
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
-        """Wait for the conversions and sync; once is enough, and again does no harm.
+        """Wait for the conversions and sync; may be called again.
 
-        Raises UploadIncomplete, VersionConflict if ``meant`` is not the upload's digest, or what the first failed
-        conversion raised.
+        Raises UploadIncomplete, VersionConflict if ``meant`` is not the upload's digest, or the error of the first
+        failed conversion.
         """
         if self.missing:
             raise self.failure or UploadIncomplete(
@@ -424,7 +424,7 @@ class UploadSession:
         return stored
 
     def _require_meant(self, meant: str | None) -> None:
-        """Raises VersionConflict if a committer means other parts than these."""
+        """Raise VersionConflict if the commit expects other parts."""
         present = self.complete_record().upload_digest
         if meant is not None and meant != present:
             raise VersionConflict(
@@ -434,7 +434,8 @@ class UploadSession:
             )
 
     def committed(self, digest: str) -> None:
-        """The version is in the log under that digest: keep its unquantized copy, remove the trainer's bytes."""
+        """Commit the unquantized copy and remove the trainer's bytes, after the version was committed under that
+        digest."""
         self.in_log = True
         if self.num_parts:
             logger.info(
@@ -447,7 +448,7 @@ class UploadSession:
         self._remove_files()
 
     def status(self) -> WeightStatus:
-        """As it is shown."""
+        """Return the status of the staged version."""
         failure = self.failure
         return WeightStatus(
             version=self.begin.version,
@@ -460,7 +461,7 @@ class UploadSession:
         )
 
     async def leave(self) -> None:
-        """Stop converting, and leave the parts to the next process."""
+        """Stop converting, and leave the parts for the next process."""
         self._phase = Phase.LEFT
         await self._conversion.stop()
         self._close_delta()
@@ -482,17 +483,17 @@ class UploadSession:
         self._conversion.remove_copy()
 
     def _unmap_removed(self) -> None:
-        """A file that was removed is memory for as long as it is mapped."""
+        """Unmap removed files, whose memory is otherwise not freed."""
         if self._memory is not None:
             self._memory.mapped.prune()
 
 
 def spread(batches: list[list[str]], threads: int) -> list[list[str]]:
-    """So ordered that threads which take one after the other are far apart, in files of their own."""
+    """Order batches such that threads that take one after the other work in different files."""
     apart = -(-len(batches) // threads)
     return [batches[i] for first in range(apart) for i in range(first, len(batches), apart)]
 
 
 def parts_folder(folder: Path) -> Path:
-    """Where the parts of the version that is staged in ``folder`` lie."""
+    """Return the folder of the parts of the version that is staged in ``folder``."""
     return folder.with_name(f"{folder.name}.parts")

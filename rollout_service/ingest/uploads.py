@@ -1,4 +1,4 @@
-"""The versions that are staged: begun or resumed, found again after a restart, dropped when nobody comes back."""
+"""The staged versions: begun or resumed, recovered after a restart, dropped when their uploader does not return."""
 
 import asyncio
 import logging
@@ -69,15 +69,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _GRACE = 0.25
-"""Share of ``weights.staged_ttl_s`` for which nothing expires after the ingest has started."""
+"""Share of ``weights.staged_ttl_s`` after the ingest's start in which nothing expires."""
 _MOST_DROPPED = 100
-"""Versions of which it is remembered why they were dropped."""
+"""Number of versions whose reason for being dropped is remembered."""
 _KEPT_PARTS = "kept-parts"
-"""Beside the folders of what is staged: see ``MappedSpace``."""
+"""Folder beside those of staged versions: see ``MappedSpace``."""
 
 
 class Uploads:
-    """All staged versions of one log. Whoever calls its coroutines lets one finish before the next."""
+    """All staged versions of one log. Its coroutines must not run concurrently."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class Uploads:
     ) -> None:
         """
         Args:
-            recipe: that the converter follows, as versions have it.
-            unquantized: None if no shadow will ask for versions as they came.
-            labels: of the log, for messages.
-            served: numbers that mean versions which are lost, and are given to no other.
+            recipe: the recipe that the converter follows, as stored in versions.
+            unquantized: None if no shadow needs unquantized versions.
+            labels: the log's labels, for messages.
+            served: numbers of lost versions, which must not be given to other weights.
         """
         self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan = config, log, model, plan
@@ -106,7 +106,7 @@ class Uploads:
         self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-gpu")
         self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
-        """Of a log in memory; None: the log is on a disk."""
+        """Memory of a log in memory; None: the log is on a disk."""
         self._trainer_memory = TrainerMemory(self._registered, self._gpu_executor)
         self._tables = AnnouncedTables()
         self._staged: dict[int, UploadSession] = {}
@@ -115,7 +115,7 @@ class Uploads:
         self._started_at = time.monotonic()
 
     def open(self) -> None:
-        """Find out whether the log is in memory, which is then used as such. Before anything is staged.
+        """Find out if the log is in memory, and use it as such. Call it before anything is staged.
 
         Raises OSError.
         """
@@ -125,9 +125,9 @@ class Uploads:
             self._space = MappedSpace(kept, pin if self._converter.uses_gpu else None)
 
     def prepare_memory(self, is_stopped: Callable[[], bool]) -> None:
-        """Take and register the memory of the next versions, and compile kernels, before a trainer waits for it.
+        """Allocate and register memory for the next versions, and compile kernels, before a trainer waits for them.
 
-        Does nothing for a log on a disk. Any thread may call it. Raises OSError.
+        Does nothing for a log on a disk. Thread-safe. Raises OSError.
         """
         if self.memory is None:
             return
@@ -144,21 +144,21 @@ class Uploads:
 
     @property
     def _registered(self) -> Registered | None:
-        """Makes memory known to the GPU that quantizes; None: the CPU does."""
+        """Return a function that registers memory with the GPU that quantizes; None: the CPU quantizes."""
         return pin_if_possible if self._converter.uses_gpu else None
 
     @property
     def staged_versions(self) -> list[int]:
-        """Those that are staged, in no order."""
+        """Return the staged versions, in no particular order."""
         return list(self._staged)
 
     @property
     def needed(self) -> set[int]:
-        """Versions in the log that staged ones are deltas of."""
+        """Return the base versions of staged deltas."""
         return {staged.needs for staged in self._staged.values() if staged.needs is not None}
 
     def staged(self, version: int) -> UploadSession:
-        """The upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
+        """Return the upload of ``version``. Raises NotFound, with the reason if the service has dropped it."""
         if version not in self._staged:
             why = self._dropped.get(version)
             dropped = "" if why is None else f"; what was staged of it was dropped: {why}"
@@ -169,7 +169,7 @@ class Uploads:
         return self._staged[version]
 
     def why_dropped(self, version: int) -> str | None:
-        """Why a version that was staged is not any more; None: nobody but its trainer has dropped it."""
+        """Return the reason why a staged version was dropped; None: it was not, or its trainer dropped it."""
         return self._dropped.get(version)
 
     def _note_dropped(self, version: int, why: str) -> None:
@@ -177,7 +177,7 @@ class Uploads:
         self._dropped = {**dict(list(self._dropped.items())[1 - _MOST_DROPPED :]), version: why}
 
     async def committed(self, version: int) -> UploadRecord | None:
-        """How a committed version came; None for one that is not in the log, or of a log that kept no records."""
+        """Return the record of a committed version; None if it is not in the log, or the log has no record of it."""
         if version not in self._log.versions():
             return None
         if version not in self._committed:
@@ -188,18 +188,19 @@ class Uploads:
         return self._committed[version]
 
     async def begin(self, announced: Announcement, objects: WeightSource | None = None) -> UploadPlan:
-        """Start or resume an upload; the plan of a staged or committed one if it is the same.
+        """Start or resume an upload. If the same version is staged or committed, return its plan.
 
         The version ``next`` is given a number: see ``protocol/upload.py``.
 
-        ``objects``: what a trainer has put into Ray's object store, of which ``begin`` has the digest.
+        ``objects``: the objects in Ray's store whose digest ``begin`` has.
 
         Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, InsufficientStorage, Forbidden or
         NotFound.
         """
         begin = await self._numbered(self._tables.in_full(announced))
         if isinstance(begin.source, SharedMemorySource):
-            await asyncio.to_thread(self._trainer_memory.open, begin.source)  # refused before anything is dropped
+            # before anything is dropped, so that a refused call has no effect
+            await asyncio.to_thread(self._trainer_memory.open, begin.source)
         await self._drop_unshared(begin)
         if objects is not None:
             plan = await self._begin(begin, lambda: self.stage(begin, objects))
@@ -209,7 +210,8 @@ class Uploads:
         return plan.model_copy(update={"replaces": replaces, "table": self._tables.name_for(begin)})
 
     async def _drop_unshared(self, begin: BeginUpload) -> None:
-        """Drop what was staged from a trainer's memory that is not read any more: nobody can go on with it."""
+        """Drop a version that was staged from a trainer's memory and can no longer continue, since that memory is not
+        read any more."""
         staged = self._staged.get(begin.version)
         if staged is None or not isinstance(staged.begin.source, SharedMemorySource):
             return
@@ -219,7 +221,8 @@ class Uploads:
             await self.discard(begin.version)
 
     async def _numbered(self, announced: Announcement) -> BeginUpload:
-        """With the number that it names, or that this push was given before, or the next one."""
+        """Return the announcement with its number: the given one, the one that this push had before, or the next
+        one."""
         if announced.version != NEXT:
             return announced.numbered(announced.version)
         for version, staged in self._staged.items():
@@ -233,8 +236,8 @@ class Uploads:
         return announced.numbered(self._next_number())
 
     async def _give_way(self, staged: UploadSession, begin: BeginUpload) -> None:
-        """An upload that was not finished is begun by another trainer, or by the same one after a restart: it goes on
-        with the parts that are there, if they are of the same tensors."""
+        """Let another trainer, or the same one after a restart, take over an unfinished upload. Its parts are kept if
+        they are of the same tensors."""
         if staged.failure is None and begin.source is None and staged.begin.describes_what(begin):
             try:
                 await asyncio.to_thread(staged.taken_over, begin.uploader)
@@ -244,7 +247,8 @@ class Uploads:
             await self.discard(begin.version)
 
     def _next_number(self) -> int:
-        """The first above all that are committed or staged, or were served. Raises VersionConflict if there is none."""
+        """Return the first number above all committed, staged and served ones. Raises VersionConflict if there is
+        none."""
         taken = [version for version, staged in self._staged.items() if staged.failure is None]
         number = max([self.newest_number, *taken]) + 1
         if number > MAX_VERSION:
@@ -256,12 +260,12 @@ class Uploads:
 
     @property
     def newest_number(self) -> int:
-        """The largest that a committed version has, or one had that is lost; -1: none has."""
+        """Return the largest number of a committed or lost version; -1: there is none."""
         head = self._log.head()
         return max(-1 if head is None else head.version, self._served.newest)
 
     def free_number(self) -> int:
-        """The first above the newest version that nobody stages: for a version that is committed at once."""
+        """Return the first unstaged number above the newest version, for a version that is committed at once."""
         number = self.newest_number + 1
         while number in self._staged:
             number += 1
@@ -270,17 +274,17 @@ class Uploads:
         return number
 
     async def begin_folder(self, path: Path, number: int | None = None, label: str | None = None) -> int:
-        """Stage what lies in a folder as the next version, unless that is staged or is the newest version already.
+        """Stage a folder's contents as the next version, unless they are already staged or the newest version.
 
-        Whether it is, its path says, with links followed, and names, sizes and times of its files, of which the log
-        keeps a hash: a repeat is known after a restart, too. What an upload from the same path had begun to read from
-        files that have changed since is dropped.
+        Contents are the same if the resolved path and the names, sizes and times of its files are. The log keeps a hash
+        of these, so a repeat is recognized after a restart, too. An upload from the same path whose files have changed
+        since is dropped.
 
-        ``number``: what the trainer calls it. It is taken if it is newer than the newest version and free; a number
-        that is not, as after a trainer has gone back to an earlier checkpoint, says nothing of what is in the folder,
-        and the version then has the next number after all that are committed or staged. ``label``: another name of it.
+        ``number``: the trainer's number. It is used if it is free and above the newest version's. Otherwise, as after a
+        trainer has returned to an earlier checkpoint, the version gets the next free number. ``label``: an additional
+        name.
 
-        Returns the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest, InsufficientStorage or
+        Return the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest, InsufficientStorage or
         VersionConflict.
         """
         folder = allowed_path(path, self._config.source_roots)
@@ -317,18 +321,18 @@ class Uploads:
         return self._plan_of(known, resumed)
 
     async def begin_broadcast(self) -> UploadSession:
-        """Lay out the next version, for tensors that come through ``UploadSession.convert``.
+        """Stage the next version, for tensors that come through ``UploadSession.convert``.
 
-        Its table is not known yet: whoever converts tensors checks it. Raises InsufficientStorage.
+        Its table is not known yet, so the caller of ``convert`` checks tensors. Raises InsufficientStorage.
         """
         begin = BeginUpload(version=self._next_number(), source=BroadcastSource(transfer=uuid.uuid4().hex))
         return await self.stage(begin, None)
 
     async def renumber(self, staged: UploadSession, version: int) -> None:
-        """Make a staged version another one. Raises VersionConflict if that is staged or committed, NotFound."""
+        """Change a staged version's number. Raises VersionConflict if the new one is staged or committed, NotFound."""
         before = staged.begin.version
         if self._staged.get(before) is not staged:
-            self.staged(before)  # it says why
+            self.staged(before)  # raises NotFound with the reason
             raise NotFound(f"version {before} is staged by somebody else now", {"version": before})
         if version == before:
             return
@@ -345,14 +349,14 @@ class Uploads:
         self._staged[version] = self._staged.pop(before)
 
     async def label(self, staged: UploadSession, label: str) -> None:
-        """Give a staged version its trainer's name. Raises RolloutServiceError if the disk does not take it."""
+        """Set the label of a staged version. Raises RolloutServiceError if the disk fails."""
         try:
             await asyncio.to_thread(staged.labelled, label)
         except OSError as error:
             raise RolloutServiceError(f"version {staged.begin.version} cannot be labelled: {error}") from error
 
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
-        """Lay a version out and expect its parts, or convert the tensors of ``source``, in place of what failed.
+        """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces a failed upload.
 
         Raises InvalidManifest, InsufficientStorage, RolloutServiceError.
         """
@@ -375,42 +379,40 @@ class Uploads:
         await staged.discard()
 
     async def drop(self, staged: UploadSession) -> None:
-        """Discard this very upload, if it is staged still."""
+        """Discard exactly this upload, if it is still staged."""
         if self._staged.get(staged.begin.version) is staged:
             await self.discard(staged.begin.version)
 
     async def committed_now(self, version: int, digest: str) -> None:
-        """A staged version has been committed under that digest: remove what is left of its upload, and what it has
-        overtaken."""
+        """Clean up after a commit: remove the rest of the upload, and older staged versions."""
         staged = self._staged.pop(version)
         await asyncio.to_thread(staged.committed, digest)
         await self.overtaken_by(version)
 
     async def overtaken_by(self, version: int) -> None:
-        """A version has been committed: drop what is staged under a lower number."""
+        """Drop staged versions with lower numbers than a committed version."""
         for older in [v for v in self._staged if v < version]:
             why = f"version {version} is committed, and versions only grow: push it again as version {NEXT!r}"
             self._note_dropped(older, why)
             await self._staged.pop(older).discard()
 
     async def recover(self) -> None:
-        """Take up what an earlier ingest had staged; what can be committed no more is removed."""
+        """Resume what an earlier ingest had staged; remove what can no longer be committed."""
         if self._unquantized is not None:
             await asyncio.to_thread(self._unquantized.recover, self._log)
         staging = uploads_folder(self._log.root)
         folders = sorted(staging.iterdir()) if staging.is_dir() else []
         for parts in (path for path in folders if path.name.endswith(".parts")):
             await self._recover(parts)
-        # the layouts are made again from the parts; anything else is nobody's
+        # layouts are rebuilt from the parts; all other files are left over
         kept = {path.name for v in self._staged for path in (self._log.staging(v), parts_folder(self._log.staging(v)))}
         for path in folders:
             if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
                 await asyncio.to_thread(remove_tree, path)
 
     async def take_shared(self, version: int, batch: SharedTensors) -> None:
-        """Convert tensors that lie in a trainer's memory now. Raises NotFound, VersionConflict, InvalidRequest, or what
-        the first failed conversion raised.
-        """
+        """Convert tensors in a trainer's memory. Raises NotFound, VersionConflict, InvalidRequest, or the error of the
+        first failed conversion."""
         staged = self.staged(version)
         source = staged.begin.source
         if not isinstance(source, SharedMemorySource) or source.transfer != batch.transfer:
@@ -427,18 +429,18 @@ class Uploads:
     def _opened(self, source: SharedMemorySource) -> MappedMemory:
         memory = self._trainer_memory.open(source)
         if isinstance(memory, GpuMemory):
-            _ = self._plans  # what they import takes a second
+            _ = self._plans  # import in this thread: it takes a second
         return memory
 
     async def expire(self) -> None:
-        """Drop what nobody has touched for too long, and let go of the memory of trainers that have ended."""
+        """Drop uploads without activity for too long, and release the memory of trainers that have ended."""
         sources = [staged.begin.source for staged in self._staged.values()]
         used = {source.memory for source in sources if isinstance(source, SharedMemorySource)}
         await asyncio.to_thread(self._trainer_memory.prune, used)
         for version, staged in list(self._staged.items()):
             now = time.monotonic()
-            # what an earlier ingest took in is as old as its files are by the wall clock, which may have been set since
-            # then: whoever still sends it has some time to come back
+            # The age of recovered parts comes from file times, and the wall clock may have been set since. Their sender
+            # therefore has some time to return.
             since_start = self._started_at + self._config.staged_ttl_s * _GRACE
             if now - staged.touched_at > self._config.staged_ttl_s and now >= since_start:
                 await self.discard(version)
@@ -450,7 +452,7 @@ class Uploads:
                 )
 
     async def close(self) -> None:
-        """Stop converting and close every file; what is staged stays on disk for the next ingest."""
+        """Stop converting and close every file; staged versions stay on disk for the next ingest."""
         for staged in self._staged.values():
             await staged.leave()
         self._executor.shutdown()
@@ -460,7 +462,7 @@ class Uploads:
         self._trainer_memory.close()
 
     def require_newer(self, version: int) -> None:
-        """Raises VersionConflict for a version that is not newer than the newest committed one."""
+        """Raise VersionConflict for a version that is not newer than the newest committed one."""
         head = self._log.head()
         if head is not None and version <= head.version:
             kept = self._log.versions()
@@ -482,7 +484,7 @@ class Uploads:
         return await self.stage(begin, await asyncio.to_thread(self._source_of, begin))
 
     def _source_of(self, begin: BeginUpload) -> WeightSource | None:
-        """What reads the source that is announced; None: the tensors come in parts."""
+        """Return a reader of the announced source; None: the tensors come in parts."""
         if isinstance(begin.source, ObjectSource):
             raise InvalidRequest(
                 "objects in Ray's store are named by references, which only the ingest's Python handle takes: push "
@@ -556,7 +558,7 @@ class Uploads:
             if isinstance(record.begin.source, SharedMemorySource):
                 raise InvalidRequest("what a trainer has shared cannot be read again: push it anew")
             staged = await self._stage_announced(record.begin)
-        except (RolloutServiceError, OSError) as error:  # one that cannot be read is no reason not to start
+        except (RolloutServiceError, OSError) as error:  # an unreadable upload must not keep the ingest from starting
             if isinstance(error, InsufficientStorage):
                 logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
                 return
@@ -569,7 +571,7 @@ class Uploads:
             )
 
     def _require_same(self, known: UploadRecord, begin: BeginUpload, state: str) -> None:
-        """Raises VersionConflict if ``begin`` announces something else than is staged or committed."""
+        """Raise VersionConflict if ``begin`` differs from the staged or committed announcement."""
         if begin.label is not None and begin.label != known.begin.label:
             raise VersionConflict(
                 f"version {begin.version} is {state} with {_spelled(known.begin.label)}, and {_spelled(begin.label)} "
@@ -596,7 +598,7 @@ class Uploads:
         )
 
     def _plan_of(self, record: UploadRecord, staged: UploadSession | None = None) -> UploadPlan:
-        """The reply to ``begin``; ``staged``: None if it is committed."""
+        """Return the reply to ``begin``; ``staged``: None if it is committed."""
         return UploadPlan(
             version=record.begin.version,
             state="committed" if staged is None else "staged",
@@ -619,7 +621,7 @@ def _spelled(label: str | None) -> str:
 
 
 def _difference(known: BeginUpload, begin: BeginUpload) -> str:
-    """In what two announcements of one version differ, or two readings of the same path."""
+    """Describe the difference between two announcements of one version, or between two readings of the same path."""
     if known.describes_what(begin):
         return "another content under that path"
     if known.describes_what(begin.model_copy(update={"kv_scales": known.kv_scales})):

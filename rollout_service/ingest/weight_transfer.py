@@ -1,27 +1,27 @@
-"""vLLM's weight updates in the ingest: a trainer joins, announces tensors, broadcasts them, and has them committed.
+"""vLLM's weight updates in the ingest: a trainer joins, announces tensors, broadcasts them, and commits.
 
     no group   → joining    POST /init_weight_transfer_engine: a receiver process joins the trainer's group
-    joining    → joined     it has; or back to no group, with the reason
+    joining    → joined     the group is complete; on an error back to no group
     joined     → started    POST /start_weight_update: the next version is laid out
-    started    → receiving  POST /update_weights: as often as the trainer likes, some tensors each time
-    receiving  → started    all that were announced have come; they are converted as they come
+    started    → receiving  POST /update_weights: any number of times, some tensors each time
+    receiving  → started    all announced tensors have arrived; they are converted as they arrive
     started    → finishing  POST /finish_weight_update: committed, and served by every live replica
     finishing  → joined
-    any        → joining    another init: the receiver is killed, and what it had not finished is dropped
+    any        → joining    another init: the receiver is killed, and an unfinished update is dropped
     any        → no group   POST /shutdown_weight_transfer_engine, or the receiver has ended
 
-Trainers send a request again when its reply was lost or was 500, 502 or 503. Each step is therefore a task: the same
-request again awaits the same task, and is answered as the first was. What cannot succeed is 4xx.
+Trainers repeat a request if its reply was lost or was 500, 502 or 503. Each step is therefore a task: a repeated
+request awaits the same task and gets the same answer. Permanent errors are 4xx.
 
-A trainer that has begun to broadcast waits for us, without a limit where it speaks NCCL. So whatever is wrong with an
-announcement, a name that the model does not have or no start before it, its tensors are received before it is refused.
-Only what does not say how many bytes will come is refused at once, and the receiver ends with it.
+A trainer that has begun to broadcast waits for the receiver, with NCCL without a limit. Therefore the tensors of an
+invalid announcement, such as an unknown name or a missing start, are received before the request is refused. Only an
+announcement without the number of bytes is refused at once, and the receiver ends with it.
 
 vLLM 0.33's trainer announces its tensors once. Later rounds have empty tables, and repeat the last round that the
 trainer finished. A group therefore keeps the tables of its last finished update, one for each request.
 
-A version is whole: vLLM itself would leave what was not sent as it was, and an update that is finished with tensors
-missing fails here and names them.
+A version is complete. vLLM itself would keep the old values of tensors that were not sent; here an update with missing
+tensors fails at its finish, and the error names them.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ _Result = TypeVar("_Result")
 
 
 class Versions(Protocol):
-    """What a transfer needs of the ingest; see ``ingest/ingest.py``."""
+    """The methods of the ingest that a transfer uses; see ``ingest/ingest.py``."""
 
     @property
     def largest_tensor_bytes(self) -> int: ...
@@ -81,27 +81,27 @@ class Update:
     def __init__(self, staged: UploadSession, group: "Group", repeatable: Sequence[TensorsToCome]) -> None:
         self.staged, self.group = staged, group
         self.repeatable = repeatable
-        """The tables of an earlier update, in order; an empty announcement repeats the one in its place."""
+        """Tables of an earlier update, in order; an empty announcement repeats the one at its place."""
         self.tables: list[TensorsToCome] = []
         """The table of each request of this update, in order."""
         self.announced: dict[str, UploadTensor] = {}
-        """All but ignored tensors, which are received and dropped."""
+        """All tensors but ignored ones, which are received and dropped."""
         self.failure: RolloutServiceError | None = None
-        """Why it cannot be finished."""
+        """Error because of which it cannot be finished."""
         self.finishing: asyncio.Task[WeightStatus] | None = None
 
     @property
     def open(self) -> bool:
-        """It can be added to, or finished."""
+        """Return True if it can still be added to, or finished."""
         return self.finishing is None
 
     @property
     def committing(self) -> bool:
-        """It is being finished."""
+        """Return True while it is being finished."""
         return self.finishing is not None and not self.finishing.done()
 
     def convert(self, names: Sequence[str], read: Read) -> Future[None] | None:
-        """Hand tensors to the conversion; None if the version is lost already, or ignores all of them."""
+        """Start to convert tensors; None if the version has failed, or ignores all of them."""
         self.failure = self.failure or self.staged.failure
         names = [name for name in names if name in self.announced]
         if self.failure is not None or not names:
@@ -114,13 +114,13 @@ class Update:
 
 
 class Reception(NamedTuple):
-    """One ``/update_weights``."""
+    """One call of ``/update_weights``."""
 
     update: Update | None
-    """None: nobody has started one, and what comes is dropped."""
+    """None: no update was started, and the tensors are dropped."""
     tensors: TensorsToCome
     is_repeat: bool
-    """It was announced by an empty table."""
+    """True if it was announced by an empty table."""
     task: asyncio.Task[None]
 
 
@@ -128,27 +128,27 @@ class Group:
     """One receiver in one trainer's group."""
 
     def __init__(self, init: TransferInit, backend: TransferBackend) -> None:
-        """Start to join it. Raises OSError if there can be no process."""
+        """Start to join the group. Raises OSError if the process cannot be started."""
         self.init, self.used = init, False
         self.receiver = Receiver()
         self.joining = _task(self.receiver.join(init, backend))
         self.last: Reception | None = None
         self.finished_tables: Sequence[TensorsToCome] = ()
-        """The tables of the last update that was finished."""
+        """Tables of the last finished update."""
 
     @property
     def joined(self) -> bool:
-        """Whether broadcasts can be received."""
+        """Return True if broadcasts can be received."""
         return self.joining.done() and not self.joining.cancelled() and self.joining.exception() is None
 
     @property
     def receiving(self) -> bool:
-        """Broadcasts are being received."""
+        """Return True while broadcasts are being received."""
         return self.last is not None and not self.last.task.done()
 
 
 class WeightTransfer:
-    """One trainer at a time. Lives in the ingest's event loop."""
+    """Weight updates by vLLM's protocol, of one trainer at a time. Lives in the ingest's event loop."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
@@ -156,10 +156,10 @@ class WeightTransfer:
         self._update: Update | None = None
         self._error: str | None = None
         self._turn = asyncio.Lock()
-        """Held while it is decided what a request means, not while a trainer is waited for."""
+        """Held while a request is interpreted, not while waiting for a trainer."""
 
     def status(self) -> TransferStatus:
-        """Where it stands."""
+        """Return the state of the transfer."""
         return TransferStatus(backend=backend_here(), state=self._state(), error=self._error)
 
     def _state(self) -> TransferState:
@@ -175,10 +175,10 @@ class WeightTransfer:
         return "started" if update is not None and update.open else "joined"
 
     async def init(self, init: TransferInit) -> None:
-        """Join a trainer's group, and return when it is there.
+        """Join a trainer's group, and return once it is complete.
 
-        The same again awaits the same; once something was broadcast, or the trainer's store is gone, it is a trainer
-        that was started anew. Raises WeightTransferFailed.
+        Repeating the call awaits the same join. Once tensors were broadcast, or the trainer's store is gone, the caller
+        is a restarted trainer, and a new group is joined. Raises WeightTransferFailed.
         """
         async with self._turn:
             if not await self._is_repeat(init):
@@ -203,9 +203,9 @@ class WeightTransfer:
         return not group.joining.done() or (group.joined and await group.receiver.trainer_is_there())
 
     async def start(self) -> None:
-        """Lay out the next version. The same again changes nothing; what was not finished is dropped.
+        """Lay out the next version. Repeating the call has no effect; an unfinished update with tensors is dropped.
 
-        Raises WeightTransferFailed, InsufficientStorage, or LogCorrupt if nobody would follow.
+        Raises WeightTransferFailed, InsufficientStorage, or LogCorrupt if replicas follow another log.
         """
         async with self._turn:
             group, update = self._joined_group(), self._update
@@ -220,18 +220,19 @@ class WeightTransfer:
                 if not update.announced and update.failure is None:
                     return
                 await self._drop(update)
-            # while no update was finished, the tables of one that failed are all that can be meant
+            # while no update was finished, an empty announcement can only mean the tables of a failed one
             failed = update.tables if update is not None and update.group is group else ()
             self._update = Update(await self._versions.begin_broadcast(), group, group.finished_tables or failed)
             self._error = None
 
     async def update(self, announced: object) -> None:
-        """Receive tensors; returns when all have come. The same again awaits the same.
+        """Receive tensors; returns once all have come. Repeating the call awaits the same reception.
 
-        ``announced``: the JSON value of ``update_info``: ``TensorsToCome``, or a list with one for our only rank.
+        ``announced``: the JSON value of ``update_info``: ``TensorsToCome``, or a list with one entry for our single
+        rank.
 
-        Raises InvalidRequest if it cannot be told what will come, InvalidManifest or WeightTransferFailed, and what
-        converting the tensors before raised.
+        Raises InvalidRequest if the number of bytes is unknown, InvalidManifest or WeightTransferFailed, and errors of
+        converting earlier tensors.
         """
         announcement = await self._tensors(announced)
         async with self._turn:
@@ -255,7 +256,7 @@ class WeightTransfer:
 
     @staticmethod
     def _is_same(last: Reception, update: Update | None, tensors: TensorsToCome) -> bool:
-        """Whether it is what was asked for before: no tensor comes twice in one update."""
+        """Return True if the request repeats the last one: no tensor comes twice in one update."""
         return (last.update, last.tensors) == (update, tensors) and (update is not None or not last.task.done())
 
     async def _tensors(self, announced: object) -> TensorsToCome:
@@ -272,12 +273,12 @@ class WeightTransfer:
             )
         except ValidationError as error:
             refused = validation_error("POST /update_weights: update_info", error.errors())
-        async with self._turn:  # a trainer that broadcasts all the same must not wait for ever
+        async with self._turn:  # leave the group: a trainer that broadcasts nevertheless must not wait forever
             await self._leave_group(refused.message)
         raise refused
 
     def _sizes(self, tensors: TensorsToCome) -> list[int]:
-        """Return the bytes of each tensor, but for ignored ones that the receiver's memory holds anyway."""
+        """Return the size in bytes of each tensor, except ignored ones that fit into the receiver's memory."""
         ignored = self._versions.ignored
         return [
             nbytes
@@ -308,12 +309,13 @@ class WeightTransfer:
             raise failure
 
     async def _lose(self, update: Update, why: RolloutServiceError) -> None:
-        """It cannot be finished. Its trainer may never come back, so its number is free for any other at once."""
+        """Mark the update as failed and drop it: its trainer may never return, and its number becomes free at once."""
         update.failure = update.failure or why
         await self._drop(update)
 
     def _announce(self, update: Update, tensors: TensorsToCome) -> None:
-        """Note what will come; a version that it does not fit into is lost, but its tensors are received."""
+        """Record the announced tensors. If they do not fit the model, the update fails, but its tensors are
+        received."""
         try:
             ignored = self._versions.ignored
             if left_out := ignored.summary(tensors.names):
@@ -328,12 +330,12 @@ class WeightTransfer:
             update.failure = update.failure or error
 
     async def finish(self, label: str | None) -> WeightStatus:
-        """Commit what was broadcast; returns when every live replica serves it. The same again awaits the same.
+        """Commit the broadcast; returns once every live replica serves it. Repeating the call awaits the same commit.
 
-        ``label``: the version's number, if it is one that can be given.
+        ``label``: the version's number, if it is an integer above the newest one.
 
-        Raises WeightTransferFailed, InvalidManifest for tensors that are missing, VersionConflict, CommitTimeout,
-        InsufficientStorage, and what converting the tensors raised.
+        Raises WeightTransferFailed, InvalidManifest for missing tensors, VersionConflict, CommitTimeout,
+        InsufficientStorage, and errors of converting tensors.
         """
         async with self._turn:
             update = self._update
@@ -355,7 +357,7 @@ class WeightTransfer:
             update.group.finished_tables = update.tables
             return status
         except CommitTimeout:
-            raise  # it is committed, and replicas go on trying
+            raise  # it is committed, and replicas keep trying
         except RolloutServiceError as error:
             await self._drop(update)
             self._error = error.message
@@ -364,7 +366,7 @@ class WeightTransfer:
             raise WeightTransferFailed(error.message, error.detail) from error
 
     async def shutdown(self) -> None:
-        """Leave the group, and drop what was not finished."""
+        """Leave the group, and drop an unfinished update."""
         async with self._turn:
             group, self._group = self._group, None
             if group is not None and group.joined and not group.receiving:
@@ -374,7 +376,7 @@ class WeightTransfer:
             await self._drop_open("the transfer was shut down")
 
     async def stop(self) -> None:
-        """The ingest ends: so does the receiver."""
+        """Kill the receiver, because the ingest ends."""
         group, self._group = self._group, None
         if group is not None:
             await group.receiver.kill("the ingest ends")
@@ -416,7 +418,7 @@ def _repeated(group: Group, update: Update | None, announcement: TensorsToCome) 
     """Return the table that an empty ``announcement`` stands for. Raises InvalidRequest if there is none.
 
     The first request of a round repeats the first of the round before, the second the second. vLLM's trainer engine
-    sends one a round.
+    sends one request per round.
     """
     last, tables = group.last, group.finished_tables if update is None else update.repeatable
     place = 0 if update is None else len(update.tables)
@@ -445,7 +447,7 @@ def _upload_tensors(tensors: TensorsToCome, ignored: IgnoredTensors) -> Iterator
 
 
 def _task(work: Coroutine[object, None, _Result]) -> asyncio.Task[_Result]:
-    """Go on with ``work`` whoever waits for it; its failure is told to those who do."""
+    """Run ``work`` independently of its waiters; each waiter gets its failure."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return task

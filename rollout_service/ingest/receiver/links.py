@@ -1,9 +1,9 @@
-"""How one rank joins a trainer's group and takes its broadcasts.
+"""Links of one rank to a trainer's group, over NCCL or gloo.
 
-NCCL is what every released trainer speaks; it needs a GPU of its own, other than the trainer's. gloo is for an ingest
-without a GPU, and for trainers that say that they speak it: the rank that serves the store sets BACKEND_KEY before
-anything else. A trainer that speaks NCCL sets no such key, and waits in its store until all ranks have come, for 300 s:
-it is refused without being joined, because once all have come it would wait in NCCL, which has no timeout.
+Every released trainer uses NCCL, which needs a GPU other than the trainer's. gloo is for an ingest without a GPU, and
+for trainers that declare it: the rank that serves the store sets BACKEND_KEY before anything else. A trainer that uses
+NCCL sets no such key, and waits up to 300 s in its store until all ranks have come. An ingest without a GPU refuses it
+without joining: after joining, the trainer would wait in NCCL, which has no timeout.
 """
 
 import base64
@@ -23,29 +23,29 @@ from rollout_service.protocol.weight_transfer import TransferBackend, TransferIn
 
 BACKEND_KEY = "rollout_service/weight_transfer_backend"
 GLOO_PREFIX = "rollout_service/weight_transfer"
-"""Of the keys that gloo sets in the trainer's store."""
+"""Prefix of gloo's keys in the trainer's store."""
 JOIN_TIMEOUT = timedelta(seconds=300)
-"""That of vLLM's own rendezvous. A trainer may load its model between the request and its store."""
+"""The timeout of vLLM's own rendezvous. A trainer may load its model between the request and opening its store."""
 BROADCAST_TIMEOUT = timedelta(seconds=300)
-"""Of one broadcast over gloo. Between two a trainer may gather the next tensors from its other ranks."""
+"""Timeout of one broadcast over gloo. Between two, a trainer may gather the next tensors from its other ranks."""
 _SPEAKS_TIMEOUT = timedelta(seconds=10)
 _ASK_TIMEOUT = timedelta(seconds=2)
 
 
 class Link(Protocol):
-    """One rank of a group of which the trainer is rank 0. Its methods block, and raise RuntimeError."""
+    """One rank of a group whose rank 0 is the trainer. Its methods block, and raise RuntimeError."""
 
     device: torch.device
-    """Where ``broadcast`` wants its tensor."""
+    """Device on which ``broadcast`` needs its tensor."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill a contiguous tensor with the trainer's; it is filled when this returns."""
+        """Fill a contiguous tensor with the trainer's data; returns once it is filled."""
 
     def trainer_is_there(self) -> bool | None:
-        """Whether the trainer still serves the group's store; None: there is none to ask."""
+        """Return True if the trainer still serves the group's store; None if there is no store."""
 
     def leave(self) -> None:
-        """Let go of the group."""
+        """Leave the group."""
 
 
 def join(init: TransferInit, backend: TransferBackend) -> Link:
@@ -54,7 +54,7 @@ def join(init: TransferInit, backend: TransferBackend) -> Link:
 
 
 class GlooLink:
-    """Over TCP between host memories, in a group that is not torch's default one."""
+    """A link over TCP between host memories, in a group that is not torch's default one."""
 
     def __init__(self, init: TransferInit) -> None:
         if init.master_address is None or init.master_port is None:
@@ -63,7 +63,7 @@ class GlooLink:
                 "given one that the trainer does not use"
             )
         self.device = torch.device("cpu")
-        # it is not counted among the ranks that the store waits for
+        # this connection does not count as one of the ranks that the store waits for
         self._store = TCPStore(
             init.master_address, init.master_port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
         )
@@ -84,7 +84,7 @@ class GlooLink:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """See ``Link``. Raises RuntimeError after BROADCAST_TIMEOUT, too."""
+        """See ``Link``. Also raises RuntimeError after BROADCAST_TIMEOUT."""
         data = tensor.view(-1).view(torch.uint8)
         self._group.broadcast([data], self._from_trainer).wait()  # type: ignore[attr-defined]  # its base class has it
 
@@ -115,7 +115,7 @@ class NcclLink:
             raise RuntimeError("vLLM has found no NCCL library here, or VLLM_DISABLE_PYNCCL is set")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """See ``Link``. NCCL has no timeout: whoever waits too long kills this process."""
+        """See ``Link``. NCCL has no timeout: the ingest kills this process if it waits too long."""
         stream = torch.cuda.current_stream()
         self._group.broadcast(tensor, src=0, stream=stream)
         stream.synchronize()
@@ -132,8 +132,8 @@ class NcclLink:
 def ask_for_unique_id(init: TransferInit) -> tuple[TCPStore, bytes]:
     """Return the trainer's store and the NCCL unique id in it. Blocks until the trainer has set it.
 
-    vLLM's own rendezvous would unpickle what the store holds, and so run code that the address sends. Raises
-    RuntimeError for anything but an id.
+    vLLM's own rendezvous would unpickle the store's content, and so run code from that address. Raises RuntimeError for
+    anything but an id.
     """
     from rollout_service.vllm_internals import NCCL_UNIQUE_ID_KEY, nccl_unique_id
 
@@ -150,7 +150,7 @@ def ask_for_unique_id(init: TransferInit) -> tuple[TCPStore, bytes]:
 
 
 def _serves(store: TCPStore) -> bool:
-    """Whether somebody answers at the other end."""
+    """Return True if the store answers."""
     store.set_timeout(_ASK_TIMEOUT)
     try:
         store.check([BACKEND_KEY])

@@ -1,4 +1,4 @@
-"""What the ingest and its receiver process say to each other, through a pipe that nobody else can open."""
+"""Messages between the ingest and its receiver process, through a pipe that no other process can open."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,28 +18,28 @@ class Join:
 
 @dataclass(frozen=True)
 class Receive:
-    """Take these broadcasts. Answered by ``Filled`` for each batch, and ``Received``."""
+    """Receive these broadcasts. Answered by ``Filled`` for each batch, and by ``Received``."""
 
     tensors: TensorsToCome
     ring_bytes: int
-    """Size of the shared memory from now on; it may be larger than before."""
+    """Size of the shared memory from now on, in bytes; may be larger than before."""
 
 
 @dataclass(frozen=True)
 class Free:
-    """The batches filled first are read by nobody any more."""
+    """The oldest ``batches`` filled batches are no longer read."""
 
     batches: int
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Let go of the group and end."""
+    """Leave the group and end."""
 
 
 @dataclass(frozen=True)
 class AskTrainer:
-    """Does the trainer that serves the group's store still do so? Answered by ``TrainerThere``."""
+    """Check that the trainer still serves the group's store. Answered by ``TrainerThere``."""
 
 
 # --- from the process
@@ -47,31 +47,31 @@ class AskTrainer:
 
 @dataclass(frozen=True)
 class Joined:
-    """The group is there."""
+    """The process has joined the group."""
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A batch lies in the shared memory: places of its tensors in the announcement, and where each begins."""
+    """A batch lies in the shared memory: place in the announcement and offset in bytes of each tensor."""
 
     tensors: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Received:
-    """Every broadcast of the announcement has been taken."""
+    """Every broadcast of the announcement has been received."""
 
 
 @dataclass(frozen=True)
 class TrainerThere:
-    """False: its store is gone, and so is the trainer. None: there is no store to ask."""
+    """False: the trainer and its store are gone. None: there is no store to ask."""
 
     there: bool | None
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The group is of no use any more, and the process ends."""
+    """The group is unusable, and the process ends."""
 
     reason: str
 
@@ -79,4 +79,4 @@ class Failed:
 ToProcess: TypeAlias = Join | Receive | Free | AskTrainer | Leave
 FromProcess: TypeAlias = Joined | Filled | Received | TrainerThere | Failed
 Pipe: TypeAlias = Any
-"""``multiprocessing.connection.Connection``, whose type parameters are typeshed's alone."""
+"""``multiprocessing.connection.Connection``, which has type parameters only in typeshed."""

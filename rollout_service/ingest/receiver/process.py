@@ -1,6 +1,6 @@
-"""What the receiver process does: joins the group, takes broadcasts, copies tensors into the shared memory.
+"""Main loop of the receiver process: join the group, receive broadcasts, copy tensors into the shared memory.
 
-It does one thing at a time and keeps nothing between two announcements, so that killing it is always right.
+It does one thing at a time and keeps no state between announcements, so it may be killed at any time.
 """
 
 import math
@@ -29,20 +29,20 @@ from rollout_service.protocol.weight_transfer import TensorsToCome, broadcasts, 
 from rollout_service.ring import Ring, aligned
 
 BATCH_BYTES = 64 << 20
-"""What is handed on together, unless a single tensor is larger; several are converted at once."""
+"""Maximum size in bytes of a batch, unless a single tensor is larger. The ingest converts several batches at once."""
 
 
 def run(pipe: Pipe, memory: SharedMemory) -> None:
-    """The process's ``main``; ``memory`` is the ingest's."""
+    """Run the process; ``memory`` is shared with the ingest."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the service, which ends this process
     try:
         first = pipe.recv()
         assert isinstance(first, Join), first
         link = join(first.init, first.backend)
         pipe.send(Joined())
         Rank(pipe, link, memory, first).serve()
-    except EOFError:  # the ingest has let go of its end
+    except EOFError:  # the ingest has closed its end
         return
     except (RuntimeError, OSError, ValueError) as error:
         pipe.send(Failed(str(error)))
@@ -58,7 +58,7 @@ class Rank:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=link.device)
 
     def serve(self) -> None:
-        """Until the ingest says that it is over. Raises EOFError if it ends without a word."""
+        """Handle messages until the ingest sends Leave. Raises EOFError if the ingest ends without one."""
         try:
             while not isinstance(message := self._pipe.recv(), Leave):
                 self._obey(message)
@@ -76,7 +76,7 @@ class Rank:
             raise ValueError(f"{message} is nothing that this process can be told")
 
     def _receive(self, message: Receive) -> None:
-        if message.ring_bytes > self._memory.nbytes:  # the ingest has waited until nothing is in it
+        if message.ring_bytes > self._memory.nbytes:  # the ingest has waited until the memory is empty
             self._memory.grow(message.ring_bytes)
             self._ring = Ring(message.ring_bytes)
         tensors = message.tensors
@@ -85,15 +85,15 @@ class Rank:
         buffer_bytes = tensors.packed_buffer_size_bytes or self._init.packed_buffer_size_bytes
         for places in broadcasts(sizes, buffer_bytes if packed else None):
             received = self._room(total(sizes, places))
-            if received.nbytes:  # NCCL takes no part in a broadcast of nothing
+            if received.nbytes:  # NCCL does not support broadcasts of zero bytes
                 self._link.broadcast(received if packed else _typed(received, tensors, places[0]))
             self._hand_on(received, places, sizes)
         self._pipe.send(Received())
 
     def _room(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] on the link's device, used again by the next broadcast."""
+        """Return uint8 [nbytes] on the link's device; the next broadcast reuses it."""
         if self._buffer.nbytes < nbytes:
-            del self._buffer  # before the larger one is made
+            del self._buffer  # free it before the larger one is allocated
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._link.device)
         return self._buffer[:nbytes]
 
@@ -110,7 +110,7 @@ class Rank:
             self._pipe.send(Filled(tuple(filled)))
 
     def _take(self, nbytes: int) -> int:
-        """The first byte of a range of the shared memory, as soon as the ingest has given back enough."""
+        """Reserve a range of the shared memory, once the ingest has given back enough. Return its offset."""
         while (start := self._ring.take(nbytes)) is None:
             self._obey(self._pipe.recv())
         return start
@@ -136,6 +136,6 @@ def _batches(places: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]
 
 
 def _typed(received: torch.Tensor, tensors: TensorsToCome, place: int) -> torch.Tensor:
-    """A tensor that comes by itself is broadcast in its own dtype, which NCCL wants of all ranks."""
+    """View a tensor that is broadcast by itself in its own dtype, which NCCL requires to match on all ranks."""
     dtype: torch.dtype = getattr(torch, tensors.dtype_names[place])
     return received.view(dtype).view(math.prod(tensors.shapes[place]))

@@ -37,28 +37,28 @@ from rollout_service.ring import aligned
 logger = logging.getLogger(__name__)
 
 RING_BYTES = 512 << 20
-"""Of the memory that receiver and ingest share; more only if a single tensor needs it."""
+"""Size in bytes of the memory shared by receiver and ingest; larger only if a single tensor needs it."""
 JOIN_TIMEOUT_S = 360.0
-"""A little above what the links themselves allow, so that their errors are told."""
+"""Timeout in seconds, slightly above those of the links, so that their own errors are reported."""
 SILENCE_TIMEOUT_S = 330.0
-"""How long a trainer may broadcast nothing while tensors of it are expected; above gloo's own limit likewise."""
+"""Maximum time in seconds without a broadcast while tensors are expected; also above gloo's own timeout."""
 ANSWER_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0
 
 Read: TypeAlias = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 Convert: TypeAlias = Callable[[Sequence[str], Read], Future[None] | None]
-"""Begins to use the tensors of these names, which ``read`` gives; None: it does not want them."""
+"""Begins to use the tensors of these names, which ``read`` yields; returns None if it does not need them."""
 
 
 def backend_here() -> TransferBackend:
-    """What a receiver that this process starts can speak."""
+    """Return the backend of receivers that this process starts."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 class Receiver:
     """One process, which is one rank of one group. Lives in the ingest's event loop.
 
-    ``join``, ``receive`` and ``trainer_is_there`` come one after the other; what fails in them raises
+    Call ``join``, ``receive`` and ``trainer_is_there`` one after the other. If one fails, it raises
     WeightTransferFailed, and the process is killed.
     """
 
@@ -71,7 +71,8 @@ class Receiver:
         self._why_ended: str | None = None
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # by the thread of the event loop: to the kernel, the end of the thread that started it is its parent's death
+        # start it from the event loop's thread: the kernel treats the end of the starting thread as the death of the
+        # parent
         self._process = context.Process(target=run, args=(theirs, self._memory), name="weight-receiver", daemon=True)
         try:
             self._process.start()
@@ -82,12 +83,12 @@ class Receiver:
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """False once it has failed, or was told to end."""
+        """Return False once the process has failed, or was asked to end."""
         return self._why_ended is None
 
     async def join(self, init: TransferInit, backend: TransferBackend) -> None:
@@ -97,9 +98,9 @@ class Receiver:
         assert isinstance(message, Joined), message
 
     async def receive(self, tensors: TensorsToCome, convert: Convert) -> None:
-        """Take the broadcasts of these tensors. Returns when all have come; some may not be converted yet.
+        """Receive the broadcasts of these tensors. Returns once all have come; some may not be converted yet.
 
-        ``convert`` is called for a few tensors at a time; they lie in memory until its future is done.
+        ``convert`` is called for a few tensors at a time, which stay in memory until its future is done.
         """
         ring_bytes = max([RING_BYTES, *map(aligned, tensors.sizes)])
         if ring_bytes > self._memory.nbytes:
@@ -111,7 +112,7 @@ class Receiver:
             self._hand_on(message, tensors, convert)
 
     async def trainer_is_there(self) -> bool:
-        """Whether the trainer still serves the group's store; True if there is no store to ask."""
+        """Return True if the trainer still serves the group's store, or if there is no store."""
         try:
             self._send(AskTrainer())
             message = await self._next(ANSWER_TIMEOUT_S, "no answer came")
@@ -121,14 +122,14 @@ class Receiver:
         return message.there is not False
 
     async def leave(self) -> None:
-        """Leave the group and end, killed if need be."""
+        """Leave the group and end the process, by killing it if necessary."""
         with contextlib.suppress(WeightTransferFailed):
             self._send(Leave())
             await asyncio.to_thread(self._process.join, END_TIMEOUT_S)
         await self.kill("it was told to leave the group")
 
     async def kill(self, why: str) -> None:
-        """End it now. Who waits for it is told ``why``; tensors that it has handed on stay valid."""
+        """End the process now. Waiting callers get ``why``; tensors that were forwarded stay valid."""
         self._why_ended = self._why_ended or why
         self._process.kill()
         await asyncio.to_thread(self._process.join)
@@ -158,7 +159,7 @@ class Receiver:
             batches += 1
         if batches:
             self._given_back.set()
-            with contextlib.suppress(WeightTransferFailed):  # whoever waits for it is told
+            with contextlib.suppress(WeightTransferFailed):  # the next call that waits for the process raises the error
                 self._send(Free(batches))
 
     async def _nothing_in_use(self) -> None:
@@ -178,7 +179,7 @@ class Receiver:
                 message = await asyncio.wait_for(self._messages.get(), timeout_s)
                 break
             except TimeoutError:
-                if self._in_use:  # it may be waiting for memory, not for the trainer
+                if self._in_use:  # the process may be waiting for memory, not for the trainer
                     continue
                 await self._fail(f"{what} for {timeout_s:g} s: the trainer has gone, or waits for another rank")
         else:
@@ -190,7 +191,7 @@ class Receiver:
         return message
 
     def _ending(self) -> str:
-        self._process.join(END_TIMEOUT_S)  # its pipe is closed: it is ending
+        self._process.join(END_TIMEOUT_S)  # its pipe is closed, so it is ending
         return f"the receiver process {self.pid} ended with exit code {self._process.exitcode}"
 
     def _failed(self, reason: str) -> WeightTransferFailed:
@@ -214,7 +215,7 @@ def _listen(pipe: Pipe, loop: asyncio.AbstractEventLoop, messages: "asyncio.Queu
             loop.call_soon_threadsafe(messages.put_nowait, message)
             if message is None:
                 return
-    except RuntimeError:  # the event loop is closed: nobody listens any more
+    except RuntimeError:  # the event loop is closed
         return
     finally:
         pipe.close()

@@ -1,1 +1,1 @@
-"""Where the tensors of a version come from."""
+"""Sources of the tensors of a version."""

@@ -1,4 +1,4 @@
-"""The parts of a delta: which are there, and what each says of its tensors (``protocol/delta_parts.py``)."""
+"""The received parts of a delta, and the changes of each tensor in them (``protocol/delta_parts.py``)."""
 
 import os
 import threading
@@ -16,16 +16,16 @@ from rollout_service.protocol.upload import BeginUpload
 
 
 class Change(NamedTuple):
-    """What a part says of a tensor that has changed."""
+    """The changes of one tensor in a part."""
 
     encoded: memoryview
-    """The changes, see ``protocol/delta.py``."""
+    """The encoded changes, see ``protocol/delta.py``."""
     digest: str
-    """That the tensor must have then."""
+    """Digest that the tensor must have after the change."""
 
 
 class _Told(NamedTuple):
-    """A part that is there."""
+    """A received part."""
 
     digest: str
     uploader: str
@@ -33,45 +33,45 @@ class _Told(NamedTuple):
     path: Path
     nbytes: int
     data: memoryview | None
-    """All of it; None: it is in its file alone."""
+    """All bytes of the part; None: they are only in its file."""
     unconverted: int
-    """Of its tensors."""
+    """Number of its tensors that are not yet converted."""
 
 
 class ReceivedChanges:
-    """Those of one upload, as ``ReceivedParts``.
+    """The received parts of one delta; the counterpart of ``ReceivedParts``.
 
-    Lives in the ingest's event loop, but for ``read`` and ``converted``.
+    Lives in the ingest's event loop, except ``read`` and ``converted``.
     """
 
     def __init__(self, folder: Path, begin: BeginUpload) -> None:
         self._folder, self._begin = folder, begin
         self.missing = set(range(len(begin.delta_parts)))
-        """Numbers of the parts that have not come."""
+        """Numbers of the parts that have not arrived."""
         self._names = [tensor.name for tensor in begin.tensors]
         self._part_of = {self._names[i]: part for part, tensors in enumerate(begin.delta_parts) for i in tensors}
         self._place_of = {self._names[i]: i - tensors.start for tensors in begin.delta_parts for i in tensors}
         self._told: dict[int, _Told] = {}
         self._changing = threading.Lock()
-        """Of what was told."""
+        """Protects ``_told``."""
 
     @property
     def empty(self) -> list[str]:
-        """Tensors that need no part: parts say of all whether they have changed."""
+        """Tensors that need no part. Always empty: the parts of a delta mention every tensor."""
         return []
 
     @property
     def digests(self) -> dict[int, str]:
-        """Of the parts that are there."""
+        """Return the digests of the received parts."""
         return {part: told.digest for part, told in self._told.items()}
 
     @property
     def nbytes(self) -> int:
-        """Of the parts that are there."""
+        """Return the size in bytes of all received parts."""
         return sum(told.nbytes for told in self._told.values())
 
     def came_from(self, part: int) -> str | None:
-        """Who sent the part that is there; None: it is not there."""
+        """Return the uploader that sent the part; None if it has not arrived."""
         return self._told[part].uploader if part in self._told else None
 
     def left_behind(self) -> Iterator[tuple[int, str, Path]]:
@@ -81,9 +81,9 @@ class ReceivedChanges:
     def add(
         self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
     ) -> Arrival:
-        """Take in a file as the whole part. ``data``: memory that begins with the same bytes, if it has them still.
+        """Take in a file as the whole part. ``data``: memory that begins with the same bytes, if they are still there.
 
-        Raises InvalidDelta if it is no part about the tensors that it is to be about.
+        Raises InvalidDelta if its header is invalid, or it covers other tensors than announced.
         """
         tensors, nbytes = self._begin.delta_parts[part], received.stat().st_size
         try:
@@ -108,7 +108,8 @@ class ReceivedChanges:
         return Arrival([self._names[number] for number in tensors], None if before is None else before.path)
 
     def read(self, names: Sequence[str]) -> Iterator[Change | None]:
-        """What has changed in each of these tensors, whose parts must be there; None: nothing. Raises OSError."""
+        """Yield the change of each of these tensors, None if unchanged. Their parts must have arrived. Raises
+        OSError."""
         for name in names:
             told, place = self._told[self._part_of[name]], self._place_of[name]
             change = told.header.changes[place]
@@ -118,7 +119,7 @@ class ReceivedChanges:
             yield Change(_piece(told, told.header.starts[place], change.nbytes), change.digest)
 
     def converted(self, names: Sequence[str]) -> None:
-        """Nobody reads these tensors any more: parts that no other needs leave memory."""
+        """Note that these tensors are no longer read; a part leaves memory once none of its tensors is needed."""
         with self._changing:
             for part, count in Counter(self._part_of[name] for name in names).items():
                 told = self._told[part]
@@ -133,7 +134,7 @@ def _begin_of(path: Path, nbytes: int) -> memoryview:
 
 def _piece(told: _Told, start: int, nbytes: int) -> memoryview:
     if told.data is not None:
-        # it holds on to all of the memory, which comes back when nobody refers to that (``BufferPool``)
+        # it keeps all of the memory alive, which the ``BufferPool`` gets back when nothing refers to it
         return tensor_bytes(as_tensor(told.data, "int8", (nbytes,), start))
     with told.path.open("rb") as file:
         found = os.pread(file.fileno(), nbytes, start)

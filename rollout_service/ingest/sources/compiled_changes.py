@@ -1,7 +1,6 @@
-"""Changes of a segment applied by a loop that numba compiles: one pass, with Python's lock free.
+"""Apply the changes of a segment with a loop that numba compiles: one pass, which releases the GIL.
 
-By numpy it is fifteen passes, each of which gives the lock up and takes it again, and so waits for whoever has it
-meanwhile.
+The numpy version makes fifteen passes, each of which releases and takes the GIL, and so waits for other threads.
 """
 
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from rollout_service.protocol import delta
 
 _compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)
 _NO_PLANE = np.frombuffer(b"0", np.uint8)[:0]
-"""Read-only like the others, or numba compiles the loop for either."""
+"""Read-only like the other arrays; numba would compile the loop a second time for writable ones."""
 _MOST_BYTES = 4
-"""Of an element."""
+"""Maximum size of an element in bytes."""
 
 
 def apply_segment(segment: delta.Segment, data: memoryview, itemsize: int) -> delta.Array:
-    """As ``delta.apply_segment``. Raises ValueError as that."""
+    """Apply the changes of a segment, like ``delta.apply_segment``. Raises ValueError."""
     if delta.new_bytes(segment) is not None:
         return delta.apply_segment(segment, data, itemsize)
     count, planes = delta.inflated(segment, itemsize)
@@ -36,10 +35,10 @@ def apply_segment(segment: delta.Segment, data: memoryview, itemsize: int) -> de
 
 @_compiled
 def _add(elements, became, gap_0, gap_1, gap_2, code_0, code_1, code_2, code_3):
-    """Add to each element of ``elements`` that has changed its difference; ``became`` [changes]: the sums.
+    """Add its difference to each changed element of ``elements``; ``became`` [changes] receives the sums.
 
     ``gap_*``, ``code_*``: uint8 [changes], or [0] for zeros: planes of the gaps, and of the differences in zigzag
-    order. Returns the last position, or the first that is beyond the last element, at which it stops.
+    order. Return the last position. Stops at the first position beyond the last element, and returns that.
     """
     one = np.uint32(1)
     position = np.int64(-1)
@@ -63,6 +62,6 @@ def _add(elements, became, gap_0, gap_1, gap_2, code_0, code_1, code_2, code_3):
         if code_3.size:
             code |= np.uint32(np.uint32(code_3[i]) << np.uint32(24))
         difference = np.uint32(np.uint32(code >> one) ^ np.uint32(~np.uint32(code & one) + one))
-        became[i] = np.uint32(np.uint32(elements[position]) + difference)  # the lowest bytes: it wraps around
+        became[i] = np.uint32(np.uint32(elements[position]) + difference)  # keep the lowest bytes: it wraps around
         elements[position] = became[i]
     return position

@@ -1,12 +1,11 @@
-"""The tensors of a delta: those of its base, copied from the log, with the changes that a trainer has sent.
+"""Tensors of a delta upload: copied from the base version in the log, with the trainer's changes applied.
 
-What has changed in a tensor is known once its part has come (``changes.py``).
+The changes of a tensor are known once its part has arrived (``changes.py``).
 
-Each byte is copied once, changed where it then is, and hashed once, when it is stored; by a GPU, if the ingest has one
-and the log is in memory (``gpu_changes``), and else by threads: the digest that the result must have comes with the
-changes, so the base need not be checked as well. Only if a result has another digest is it looked at, to tell whether
-the base is damaged or the changes are. Whether weights are numbers is asked of the changed elements alone; all others
-were stored, and so were asked, before.
+Each byte is copied once, changed in its target, and hashed once, when it is stored. A GPU does this if the ingest has
+one and the log is in memory (``gpu_changes``), otherwise threads do. The changes come with the digest of the result, so
+the base is not checked separately. Only if a result has another digest, the base is checked, to tell a damaged base
+from wrong changes. Finite values are only checked for changed elements; all others were checked when they were stored.
 """
 
 import logging
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STRETCH_SEGMENTS = 4
-"""Of one tensor, that one thread makes: a vocabulary's embedding would keep it busy while the others have nothing."""
+"""Segments of one tensor per thread. Otherwise one thread would work on a large embedding while the others are idle."""
 _CHECK_BYTES = 16 << 20
 _OUTSIDE = "a change lies outside of its segment"
 
@@ -47,40 +46,40 @@ _OUTSIDE = "a change lies outside of its segment"
 class _Known(NamedTuple):
     announced: UploadTensor
     stored: StoredTensor
-    """In the base."""
+    """The tensor in the base."""
 
 
 class _Tensor(NamedTuple):
     announced: UploadTensor
     stored: StoredTensor
-    """In the base."""
+    """The tensor in the base."""
     digest: str
-    """That it must have in the new version."""
+    """Digest that the tensor must have in the new version."""
 
 
 class _Stretch(NamedTuple):
     places: list[slice]
-    """Segments of one tensor that follow each other."""
+    """Adjacent segments of one tensor."""
     changes: dict[int, delta.Segment]
-    """What changes in the tensor, by the first bytes."""
+    """Changes of the tensor by the offset of their segment, in bytes."""
 
 
 @dataclass(eq=False)
 class _OnGpu:
-    """Tensors that a GPU makes."""
+    """Tensors that a GPU produces."""
 
     tensors: list[_Tensor]
-    """In the order in which the GPU makes them: those with one rule for their numbers follow each other."""
+    """Tensors in the GPU's order: those with the same rule for valid numbers are adjacent."""
     made: "Made"
     whole: list[int]
-    """Of which all numbers are to be looked at, and not only those that changed."""
+    """Tensors of which all numbers are checked, not only the changed ones."""
     is_asked: bool = False
 
 
 class DeltaOfVersion:
-    """Makes the tensors of one announced delta, for any number of threads, as they are stored.
+    """Produces the tensors of one announced delta, as they are stored. Thread-safe.
 
-    The files of its base are open from the beginning.
+    Opens the files of its base at the beginning.
     """
 
     def __init__(
@@ -93,18 +92,18 @@ class DeltaOfVersion:
     ) -> None:
         """
         Args:
-            recipe: of the new version, which ``converter`` follows.
-            mapped: of a log in memory.
+            recipe: recipe of the new version, which ``converter`` follows.
+            mapped: mapped files of a log in memory.
 
-        Raises DeltaBaseGone if ``log`` does not hold the base that ``begin`` means.
+        Raises DeltaBaseGone if ``log`` does not hold the base of ``begin``.
         """
         assert begin.delta is not None
         self._version, self._base, self._converter = begin.version, begin.delta.base, converter
         self._buffers = ThreadBuffers()
         self._on_gpu: dict[str, _OnGpu] = {}
-        """By name, until ``convert`` has passed it on."""
+        """Tensors by name, until ``convert`` has yielded them."""
         self._digests: dict[str, str] = {}
-        """That tensors must have, as it was told when they were read last."""
+        """Announced digest of each tensor that was read."""
         try:
             manifest = log.manifest(self._base)
             if manifest.recipe != recipe:
@@ -130,11 +129,11 @@ class DeltaOfVersion:
 
     @property
     def base(self) -> int:
-        """The version that is changed; the log must keep it until ``close``."""
+        """Return the base version; the log must keep it until ``close``."""
         return self._base
 
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
-        """The names, in lists whose tensors have about ``batch_bytes``: a part of changes may be of many tensors."""
+        """Yield the names in lists whose tensors have about ``batch_bytes``: one part may cover many tensors."""
         return in_batches(((name, self._tensors[name].stored.nbytes) for name in names), batch_bytes)
 
     def reading(
@@ -143,13 +142,13 @@ class DeltaOfVersion:
         room: Callable[[str], memoryview] | None,
         gpu: torch.device | None = None,
     ) -> Callable[[Sequence[str]], Iterator[Named]]:
-        """A function that reads tensors of the new version.
+        """Return a function that reads tensors of the new version.
 
         Args:
-            changes: what came of each of some tensors; None: it has not changed.
-            room: where the new version has a tensor of that name, which is then made there; None: it has no memory.
-            gpu: on which changed tensors of a log in memory are made, in the current stream; ``convert`` is to be
-                given them. None: they are made on the host.
+            changes: returns the change of each of some tensors; None: unchanged.
+            room: returns the memory of a tensor in the new version, in which it is then produced; None: there is none.
+            gpu: produces the changed tensors of a log in memory, in the current stream; pass them to ``convert``.
+                None: they are produced on the host.
         """
 
         def read(names: Sequence[str]) -> Iterator[Named]:
@@ -158,8 +157,8 @@ class DeltaOfVersion:
             encoded = [None if change is None else change.encoded for change in came]
             del came
             for name in names:
-                self._on_gpu.pop(name, None)  # of an attempt that failed
-            # before the first tensor is asked for: threads that take turns with the GPU decode beside each other
+                self._on_gpu.pop(name, None)  # left over from an attempt that failed
+            # before the first tensor is requested, so that threads that take turns with the GPU decode concurrently
             decoded = [] if gpu is None or not self._reader.is_mapped else self._decoded(tensors, encoded)
             return made(tensors, encoded, decoded)
 
@@ -185,9 +184,9 @@ class DeltaOfVersion:
     def convert(
         self, tensors: Iterable[Named], *, to_cpu: bool = True, verdicts: Verdicts | None = None
     ) -> Iterator[Named]:
-        """As ``Converter.convert``, for what ``reading`` has made: it is as it is stored.
+        """Yield tensors of ``reading`` unchanged, with the interface of ``Converter.convert``.
 
-        What lies on the CPU was looked at; of what a GPU makes, ``verdicts`` is asked.
+        Tensors on the CPU are already checked; checks of tensors on a GPU are added to ``verdicts``.
         """
         del to_cpu
         for name, tensor in tensors:
@@ -196,12 +195,12 @@ class DeltaOfVersion:
                 assert verdicts is not None, "what a GPU makes is put into rooms"
                 self._ask(on_gpu, verdicts)
             yield name, tensor
-            del tensor, on_gpu  # before the next is made
+            del tensor, on_gpu  # free it before the next is produced
 
     def require_announced(self, tensors: Iterable[StoredTensor]) -> None:
-        """Raises for the first of these tensors of the new version that is not what was announced.
+        """Raise for the first of these tensors of the new version that differs from the announcement.
 
-        DeltaBaseGone if the base is damaged there, InvalidDelta if it is not.
+        Raises DeltaBaseGone if the base is damaged there, otherwise InvalidDelta.
         """
         for tensor in tensors:
             digest = self._digests.get(tensor.name)
@@ -219,7 +218,8 @@ class DeltaOfVersion:
         return _Tensor(*known, digest)
 
     def _places(self, tensors: Sequence[_Tensor], room: Callable[[str], memoryview] | None) -> list[memoryview]:
-        """Where each of these is made: in its room, or in one buffer, which this thread's next call uses again."""
+        """Return the memory in which each tensor is produced: its own, or a part of one buffer that this thread's next
+        call reuses."""
         if room is not None:
             return [room(tensor.stored.name) for tensor in tensors]
         ends = list(accumulate(round_up(tensor.stored.nbytes) for tensor in tensors))
@@ -230,7 +230,7 @@ class DeltaOfVersion:
     def _decoded(
         self, tensors: Sequence[_Tensor], encoded: Sequence[memoryview | None]
     ) -> "list[tuple[_Tensor, Changed]]":
-        """Those that changed, in the order in which a GPU makes them. Raises InvalidDelta for undecodable bytes."""
+        """Return the changed tensors in the GPU's order. Raises InvalidDelta for undecodable bytes."""
         from rollout_service.ingest.sources.gpu_changes import Changed  # needs triton
 
         wanted = [(tensor, data) for tensor, data in zip(tensors, encoded, strict=True) if data is not None]
@@ -247,7 +247,8 @@ class DeltaOfVersion:
     def _made_on(
         self, gpu: torch.device, decoded: "Sequence[tuple[_Tensor, Changed]]"
     ) -> dict[str, tuple[_OnGpu, torch.Tensor]]:
-        """These by name, with their bytes, uint8; nothing if the GPU has no room, and the host is to make them."""
+        """Return the tensors by name, with their bytes, uint8. Empty if the GPU is out of memory; the host then
+        produces them."""
         from rollout_service.ingest.sources.gpu_changes import made_on  # needs triton
 
         try:
@@ -262,12 +263,12 @@ class DeltaOfVersion:
         return {tensor.stored.name: (on_gpu, data) for tensor, data in zip(on_gpu.tensors, made.tensors, strict=True)}
 
     def _kind(self, tensor: _Tensor) -> tuple[int, str, bool]:
-        """Equal for tensors with one rule for their numbers; in order, elements of one size are together."""
+        """Sort key: equal for tensors with the same rule for valid numbers; elements of one size are adjacent."""
         dtype = tensor.announced.dtype
         return DTYPE_BYTES[dtype], dtype, self._converter.makes_scales(tensor.stored.name)
 
     def _ask(self, on_gpu: _OnGpu, verdicts: Verdicts) -> None:
-        """Whether the changes lie where they may, and what they make is what may be in a version."""
+        """Queue checks that changes lie within their segments, and that the new values may be stored."""
         made, tensors = on_gpu.made, on_gpu.tensors
         on_gpu.is_asked = True
 
@@ -294,7 +295,7 @@ class DeltaOfVersion:
             verdicts.ask(self._converter.are_sound(tensor.stored.name, data), partial(complain, [number]))
 
     def _make(self, tensor: _Tensor, encoded: memoryview | None, data: memoryview) -> None:
-        """Make it in ``data``. ``encoded``: its changes; None: it has none."""
+        """Produce the tensor in ``data``. ``encoded``: its changes; None: it has none."""
         itemsize = DTYPE_BYTES[tensor.announced.dtype]
 
         def make(stretch: _Stretch) -> bool:
@@ -309,7 +310,8 @@ class DeltaOfVersion:
         try:
             segments = [] if encoded is None else delta.changed_segments(encoded, data.nbytes, itemsize)
             stretches = _stretches(data.nbytes, segments)
-            # all are made, also if one is unsound: whose fault that is can be told from the whole
+            # produce all of them even if one is invalid: the digest of the whole tells whether base or changes are
+            # wrong
             sound = all(list(in_threads(make, stretches)))
         except ValueError as error:
             raise self._undecoded(tensor, str(error)) from error
@@ -319,7 +321,7 @@ class DeltaOfVersion:
             self._complain(tensor, data)
 
     def _complain(self, tensor: _Tensor, data: memoryview) -> None:
-        """Raise why these bytes of it are not what may be in a version; nothing if they are."""
+        """Raise the reason why these bytes of the tensor may not be stored; return if they may."""
         elements = as_tensor(data, tensor.announced.dtype, tensor.announced.shape)
         if self._may_be_stored(tensor, elements):
             return
@@ -329,7 +331,7 @@ class DeltaOfVersion:
             pass  # it raises, and names the element
 
     def _are_sound(self, tensor: _Tensor, values: delta.Array) -> bool:
-        """Whether these elements, in one dimension, may be in a version."""
+        """Return True if these elements, in one dimension, may be stored."""
         return self._may_be_stored(tensor, as_tensor(values.data, tensor.announced.dtype, (len(values),)))
 
     def _may_be_stored(self, tensor: _Tensor, elements: torch.Tensor) -> bool:

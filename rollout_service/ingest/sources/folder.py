@@ -1,4 +1,4 @@
-"""A folder of safetensors that the ingest sees as a source of weights."""
+"""A folder of safetensors, readable by the ingest, as a source of weights."""
 
 import json
 import logging
@@ -24,9 +24,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
-    """``path`` with symbolic links followed, if it lies below one of ``roots``; raises Forbidden otherwise.
+    """Return ``path`` with symbolic links resolved. Raises Forbidden unless it lies below one of ``roots``.
 
-    Raises InvalidRequest for what is no path at all: a null byte, a loop of links.
+    Raises InvalidRequest for an invalid path: a null byte, a loop of links.
     """
     try:
         resolved = path.resolve()
@@ -42,11 +42,12 @@ def allowed_path(path: Path, roots: tuple[Path, ...]) -> Path:
 
 
 class FolderSource:
-    """A Hugging Face folder of safetensors, unquantized or in blockwise FP8: its index's files, if it has one.
+    """A Hugging Face folder of safetensors, unquantized or in blockwise FP8. With an index, only the index's files are
+    read.
 
-    Raises NotFound or InvalidManifest when it cannot be one.
+    Raises NotFound or InvalidManifest for any other folder.
 
-    ``roots``: where its files must lie once links are followed, or Forbidden is raised; None: anywhere.
+    ``roots``: folders that must contain its files once links are resolved, or Forbidden is raised; None: anywhere.
     ``ignored``: tensors that are left out.
     """
 
@@ -65,20 +66,21 @@ class FolderSource:
         """Names, dtypes and shapes of all tensors, file by file."""
         self._entries = {tensor.name: tensor for tensor in self.table}
         self.stamp = source_stamp(folder)
-        """Of names, sizes and times of its files."""
+        """Hash of the names, sizes and times of its files."""
         self._buffers = ThreadBuffers()
         if any(tensor.dtype == "float8_e4m3fn" for tensor in self.table):
             _require_our_blocks(folder / "config.json", roots)
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
-        """Names of all tensors, file by file, in lists of about ``batch_bytes``."""
+        """Yield the names of all tensors, file by file, in lists of about ``batch_bytes``."""
         return in_batches(((name, self._entries[name].nbytes) for name in self._file_of), batch_bytes)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors. Raises InvalidManifest if its file was changed since the table was read, or OSError.
+        """Yield each of these tensors. Raises InvalidManifest if its file has changed since the table was read, or
+        OSError.
 
-        They lie in one buffer, which this thread's next call uses again: be done with them by then. Block scales in
-        BF16, which some publish, are widened to the float32 that they are stored in.
+        The tensors share one buffer, which this thread's next call reuses, so finish using them first. Block scales in
+        BF16, which some publishers use, are converted to float32, in which they are stored.
         """
         names = list(names)
         sizes = [self._file_of[name].tensors[name].nbytes for name in names]
@@ -103,14 +105,14 @@ class FolderSource:
 
 
 def _safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:
-    """Return those that ``weight_files`` says; others may hold the same tensors once more."""
+    """Return the files that ``weight_files`` selects; other files may hold the same tensors again."""
     try:
         if not folder.is_dir():
             raise NotFound(f"{folder} is not a folder that the ingest can see")
         index = folder / INDEX_FILE
         if roots is not None:
             allowed_path(index, roots)
-        # a link to nowhere is no missing file: it is named below
+        # a dangling link is not a missing file: the error is raised below, with its name
         there = [path.name for path in folder.iterdir()]
         try:
             files = [folder / name for name in weight_files(there, index.read_bytes() if index.is_file() else None)]
@@ -121,7 +123,7 @@ def _safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Pat
     except OSError as error:
         raise NotFound(f"{folder} cannot be read: {error}") from error
     for file in files:
-        if not file.is_file():  # opening a named pipe would wait for ever
+        if not file.is_file():  # opening a named pipe would wait forever
             raise InvalidManifest(f"{file} is not a file, or a link to nowhere")
     return files
 
@@ -131,7 +133,7 @@ def _is_widened(name: str, dtype: SourceDtype) -> bool:
 
 
 def _require_our_blocks(config: Path, roots: tuple[Path, ...] | None) -> None:
-    """Compare what a folder of codes says of itself; one that says nothing is judged by its tensors alone."""
+    """Compare the folder's ``quantization_config`` with ours; without one, only its tensors are checked."""
     if not config.is_file():
         return
     if roots is not None:

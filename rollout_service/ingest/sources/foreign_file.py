@@ -1,7 +1,7 @@
-"""A safetensors file that belongs to somebody else: read, never mapped, and compared with what it was at each read.
+"""A safetensors file that another process may change. It is read, never mapped, and checked for changes at each read.
 
-The trainer may save its next checkpoint into the same folder at any moment. A file that shrinks under a map kills the
-process (SIGBUS), and one that is rewritten in place would mix two versions.
+The trainer may save its next checkpoint into the same folder at any moment. If a mapped file shrinks, the process is
+killed (SIGBUS). If a file is rewritten in place, two versions would be mixed.
 """
 
 import json
@@ -19,7 +19,7 @@ from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype
 
 _MOST_HEADER_BYTES = 100_000_000
-"""The library's own limit."""
+"""The limit of the safetensors library."""
 _DTYPES: dict[str, SourceDtype] = {
     "BF16": "bfloat16",
     "F16": "float16",
@@ -35,7 +35,7 @@ class SourceTensor(NamedTuple):
     dtype: SourceDtype
     shape: tuple[int, ...]
     offset: int
-    """First byte in the file."""
+    """Offset in the file, in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -44,10 +44,9 @@ class SourceTensor(NamedTuple):
 
 
 class SourceFile:
-    """Reads the header at once.
+    """A safetensors file. Its header is read at construction.
 
-    Raises InvalidManifest for what is no safetensors file, cannot be read, or holds a dtype that the ingest does not
-    take.
+    Raises InvalidManifest for a file that is not safetensors, cannot be read, or holds an unsupported dtype.
     """
 
     def __init__(self, path: Path, ignored: IgnoredTensors = NOTHING_IGNORED) -> None:
@@ -56,7 +55,7 @@ class SourceFile:
         self.ignored: list[str] = []
         """Names of the tensors that are left out."""
         self.tensors: dict[str, SourceTensor] = {}
-        """By name, in the order of their bytes."""
+        """Tensors by name, in the order of their bytes."""
         try:
             with _opened(path) as fd:
                 self._stat = os.fstat(fd)
@@ -79,13 +78,13 @@ class SourceFile:
 
     @contextmanager
     def reading(self) -> Iterator["SourceReader"]:
-        """Read tensors. Raises OSError if the file cannot be opened."""
+        """Open the file for reading tensors. Raises OSError."""
         with _opened(self.path) as fd:
             yield SourceReader(fd, self, self._stat)
 
 
 class SourceReader:
-    """The open file."""
+    """An open safetensors file."""
 
     def __init__(self, fd: int, file: SourceFile, before: os.stat_result) -> None:
         self._fd, self._file, self._before = fd, file, before
@@ -98,7 +97,7 @@ class SourceReader:
             if not count:
                 break
             done += count
-        now = os.fstat(self._fd)  # after the bytes: what was written before or meanwhile shows
+        now = os.fstat(self._fd)  # after reading, so that a write before or during the read is detected
         if done < room.nbytes or _identity(now) != _identity(self._before):
             raise InvalidManifest(
                 f"{name} was to be read from {self._file.path}, which has changed since its version was begun: "
@@ -109,7 +108,7 @@ class SourceReader:
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int, int, int]:
-    # the last of them, because tools set the one before
+    # also compare ctime, because tools can set mtime
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
@@ -133,9 +132,9 @@ def _header(fd: int, file_bytes: int) -> bytes:
 
 
 def _entries(header: bytes, file_bytes: int) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return names, dtypes, shapes and first bytes of all tensors, in the order of their bytes.
+    """Return names, dtypes, shapes and offsets of all tensors, in the order of their bytes.
 
-    The library maps what it opens: it is given a file of our own, with this header and as many zeros as there are data.
+    The library maps the file that it opens. It therefore gets a copy with this header, and zeros in place of the data.
     """
     memory = os.memfd_create("safetensors-header")
     try:
@@ -143,7 +142,7 @@ def _entries(header: bytes, file_bytes: int) -> list[tuple[str, str, tuple[int, 
         os.ftruncate(memory, file_bytes)
         with safe_open(f"/proc/self/fd/{memory}", framework="pt") as reader:
             slices = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
-            places = json.loads(header[8:])  # which the library has found to be sound
+            places = json.loads(header[8:])  # the library has validated it
             return [
                 (name, entry.get_dtype(), tuple(entry.get_shape()), len(header) + places[name]["data_offsets"][0])
                 for name, entry in slices

@@ -1,8 +1,8 @@
-"""Changes of many tensors applied on a GPU, which hashes the results anyway: the host only decompresses.
+"""Apply the changes of many tensors on a GPU, which also hashes the results. The host only decompresses.
 
-On the host each byte of the base would be copied, searched for by its changes, and copied to the GPU to be hashed. Here
-the tensors of a batch are one kernel for each size of their elements: with some forty calls for each tensor the threads
-of an ingest waited for Python's lock most of the time, and not for bytes.
+On the host, each byte of the base would be copied, changed, and copied to the GPU for hashing. On the GPU, one kernel
+per element size handles all tensors of a batch. With about forty calls per tensor, the ingest's threads spent most of
+their time waiting for the GIL.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,28 +21,28 @@ from rollout_service.ring import aligned
 from rollout_service.views import SIGNED
 
 _PLANES = delta.GAP_PLANES + max(SIGNED)
-"""Of elements that have fewer bytes the last ones are zeros."""
+"""Number of planes for the largest elements. For smaller elements the last planes are zeros."""
 _AT_ONCE = 1024
-"""Changes that a program of the kernel takes together."""
+"""Number of changes that a program of the kernel handles at once."""
 
 
 class Changed:
-    """A tensor of the base, and what changes in it, decompressed."""
+    """A tensor of the base, and its decompressed changes."""
 
     def __init__(self, base: memoryview, encoded: memoryview, itemsize: int) -> None:
         """
         Args:
-            base: its bytes. They must stay what they are until the stream has come so far, and are copied at the speed
-                of PCIe if their memory is registered with CUDA.
-            encoded: as ``delta.encode`` makes it, of elements of ``itemsize`` bytes.
+            base: its bytes. They must not change before the stream has copied them, and are copied at PCIe speed if
+                their memory is registered with CUDA.
+            encoded: its changes, as ``delta.encode`` returns them, with elements of ``itemsize`` bytes.
 
-        Raises ValueError as ``delta.apply``, but for positions outside a segment, which ``Made`` tells.
+        Raises ValueError like ``delta.apply``, except for positions outside a segment, which ``Made`` reports.
         """
         self.base, self.itemsize = base, itemsize
         self.whole: list[tuple[slice, memoryview]] = []
-        """Segments of which all bytes came."""
+        """Segments that were sent whole."""
         self.segments: list[tuple[slice, int, list[bytes]]] = []
-        """The others: how many elements change, and the planes that say which and how."""
+        """All other segments: number of changes, and the planes of their positions and differences."""
         for segment in delta.changed_segments(encoded, base.nbytes, itemsize):
             if (new := delta.new_bytes(segment)) is not None:
                 self.whole.append((segment.place, new))
@@ -52,45 +52,45 @@ class Changed:
 
 @dataclass(frozen=True)
 class Made:
-    """Tensors that the current stream makes."""
+    """Tensors that the current stream produces."""
 
     tensors: list[torch.Tensor]
-    """The new bytes of each, uint8 [nbytes], on the GPU."""
+    """The new bytes of each tensor, uint8 [nbytes], on the GPU."""
     is_outside: torch.Tensor
-    """bool [segments with changes]: whether some lie beyond the segment; those were left out."""
+    """bool [segments with changes]: True if a change lies outside the segment; such changes were not applied."""
     _owners: list[int]
-    """Of each of ``is_outside``, to which tensor it belongs."""
+    """Index of the tensor of each entry of ``is_outside``."""
     _became: list[torch.Tensor]
-    """Of each tensor, as ``became``; slices of one memory for elements of one size."""
+    """Values of ``became`` for each tensor; slices of one memory for elements of one size."""
 
     def became(self, first: int, end: int) -> torch.Tensor:
-        """What the elements that changed in the tensors ``first`` to ``end`` (exclusive) have become, without those of
-        whole segments: int8, int16 or int32 [changes]. The tensors' elements must have one size."""
+        """Return the new values of changed elements in the tensors ``first`` to ``end`` (exclusive), without segments
+        that were sent whole: int8, int16 or int32 [changes]. The elements of all these tensors must have one size."""
         of_first = self._became[first]
         changes = sum(each.numel() for each in self._became[first:end])
         return of_first.as_strided((changes,), (1,))
 
     def first_outside(self) -> int | None:
-        """The first tensor of which a change lies outside its segment. Waits for the stream."""
+        """Return the first tensor with a change outside its segment. Waits for the stream."""
         found = self.is_outside.cpu().nonzero()
         return self._owners[int(found[0])] if found.numel() else None
 
 
 class _Launch(NamedTuple):
-    """Of the kernel, for tensors whose elements have one size."""
+    """A launch of the kernel, for tensors with one element size."""
 
     itemsize: int
     segments: list[list[int]]
-    """Its table."""
+    """The kernel's table."""
     changes: list[int]
-    """Of each tensor."""
+    """Number of changes of each tensor."""
 
 
 def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
-    """Apply changes to copies of the bases on ``device``, in its current stream; in Triton's interpreter on the CPU.
+    """Apply changes to copies of the bases on ``device``, in its current stream; on the CPU in Triton's interpreter.
 
-    ``tensors``: those with elements of one size follow each other. On the device they take memory once, and up to seven
-    bytes for each change besides. Raises ``torch.cuda.OutOfMemoryError``.
+    ``tensors``: those with one element size must be adjacent. They need their own size in GPU memory, and up to seven
+    bytes for each change. Raises ``torch.cuda.OutOfMemoryError``.
     """
     ends = list(accumulate(aligned(tensor.base.nbytes) for tensor in tensors))
     room = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
@@ -139,7 +139,7 @@ def made_on(device: torch.device, tensors: Sequence[Changed]) -> Made:
 
 
 def prepare(device: torch.device) -> None:
-    """Compile what ``made_on`` needs, which takes seconds once."""
+    """Compile the kernels of ``made_on``. Takes seconds, once."""
     with own_stream_of(device), on_device(device):
         nothing = queued_to(device, torch.tensor([[0] * 4 + [-1] * _PLANES]))
         flags = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -151,7 +151,7 @@ def prepare(device: torch.device) -> None:
 
 
 def _joined(planes: Iterable[bytes], device: torch.device) -> torch.Tensor:
-    """uint8, one after the other."""
+    """Concatenate planes on the device, uint8."""
     arrays = [np.frombuffer(plane, np.uint8) for plane in planes if plane]
     joined = torch.empty(sum(map(len, arrays)), dtype=torch.uint8, pin_memory=device.type == "cuda")
     if arrays:
@@ -159,14 +159,15 @@ def _joined(planes: Iterable[bytes], device: torch.device) -> torch.Tensor:
     return joined.to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize_on_alignment=["is_outside"])  # or it is compiled anew for flags that begin elsewhere
+# otherwise it is compiled again for flags with another alignment
+@triton.jit(do_not_specialize_on_alignment=["is_outside"])
 def apply_changes(segments, planes, became, is_outside, ITEMSIZE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Add to the elements of a segment that have changed their differences; grid: (segments,).
+    """Add the differences to the changed elements of a segment; grid: (segments,).
 
-    ``segments`` int64 [segments, 11]: address of its first element, elements, changes, the first of these in
-    ``became``, and where each plane begins in ``planes`` uint8, -1 for zeros: three of gaps, four of differences in
-    zigzag order (``protocol/delta.py``). ``became`` of the elements' size [changes of all]. ``is_outside`` int8
-    [segments].
+    ``segments`` int64 [segments, 11]: address of the first element, number of elements, number of changes, index of the
+    first change in ``became``, and the offset of each plane in ``planes`` uint8, -1 for zeros. There are three planes
+    of gaps and four of differences in zigzag order (``protocol/delta.py``). ``became``, of the elements' size: [all
+    changes]. ``is_outside``: int8 [segments].
     """
     entry = segments + 11 * tl.program_id(0)
     address, size, count, first = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
@@ -186,13 +187,13 @@ def apply_changes(segments, planes, became, is_outside, ITEMSIZE: tl.constexpr, 
         code = tl.zeros((AT_ONCE,), tl.int32)
         for plane in tl.static_range(ITEMSIZE):
             code |= _plane(planes, tl.load(entry + 7 + plane), start + lane, there).to(tl.int32) << (8 * plane)
-        # a logical shift: of four bytes the sign's place is a bit like the others
+        # a logical shift, since with four bytes the sign bit is an ordinary bit
         difference = (code.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True) ^ -(code & 1)
         steps = tl.where(there, gap + 1, 0)
         positions = last + tl.cumsum(steps, 0)
         inside = there & (positions < size)
         old = tl.load(elements + positions, mask=inside, other=0)
-        new = (old.to(tl.int32) + difference).to(old.dtype)  # the lowest bytes: it wraps around
+        new = (old.to(tl.int32) + difference).to(old.dtype)  # keep the lowest bytes: it wraps around
         tl.store(elements + positions, new, mask=inside)
         tl.store(became + first + start + lane, tl.where(inside, new, 0).to(old.dtype), mask=there)
         last += tl.sum(steps, 0)
@@ -201,7 +202,7 @@ def apply_changes(segments, planes, became, is_outside, ITEMSIZE: tl.constexpr, 
 
 @triton.jit
 def _plane(planes, begin, number, there):
-    """int32: these bytes of a plane; 0 where it is one of zeros, or not ``there``."""
+    """Load bytes of a plane as int32; 0 for a plane of zeros, or where ``there`` is False."""
     values = tl.zeros(number.shape, tl.int32)
     if begin >= 0:
         values = tl.load(planes + begin + number, mask=there, other=0).to(tl.int32)

@@ -1,7 +1,7 @@
-"""Tensors of parts in memory that is registered with a GPU, copied there: neighbours in the stream are one copy.
+"""Copy tensors from parts in registered memory to the GPU. Adjacent tensors of the stream are one copy.
 
-A part of 16 MiB has some twenty codes and scales of a mixture of experts. To copy each of them by itself takes a dozen
-calls of torch, after each of which a thread waits for Python's lock while others receive.
+A part of 16 MiB has about twenty tensors of codes and scales of a mixture of experts. Copying each by itself takes a
+dozen torch calls, after each of which a thread waits for the GIL while others receive.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from rollout_service.store.layout import groups_of
 from rollout_service.views import view_at
 
 _ALIGNED_BYTES = 16
-"""Each tensor begins at a multiple of them, where kernels read fastest."""
+"""Alignment in bytes of each tensor, at which kernels read fastest."""
 
 
 class InStream(NamedTuple):
-    """A tensor of an upload, and where its bytes are in the stream."""
+    """A tensor of an upload, with its offset and size in the stream."""
 
     tensor: UploadTensor
     offset: int
@@ -30,18 +30,18 @@ class InStream(NamedTuple):
 
 
 def is_registered(memory: torch.Tensor) -> bool:
-    """Whether a GPU copies from this memory of the host while nobody waits."""
+    """Return True if a GPU can copy from this host memory asynchronously."""
     return memory.is_pinned()
 
 
 @dataclass(slots=True)
 class _Run:
-    """Bytes that are copied as they are."""
+    """A contiguous range of bytes to copy."""
 
     offset: int
-    """In the stream."""
+    """Offset in the stream."""
     start: int
-    """In the copy."""
+    """Offset in the copy."""
     nbytes: int = 0
 
 
@@ -49,20 +49,21 @@ class RegisteredParts:
     """Parts in registered memory, for one call of one thread."""
 
     def __init__(self, data: Mapping[int, memoryview | None], part_bytes: int, gpu: torch.device) -> None:
-        """``data``: of each part that is in memory. ``gpu``: with which some of it is registered."""
+        """``data``: the bytes of each part that is in memory. ``gpu``: the GPU with which some of it is registered."""
         self._data, self._part_bytes, self._gpu = data, part_bytes, gpu
         self._known: dict[int, torch.Tensor | None] = {}
 
     def hold(self, wanted: InStream) -> bool:
-        """Whether all bytes of a tensor, which has some, are in such parts."""
+        """Return True if all bytes of a non-empty tensor are in registered parts."""
         first, last = wanted.offset // self._part_bytes, (wanted.offset + wanted.nbytes - 1) // self._part_bytes
         return all(self._part(part) is not None for part in range(first, last + 1))
 
     def read(self, wanted: Sequence[InStream]) -> Iterator[Named]:
-        """Tensors that these parts ``hold``: each on the GPU, queued on the current stream, which the parts must
-        outlast.
+        """Yield tensors that these parts ``hold``, on the GPU. They are queued on the current stream; parts must stay
+        until it has copied them.
 
-        They are copied ``BATCH_BYTES`` at a time, or one that is larger, when the first of those is asked for.
+        They are copied ``BATCH_BYTES`` at a time, when the first tensor of each batch is requested. A larger tensor is
+        its own batch.
         """
         for several in groups_of(wanted, BATCH_BYTES):
             yield from self._copied(several)
@@ -90,7 +91,7 @@ class RegisteredParts:
             done += count
 
     def _part(self, part: int) -> torch.Tensor | None:
-        """uint8 [part_bytes, or less of the last]; None: it is not registered."""
+        """Return uint8 [part_bytes, or less for the last]; None if it is not registered."""
         if part not in self._known:
             data = self._data.get(part)
             memory = None if data is None else torch.frombuffer(data, dtype=torch.uint8)
@@ -99,7 +100,7 @@ class RegisteredParts:
 
 
 def _laid_out(several: Sequence[InStream]) -> tuple[list[_Run], list[int]]:
-    """What is copied, and where in the copy each tensor begins."""
+    """Return the ranges to copy, and the offset of each tensor in the copy."""
     runs: list[_Run] = []
     starts: list[int] = []
     end, follows = 0, -1

@@ -1,4 +1,4 @@
-"""The parts of an upload: which are there, which tensors that makes whole, and reading these from them."""
+"""The received parts of an upload, and reading tensors from them."""
 
 import logging
 import re
@@ -25,55 +25,55 @@ _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
 
 @dataclass(frozen=True)
 class Arrival:
-    """What the arrival of a part makes possible."""
+    """The effect of a part's arrival."""
 
     whole: list[str]
-    """Tensors of which all parts are there now; of a part that took another's place, those to be converted anew."""
+    """Tensors whose parts are now all there. If the part replaced another one, the tensors to convert again."""
     replaced: Path | None
-    """The file of other bytes that was the part until now."""
+    """The file of the replaced part; None: it replaced nothing."""
 
 
 def take_in(folder: Path, part: int, digest: str, received: Path) -> Path:
-    """Make a file one of the parts in ``folder``. Its name has the digest: a restart can check what it finds."""
+    """Move a file into ``folder`` as a part. Its name contains the digest, so that a restart can check it."""
     path = folder / f"part-{part:06d}.{digest}"
     received.replace(path)
     return path
 
 
 def left_behind(folder: Path) -> Iterator[tuple[int, str, Path]]:
-    """Number, digest and file of each part that an earlier process took in and that is still what it was.
+    """Yield number, digest and file of each undamaged part that an earlier process received.
 
-    Others are removed, to be sent again. Raises OSError for one that cannot be.
+    Removes all other files; their parts are sent again. Raises OSError if one cannot be removed.
     """
     found: dict[int, list[tuple[str, Path]]] = defaultdict(list)
     for path in sorted(folder.glob("part-*")):
         if match := _PART_FILE.fullmatch(path.name):
             found[int(match[1])].append((match[2], path))
         else:
-            path.unlink()  # it was on its way
+            path.unlink()  # its upload was interrupted
     for part, files in found.items():
         if len(files) == 1 and _digest_of(files[0][1]) == files[0][0]:
             yield part, *files[0]
-        else:  # damaged or unreadable, or one was just being replaced by the other
+        else:  # the file is damaged, or one part was just being replaced by the other
             for _, path in files:
                 path.unlink()
 
 
 class ReceivedParts:
-    """The parts of one upload. Lives in the ingest's event loop, but for ``files`` and ``converted``."""
+    """The received parts of one upload. Lives in the ingest's event loop, except ``files`` and ``converted``."""
 
     def __init__(self, folder: Path, tensors: tuple[UploadTensor, ...], part_bytes: int) -> None:
         self._folder = folder
         self.files = PartFiles(folder, tensors, part_bytes)
         """Reads tensors whose parts are all there."""
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        """Of all parts."""
+        """Size in bytes of all parts together."""
         self.missing = set(range(-(-self.nbytes // part_bytes)))
-        """Numbers of the parts that have not come."""
+        """Numbers of the parts that have not arrived."""
         self.digests: dict[int, str] = {}
-        """Of the parts that are there."""
+        """Digests of the received parts."""
         self.empty: list[str] = []
-        """Tensors without an element, which need no part."""
+        """Tensors without elements, which need no part."""
         self._senders: dict[int, str] = {}
         self._lacking: dict[str, int] = {}
         self._tensors_of: dict[int, list[str]] = defaultdict(list)
@@ -88,13 +88,13 @@ class ReceivedParts:
                 self.empty.append(tensor.name)
 
     def came_from(self, part: int) -> str | None:
-        """Who sent the part that is there; None: it is not there."""
+        """Return the uploader that sent the part; None if it has not arrived."""
         return self._senders.get(part)
 
     def add(
         self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
     ) -> Arrival:
-        """Take in a file as the whole part. ``data``: the same bytes in memory, if they are there still."""
+        """Take in a file as the whole part. ``data``: the same bytes in memory, if they are still there."""
         replaced = self.files.add(part, digest, received, data)
         self.digests[part], self._senders[part] = digest, uploader
         self.missing.discard(part)
@@ -104,11 +104,12 @@ class ReceivedParts:
         return Arrival([name for name in self._tensors_of[part] if self._lacking[name] == 0], replaced)
 
     def left_behind(self) -> Iterator[tuple[int, str, Path]]:
-        """See the function."""
+        """See ``left_behind``."""
         return left_behind(self._folder)
 
     def converted(self, names: Sequence[str]) -> None:
-        """Nobody reads these tensors any more: parts that no other needs leave memory. One call at a time."""
+        """Note that these tensors are no longer read; a part leaves memory once none of its tensors is needed. Not
+        thread-safe."""
         for part in (part for name in names for part in self.files.parts_of(name)):
             self._unconverted[part] -= 1
             if self._unconverted[part] <= 0:
@@ -116,13 +117,13 @@ class ReceivedParts:
 
 
 class PartFiles:
-    """The parts of an upload on disk, and the tensors that can be read from them."""
+    """The parts of an upload on disk, and the tensors in them."""
 
     def __init__(self, folder: Path, tensors: tuple[UploadTensor, ...], part_bytes: int) -> None:
         self._folder = folder
         self._part_bytes = part_bytes
         self._place = {
-            # to ask for its size each time is a tenth of what reading a tensor takes
+            # computing the size each time would take a tenth of the time of reading a tensor
             tensor.name: InStream(tensor, offset, tensor.nbytes)
             for tensor, offset in tensor_offsets(tensors)
         }
@@ -133,8 +134,7 @@ class PartFiles:
     def add(self, part: int, digest: str, received: Path, data: memoryview | None = None) -> Path | None:
         """Take in a file as the whole part.
 
-        ``data``: what it holds, to be read instead until ``forget``.
-        Returns the file of other bytes that was the part until now.
+        ``data``: its content, read in place of the file until ``forget``. Return the file of the replaced part, if any.
         """
         replaced, path = self._paths.get(part), take_in(self._folder, part, digest, received)
         self._paths[part], self._data[part] = path, data
@@ -145,38 +145,38 @@ class PartFiles:
         self._data[part] = None
 
     def is_registered(self, part: int) -> bool:
-        """Whether it is in memory that is registered with a GPU."""
+        """Return True if the part is in memory that is registered with a GPU."""
         data = self._data[part]
         return data is not None and is_registered(torch.frombuffer(data, dtype=torch.uint8))
 
     def nbytes_of(self, name: str) -> int:
-        """Bytes of one tensor."""
+        """Return the size of one tensor in bytes."""
         return self._place[name].nbytes
 
     def parts_of(self, name: str) -> range:
-        """The parts that hold bytes of one tensor."""
+        """Return the parts that hold bytes of one tensor."""
         _, offset, nbytes = self._place[name]
         first = offset // self._part_bytes
         return range(first, max(first, -(-(offset + nbytes) // self._part_bytes)))
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors, from its parts, which must all be there. Raises OSError.
+        """Yield each of these tensors from its parts, which must all be there. Raises OSError.
 
-        One that lies within a part that is in memory is read where it is. Others lie in one buffer, which this thread's
-        next call uses again: be done with them by then.
+        A tensor within one part in memory is a view of that memory. Others share one buffer, which this thread's next
+        call reuses, so finish using them first.
         """
         return self._read(names, lambda _: None, None)
 
     def reading(
         self, room: Callable[[UploadTensor], memoryview | None], gpu: torch.device | None
     ) -> Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]:
-        """A function that reads as ``read`` does, but puts tensors together where they are wanted.
+        """Return a function like ``read`` that assembles tensors in given memory.
 
         Args:
-            room: where a tensor is stored that is stored as it came, uint8 [nbytes]; None: it is not. One that several
-                parts hold is put together there.
-            gpu: what is in registered memory is copied there, on the current stream, which the parts must outlast.
-                Of tensors above ``BATCH_BYTES`` only matrices without a room. None: all lie in the host's memory.
+            room: returns the memory, uint8 [nbytes], of a tensor that is stored unchanged; None for others. A tensor
+                that several parts hold is assembled there.
+            gpu: tensors in registered memory are copied to it on the current stream; parts must stay until then. Of
+                tensors above ``BATCH_BYTES``, only matrices without a ``room`` are. None: all tensors are on the host.
         """
 
         def read(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -203,7 +203,7 @@ class PartFiles:
             elif place.room is not None:
                 yield tensor.name, self._assembled(tensor, offset, place.room, in_blocks=False)
             else:
-                # blocks of the stream become blocks of the buffer, unless parts end, or elements begin, at odd places
+                # direct I/O reads whole blocks, which needs block-aligned parts and aligned elements
                 in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
                 room_in_buffer = buffer[start : start + size]
                 yield tensor.name, self._assembled(tensor, offset, room_in_buffer, in_blocks=in_blocks)
@@ -214,14 +214,14 @@ class PartFiles:
     ) -> "_Place":
         wanted = self._place[name]
         tensor, offset, nbytes = wanted
-        # the quantizer takes a large matrix to the GPU as a whole, but neither what is not quantized nor experts
+        # the quantizer copies large matrices to the GPU in one piece, but not unquantized tensors or experts
         may = nbytes <= BATCH_BYTES or (len(tensor.shape) == 2 and room(tensor) is None)
         if may and registered is not None and nbytes and registered.hold(wanted):
             return _Place(wanted, None, None, is_registered=True)
         return _Place(wanted, self._view(tensor, offset), room(tensor), is_registered=False)
 
     def _spans(self, tensor: UploadTensor, offset: int) -> Iterator["_Span"]:
-        """The pieces of parts that make up a tensor, in order."""
+        """Yield the pieces of parts that make up a tensor, in order."""
         position, end = offset, offset + tensor.nbytes
         while position < end:
             part, first = divmod(position, self._part_bytes)
@@ -230,16 +230,17 @@ class PartFiles:
             position += count
 
     def _view(self, tensor: UploadTensor, offset: int) -> torch.Tensor | None:
-        """None if it does not lie in one piece of memory, at a place where its elements may be."""
+        """Return a view of the tensor; None if it is not contiguous in memory, or not aligned."""
         part, first = divmod(offset, self._part_bytes)
         data, itemsize = self._data.get(part), DTYPE_BYTES[tensor.dtype]
         if data is None or not tensor.nbytes or first + tensor.nbytes > self._part_bytes or first % itemsize:
             return None
-        # of the whole memory, not a slice of it: it comes back when nobody refers to the former (``BufferPool``)
+        # a view of the whole memory, not of a slice: the ``BufferPool`` gets it back when nothing refers to it
         return as_tensor(data, tensor.dtype, tensor.shape, first)
 
     def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview, *, in_blocks: bool) -> torch.Tensor:
-        """Put together in ``room``, which begins at a block and has room for the rest of blocks if ``in_blocks``."""
+        """Assemble a tensor in ``room``. With ``in_blocks``, ``room`` begins at a block and has space for partial
+        blocks."""
         lead = offset % BLOCK_BYTES if in_blocks else 0
         copies: list[_Copy] = []
         for span in self._spans(tensor, offset):
@@ -262,18 +263,18 @@ class PartFiles:
 
 
 class _Span(NamedTuple):
-    """A piece of a tensor that one part holds."""
+    """A piece of a tensor in one part."""
 
     part: int
     first: int
-    """Its first byte, counted from the part's."""
+    """Offset in the part, in bytes."""
     start: int
-    """Likewise, from the tensor's."""
+    """Offset in the tensor, in bytes."""
     nbytes: int
 
 
 class _Place(NamedTuple):
-    """Where one tensor of a call is read from and to."""
+    """Source and target of one tensor of a call."""
 
     wanted: InStream
     view: torch.Tensor | None
@@ -289,12 +290,12 @@ class _Place(NamedTuple):
 class _Copy(NamedTuple):
     target: memoryview
     data: memoryview
-    """All of a part's memory, which comes back when nobody refers to this object any more (``BufferPool``)."""
+    """All memory of a part; the ``BufferPool`` gets it back when nothing refers to this object."""
     first: int
 
 
 def _copy(copy: _Copy) -> None:
-    # not by assigning to a slice: Python keeps its lock for that, and every connection would wait
+    # not by slice assignment, which holds the GIL and so blocks every connection
     target = np.frombuffer(copy.target, np.uint8)
     np.copyto(target, np.frombuffer(copy.data, np.uint8, count=target.nbytes, offset=copy.first))
 
@@ -305,7 +306,7 @@ def _room_for(nbytes: int) -> int:
 
 
 def _digest_of(path: Path) -> str | None:
-    """None for a file that cannot be read."""
+    """Return the digest of a file; None if it cannot be read."""
     hasher = xxhash.xxh3_128()
     try:
         with path.open("rb") as stream:

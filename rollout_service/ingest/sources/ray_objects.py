@@ -1,8 +1,9 @@
-"""Weights that a trainer in the same Ray cluster has put into the object store: tensors come by reference.
+"""Weights that a trainer in the same Ray cluster has put into the object store, passed by reference.
 
-A bucket is one object: a tensor by itself, or a dict of tensors. Buckets are read one at a time and let go of before
-the next, twice: once for names, shapes, dtypes and digests, by which a version is checked and known again, and once to
-convert them. Objects are Ray's, and whoever holds the ingest's handle is inside the cluster already.
+A bucket is one object: a single tensor, or a dict of tensors. Buckets are read one at a time, and released before the
+next, in two passes. The first collects names, shapes, dtypes and digests, which identify the version and are checked;
+the second converts. Ray does not restrict access to objects, but callers with the ingest's handle are inside the
+cluster already.
 """
 
 import logging
@@ -47,9 +48,9 @@ _DTYPES: dict[torch.dtype, SourceDtype] = {getattr(torch, name): name for name i
 
 
 class RefSource:
-    """Reads every bucket at once to learn what is there.
+    """Buckets in Ray's object store. All are read at construction, for their table and digests.
 
-    Raises NotFound for an object that is lost, InvalidManifest for one that does not hold weights.
+    Raises NotFound for a lost object, InvalidManifest for one that does not hold weights.
     """
 
     def __init__(self, buckets: Iterable[Bucket], ignored: IgnoredTensors = NOTHING_IGNORED) -> None:
@@ -65,7 +66,7 @@ class RefSource:
 
     @property
     def stamp(self) -> str:
-        """xxh3-128 of names, dtypes, shapes and bytes, whatever the order or the buckets."""
+        """Return xxh3-128 of names, dtypes, shapes and bytes, independent of order and buckets."""
         lines = sorted(f"{t.name}\0{t.dtype}\0{list(t.shape)}\0{self._digests[t.name]}" for t in self.table)
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
@@ -76,7 +77,8 @@ class RefSource:
         label: str | None = None,
         uploader: str = "",
     ) -> tuple[Announcement, str]:
-        """A version of these weights and KV scales, and the digest that its commit means. Raises InvalidRequest."""
+        """Return the announcement of a version with these weights and KV scales, and the digest for its commit. Raises
+        InvalidRequest."""
         if isinstance(version, int) and not 0 <= version <= MAX_VERSION:
             raise InvalidRequest(
                 f"version is {version}: versions are 0 to {MAX_VERSION}, which is what a double holds exactly"
@@ -94,19 +96,20 @@ class RefSource:
         return announcement, with_kv_scales(self.stamp, kv_scales)
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
-        """The names in each bucket; how large those are, their trainer has chosen."""
+        """Yield the names in each bucket; the trainer has chosen the size of buckets."""
         for _, names in groupby(self._bucket_of, key=self._bucket_of.__getitem__):
             yield list(names)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors. Raises NotFound if its object was lost since, VersionConflict if it holds others."""
+        """Yield each of these tensors. Raises NotFound if its object was lost, VersionConflict if its content has
+        changed."""
         for index, of_bucket in groupby(names, key=self._bucket_of.__getitem__):
             bucket = self._tensors(index)
             for name in of_bucket:
                 if name not in bucket or _digest(bucket[name]) != self._digests[name]:
                     raise VersionConflict(f"{self._spell(index)}: {name} has changed while it was read: push it again")
                 yield name, bucket[name]
-            del bucket  # before the next one is fetched
+            del bucket  # free it before the next one is fetched
 
     def _survey(self) -> Iterator[UploadTensor]:
         for index in range(len(self._buckets)):
@@ -123,7 +126,7 @@ class RefSource:
             found = ray.get(bucket.refs[0])
         except RayTaskError as error:
             raise InvalidManifest(f"{self._spell(index)} was to be made by a task, which failed: {error}") from error
-        except ObjectLostError as error:  # of which the death of its owner is one
+        except ObjectLostError as error:  # includes the death of the object's owner
             raise NotFound(
                 f"{self._spell(index)} is lost: put the weights again, from a process that lives until the push has "
                 f"been answered ({error})"
@@ -149,7 +152,7 @@ class RefSource:
 
     def _tensor(self, index: int, name: str, value: object) -> torch.Tensor:
         if isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float16):
-            value = torch.tensor(value)  # an array in the store cannot be written to, which torch does not know
+            value = torch.tensor(value)  # an array in the object store is read-only, which torch does not support
         if not isinstance(value, torch.Tensor):
             raise InvalidManifest(f"{self._spell(index)}: {name} is {_kind(value)}, not a tensor of weights")
         if value.dtype not in _DTYPES:
@@ -174,7 +177,8 @@ def _kind(value: object) -> str:
 
 
 def buckets_of(refs: Refs) -> tuple[Bucket, ...]:
-    """Buckets of a dict of references, of one reference, or of several. Raises ValueError for anything else."""
+    """Return the buckets of a dict of references, of one reference, or of several. Raises ValueError for anything
+    else."""
     if isinstance(refs, Mapping):
         return tuple(Bucket((_ref(ref, f"refs[{name!r}]"),), name) for name, ref in refs.items())
     listed = [refs] if isinstance(refs, ray.ObjectRef) else list(refs)
@@ -189,7 +193,7 @@ async def push(
     kv_scales: dict[str, float] | None = None,
     label: str | None = None,
 ) -> WeightStatus:
-    """Call ``Ingest.push_refs`` through its handle; errors of the service come as they were raised there."""
+    """Call ``Ingest.push_refs`` through its handle; the service's errors are raised here unchanged."""
     if not buckets:
         raise ValueError("refs is empty: give the weights of the whole model")
     return await ingest_client(ingest).push_refs(version, buckets, request, kv_scales, label, uuid.uuid4().hex)

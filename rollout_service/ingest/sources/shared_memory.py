@@ -1,7 +1,7 @@
-"""Tensors in memory that a trainer on this machine shares, the host's or a GPU's: converted as they come.
+"""Tensors in memory that a trainer on this machine shares, of the host or of a GPU; converted as they come.
 
-In the host's memory they are read where they lie. A GPU's are copied first, within the GPU or over NVLink, since torch
-takes no address that belongs to a GPU which this process does not see.
+Host memory is read in place. GPU memory is first copied, within the GPU or over NVLink, since torch accepts no address
+of a GPU that this process does not see.
 """
 
 import threading
@@ -30,31 +30,31 @@ from rollout_service.store.mapped_files import Registered
 from rollout_service.views import view_at
 
 _MOST_MEMORIES = 16
-"""Trainers' memories that stay mapped."""
+"""Maximum number of mapped trainer memories."""
 _HOST_BYTES, GPU_BYTES = 32 << 20, 384 << 20
-"""What one thread converts at a time, unless a trainer sends less at once. Of the host's memory: hashing is what takes
-longest. Of a GPU's: launches, and a wait for a GPU that others use, too, lasts until its turn comes."""
+"""Bytes that one thread converts at a time, unless a trainer sends fewer at once. For host memory, hashing takes most
+of the time. For GPU memory, larger batches amortize launches and waiting for a shared GPU."""
 GPU_THREADS = 3
-"""That convert what a GPU has, or reads from parts: one launches while the GPU does what the others have queued. Each
-takes of the GPU's memory what it converts, and what that becomes: 1.8 GB in all if BF16 becomes FP8, more if a tensor
-is larger than ``GPU_BYTES``."""
+"""Number of threads that convert GPU memory, or parts that a GPU reads: one launches while the GPU runs the work of the
+others. Each needs GPU memory for its batch and the result: 1.8 GB in all if BF16 becomes FP8, more if a tensor is
+larger than ``GPU_BYTES``."""
 
 
 class MappedMemory(Protocol):
-    """A trainer's memory, mapped here."""
+    """A trainer's memory, mapped in this process."""
 
     nbytes: int
     group_bytes: int
-    """What one thread is to convert at a time."""
+    """Bytes that one thread should convert at a time."""
     executor: Executor | None
-    """Whose threads convert it; None: the ingest's."""
+    """Executor that converts it; None: the ingest's."""
 
     def read(self, places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that begin at these bytes, on the device that has them. What is yielded is used before the next is
-        asked for."""
+        """Yield tensors at these offsets, on the device of the memory. Finish using each one before requesting the
+        next."""
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Unmap the memory; it must no longer be read."""
 
 
 class _HostMemory:
@@ -76,7 +76,7 @@ class _HostMemory:
 
 
 class GpuMemory:
-    """Of a GPU."""
+    """A staging buffer in a trainer's GPU memory."""
 
     def __init__(self, page: SharedMemory, memory: OtherGpuMemory, executor: Executor | None) -> None:
         self.nbytes, self.group_bytes = memory.nbytes, GPU_BYTES
@@ -98,7 +98,7 @@ class GpuMemory:
             yield tensor.name, view_at(whole, start // whole.element_size(), tensor.shape)
 
     def copied(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A copy of its bytes from ``offset`` on, uint8, queued on the current stream."""
+        """Return a copy of ``nbytes`` bytes from ``offset`` on, uint8, queued on the current stream."""
         copies = self._memory.room(nbytes)
         if nbytes:
             self._memory.copy(offset, copies)
@@ -111,8 +111,8 @@ class GpuMemory:
 
 
 def _neighbours(places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[int, int, int]]:
-    """Of tensors that are to lie one after the other, each at a multiple of ``SHARED_ALIGNMENT``: where they are, where
-    they are to be, and bytes; those that lie so already are one."""
+    """Coalesce copies of tensors to consecutive multiples of ``SHARED_ALIGNMENT``. Yield source offset, target offset
+    and size in bytes of each copy."""
     at = start = first = nbytes = 0
     for tensor, offset in places:
         if nbytes and offset - first == at - start:
@@ -133,25 +133,25 @@ class _Opened:
 
 
 class TrainerMemory:
-    """The memories of trainers that are mapped here, by name. Threads may share it."""
+    """The mapped memories of trainers, by name. Thread-safe."""
 
     def __init__(self, registered: Registered | None = None, gpu_executor: Executor | None = None) -> None:
         """
         Args:
             registered: registers memory with the GPU that quantizes; None: there is none.
-            gpu_executor: whose threads convert what comes from a GPU; None: those that convert all else.
+            gpu_executor: converts tensors from GPU memory; None: the same executor as for all others.
         """
         self._registered, self._gpu_executor = registered, gpu_executor
         self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
 
     def opened(self, source: SharedMemorySource) -> MappedMemory | None:
-        """It, if it is mapped already. Does not wait."""
+        """Return the memory if it is already mapped. Does not block."""
         opened = self._opened.get(source.memory)
         return None if opened is None else opened.memory
 
     def open(self, source: SharedMemorySource) -> MappedMemory:
-        """It, mapped. Raises NotShared, with the reason."""
+        """Return the memory, mapping it if necessary. Raises NotShared, with the reason."""
         with self._lock:
             opened = self._opened.get(source.memory)
             if opened is None:
@@ -187,7 +187,7 @@ class TrainerMemory:
 
     @classmethod
     def is_there(cls, source: SharedMemorySource) -> bool:
-        """Whether the trainer still has it."""
+        """Return True if the trainer still has the memory."""
         try:
             cls._host_memory(source).close()
         except OSError:
@@ -195,14 +195,14 @@ class TrainerMemory:
         return True
 
     def prune(self, used: Collection[str]) -> None:
-        """Let go of memory that its trainer has given up, or that has ended; not of that under the names ``used``."""
+        """Unmap memory that its trainer has released, or whose trainer has ended, except under the names ``used``."""
         with self._lock:
             for name, opened in list(self._opened.items()):
                 if name not in used and not self.is_there(opened.source):
                     self._opened.pop(name).memory.close()
 
     def close(self) -> None:
-        """Let go of all of it. Nothing may be read from it any more."""
+        """Unmap all memory; it must no longer be read."""
         with self._lock:
             for opened in self._opened.values():
                 opened.memory.close()
@@ -213,9 +213,8 @@ class SharedBatch:
     """The tensors of one ``SharedTensors``."""
 
     def __init__(self, announced: Sequence[UploadTensor], batch: SharedTensors, memory: MappedMemory) -> None:
-        """``announced``: all tensors of the version. Raises InvalidRequest for a number that none of them has, or a
-        place outside the memory.
-        """
+        """``announced``: all tensors of the version. Raises InvalidRequest for a tensor number that does not exist, or
+        a range outside the memory."""
         self._memory, self._offset = memory, batch.offset
         self._tensors = tuple(announced[batch.first : batch.first + batch.count])
         if len(self._tensors) < batch.count:
@@ -233,7 +232,7 @@ class SharedBatch:
             )
 
     def groups(self) -> Iterator["SharedGroup"]:
-        """What different threads convert."""
+        """Yield groups of tensors, each for one thread."""
         first = nbytes = 0
         begins = self._offset
         for number, (tensor, offset) in enumerate(placed(self._tensors, self._offset)):
@@ -248,23 +247,23 @@ class SharedBatch:
 
 
 class SharedGroup(NamedTuple):
-    """Tensors that lie one after the other in a trainer's memory, as ``placed`` says."""
+    """Consecutive tensors in a trainer's memory, at the offsets that ``placed`` yields."""
 
     tensors: tuple[UploadTensor, ...]
     offset: int
-    """Of the first one's first byte."""
+    """Offset in bytes of the first tensor."""
     memory: MappedMemory
 
     @property
     def names(self) -> list[str]:
-        """Of all of them."""
+        """Return the names of all tensors."""
         return [tensor.name for tensor in self.tensors]
 
     @property
     def executor(self) -> Executor | None:
-        """Whose threads convert them; None: the ingest's."""
+        """Return the executor that converts them; None: the ingest's."""
         return self.memory.executor
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """These tensors, as ``MappedMemory.read`` does."""
+        """Read these tensors, like ``MappedMemory.read``."""
         return self.memory.read(placed(self.tensors, self.offset))

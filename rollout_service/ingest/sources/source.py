@@ -1,4 +1,4 @@
-"""What a source of weights is: the seam at which another way to bring a version is added, as one new file here."""
+"""Interface of weight sources. To add another way to bring in a version, add a file with an implementation here."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -12,22 +12,23 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_
 
 
 def as_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], start: int = 0) -> torch.Tensor:
-    """A tensor of that dtype (its name in a tensor table) whose first byte is ``data[start]``; without a copy.
+    """View memory from ``data[start]`` on as a tensor of that dtype (its name in a tensor table), without a copy.
 
-    It holds on to ``data`` itself, which may be longer.
+    The tensor keeps ``data`` alive, which may be longer.
     """
-    if 0 in shape:  # torch takes no empty buffer
+    if 0 in shape:  # torch accepts no empty buffer
         return torch.empty(shape, dtype=_DTYPES[dtype])
     return torch.frombuffer(data, dtype=_DTYPES[dtype], count=math.prod(shape), offset=start).view(shape)
 
 
 def of_dtype(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """uint8 [nbytes] on any device, as a tensor of that dtype, whose elements are aligned; without a copy."""
+    """View uint8 [nbytes], on any device and aligned for ``dtype``, as a tensor of that dtype, without a copy."""
     return data.view(_DTYPES[dtype]).view(shape)
 
 
 def in_batches(sizes: Iterable[tuple[str, int]], batch_bytes: int) -> Iterator[list[str]]:
-    """Names, given with their bytes, in lists that end with the first name that makes them ``batch_bytes`` or more."""
+    """Group names into lists of at least ``batch_bytes``, each ended by the first name that reaches it. ``sizes``:
+    bytes."""
     names: list[str] = []
     size = 0
     for name, nbytes in sizes:
@@ -41,9 +42,10 @@ def in_batches(sizes: Iterable[tuple[str, int]], batch_bytes: int) -> Iterator[l
 
 
 class WeightSource(Protocol):
-    """Has all tensors of a version when the upload begins; parts, which come one by one, are in ``parts.py``.
+    """A source that has all tensors of a version when the upload begins. Parts, which arrive one by one, are in
+    ``parts.py``.
 
-    What reading raises makes the version fail by name: RolloutServiceError, OSError or RuntimeError.
+    If reading raises RolloutServiceError, OSError or RuntimeError, the version fails with that error.
     """
 
     table: tuple[UploadTensor, ...]
@@ -51,13 +53,13 @@ class WeightSource(Protocol):
 
     @property
     def stamp(self) -> str:
-        """The same for the same content: tells an upload that is begun again from another one."""
+        """Return a stamp of the content, to tell an upload that is begun again from another one."""
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
-        """The names of all tensors, in lists that are read together, of about ``batch_bytes``."""
+        """Yield the names of all tensors, in lists of about ``batch_bytes`` that are read together."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors, in host memory. Called from several threads at once.
+        """Yield each of these tensors, in host memory. Called from several threads at once.
 
-        What is yielded is used before the next is asked for, so that one buffer may hold all of them.
+        The caller finishes using each tensor before requesting the next, so one buffer may hold all of them.
         """
