@@ -1,10 +1,10 @@
-"""The trainer's side of the service. Importing this pulls in neither torch, vllm nor ray.
+"""Client library for trainers. Importing it loads neither torch, vllm nor ray.
 
     async with RolloutClient("http://127.0.0.1:8000") as client:
         pushed = await client.push_weights("next", model.state_dict())
         rollouts = await client.generate_batch(prompts, n=8, max_tokens=64, min_weight_version=pushed.version)
 
-``SyncRolloutClient`` is the same for code without an event loop of its own, and for notebooks.
+``SyncRolloutClient`` has the same methods without ``await``, for notebooks and code without an event loop.
 """
 
 from rollout_service.client._client import RolloutClient

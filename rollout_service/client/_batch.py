@@ -1,4 +1,4 @@
-"""Groups of completions that are read while they are made, so that what there is can be carried on by another call."""
+"""Groups of completions, read as streams. A later call can continue the tokens of an unfinished group."""
 
 import asyncio
 import itertools
@@ -28,22 +28,22 @@ from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampli
 from rollout_service.tasks import raise_first_failure
 
 _CUT = (httpx.NetworkError, httpx.RemoteProtocolError, NotReady, Overloaded)
-"""How a stream may end whose tokens can be gone on from."""
+"""Errors that end a stream but leave its tokens usable: another request can continue them."""
 
 
 _OF_ONE_PROMPT = (InvalidRequest, NonFiniteLogprob, EngineFailed)
-"""Errors after which the other prompts of a batch go on. After any other error the service is asked no more."""
+"""Errors of a single prompt: the rest of the batch continues. Any other error ends the batch."""
 
 
 class Failures:
-    """The errors of a batch's prompts, by index, in the order in which they happened."""
+    """The errors of a batch's prompts, by prompt index, in the order of their occurrence."""
 
     def __init__(self) -> None:
         self.errors: dict[int, Exception] = {}
 
     @contextmanager
     def of(self, index: int) -> Iterator[None]:
-        """Note an error of this prompt. Raises it if it is not of this prompt alone."""
+        """Record an error of the prompt ``index``. Raises the error again unless it concerns this prompt only."""
         try:
             yield
         except (RolloutServiceError, httpx.TransportError) as error:
@@ -53,7 +53,7 @@ class Failures:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Catch an error that ``of`` has noted: the batch ends with it."""
+        """Suppress the error that ended the batch if ``of`` has recorded it."""
         try:
             yield
         except (RolloutServiceError, httpx.TransportError) as error:
@@ -62,7 +62,7 @@ class Failures:
 
 
 class _StreamCut(Exception):
-    """One that was open."""
+    """Raised when an open stream breaks; ``by`` is the cause."""
 
     def __init__(self, by: Exception) -> None:
         super().__init__(str(by))
@@ -70,14 +70,17 @@ class _StreamCut(Exception):
 
 
 class Group:
-    """The completions of one prompt, as far as they have come."""
+    """The completions of one prompt, including those still being generated."""
 
     def __init__(
         self, http: Http, prompt: Prompt | PartialRollout, sampling: Sampling, about: dict[str, object]
     ) -> None:
-        """``about``: options of the request that say nothing of how to sample.
+        """Prepare a group from a prompt or from a partial rollout.
 
-        Raises InvalidRequest for what cannot be carried on, or would be refused.
+        Raises InvalidRequest for options that cannot be continued, or that the service would refuse.
+
+        Args:
+            about: options of the request other than sampling parameters.
         """
         self._http, self._sampling, self._about = http, sampling, about
         if not isinstance(prompt, PartialRollout):
@@ -87,15 +90,15 @@ class Group:
         self._before = prompt
         self._prompt_token_ids = prompt.prompt_token_ids
         self._completions = list(prompt.completions)
-        """Without what the streams below have read."""
+        """The completions so far, without the tokens that ``_streams`` have read."""
         self._streams: dict[int | None, RolloutStream] = {}
-        """Of the rest of a completion, by its index, or of all completions."""
+        """The open streams, by completion index. The key None is the stream of all completions."""
         self._attempts, self._replica_id = prompt.attempts, _last_replica(self._completions)
         self._truncated = prompt.truncated_sampling
         self._require_continuable()
 
     def _require_continuable(self) -> None:
-        """Before anything is sent: a request that is refused later would cost the others their work."""
+        """Raise InvalidRequest before any request is sent. A late refusal would waste the work of the other prompts."""
         if self._about.get("return_routed_experts") or self._sampling.routed_experts_prompt_start is not None:
             raise InvalidRequest(
                 "routed experts are known when a completion has ended, and are not carried on with its tokens: leave "
@@ -111,13 +114,16 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Each completion has ended by itself."""
+        """True if every completion has ended by itself."""
         return bool(self._completions) and all(each.finish_reason != "abort" for each in self._completions)
 
     async def run(self, slots: asyncio.Semaphore) -> None:
-        """Until its completions have ended, or the service does not go on with them. ``slots``: one a request.
+        """Generate until the completions end, or until the service stops continuing them.
 
-        Raises what ``generate`` raises. Where a connection breaks it goes on from what was read.
+        Resumes after a broken connection from the tokens read so far. Raises the errors of ``generate``.
+
+        Args:
+            slots: limits the number of concurrent requests.
         """
         for breaks in itertools.count():
             try:
@@ -132,7 +138,8 @@ class Group:
                 self._settle()
 
     def _unfinished(self) -> list[int | None]:
-        """Completions that lack something; None: all, which are asked for together."""
+        """Return the indices of unfinished completions. ``[None]`` means that no completion exists yet: request all at
+        once."""
         if not self._completions:
             return [None]
         return [completion.index for completion in self._completions if completion.finish_reason == "abort"]
@@ -174,7 +181,8 @@ class Group:
             seed = sampling.seed + partial.index
             changes["seed"] = seed if seed <= LARGEST_SEED else seed % LARGEST_SEED
         about = dict(self._about)
-        if not isinstance(asked := about.get("min_weight_version"), str):  # a label stands for a number unknown here
+        # a label maps to a version number that only the ingest knows
+        if not isinstance(asked := about.get("min_weight_version"), str):
             about["min_weight_version"] = min_version_of_rest(asked if isinstance(asked, int) else None, partial)
         return request_of(
             self._prompt_token_ids or (),
@@ -186,7 +194,7 @@ class Group:
         )
 
     def _settle(self) -> None:
-        """What the streams have read becomes the group's own."""
+        """Move the tokens that the streams have read into the group."""
         for index, stream in self._streams.items():
             if not stream.num_tokens:
                 continue
@@ -202,10 +210,11 @@ class Group:
     def _joined(self, partial: Completion, rest: Completion) -> Completion:
         prompt = self._prompt_token_ids or ()
         call = GenerateCall(request_id=self._before.request_id, prompt_token_ids=prompt, sampling=self._sampling)
-        return joined(call, partial, rest).model_copy(update={"text": rest.text})  # that has the partial one's text
+        # the rest already contains the text of the partial completion
+        return joined(call, partial, rest).model_copy(update={"text": rest.text})
 
     def rollout(self) -> Rollout:
-        """As ``generate`` returns it. Once ``run`` is over."""
+        """Return the rollout in the form of ``generate``. Call it after ``run`` has returned."""
         return Rollout(
             request_id=self._before.request_id,
             prompt_token_ids=self._prompt_token_ids or (),
@@ -216,7 +225,7 @@ class Group:
         )
 
     def partial(self) -> PartialRollout:
-        """What there is of it. While ``run`` is not under way."""
+        """Return the group as a partial rollout. Do not call it while ``run`` is active."""
         return self._before.model_copy(
             update={
                 "prompt_token_ids": self._prompt_token_ids,
@@ -228,14 +237,14 @@ class Group:
 
 
 def _last_replica(completions: Sequence[Completion]) -> str:
-    """That made the end of the last completion which has tokens."""
+    """Return the replica that generated the last tokens of the last completion with tokens, or "" if none has any."""
     return next((each.spans[-1].replica_id or "" for each in reversed(completions) if each.spans), "")
 
 
 async def first_groups(
     groups: Sequence[Group], until: int, most_requests: int, progress: Callable[[int, int], None] | None
 ) -> PartialBatch:
-    """The first ``until`` that are complete; the others end as soon as they are."""
+    """Return the first ``until`` groups to complete. The other groups are cancelled at that moment."""
     slots = asyncio.Semaphore(most_requests)
     done: dict[int, Rollout] = {}
     tasks: list[asyncio.Task[None]] = []
@@ -256,7 +265,7 @@ async def first_groups(
             await groups[index].run(slots)
             note(index)
 
-    for index in range(len(groups)):  # those that were complete before
+    for index in range(len(groups)):  # groups that were complete from the start
         note(index)
     if len(done) < until:
         with failures.noted():

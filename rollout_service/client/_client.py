@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rollout_service.kv_scales import KVScales
 
 MAX_CONNECTIONS = 4096
-"""Default of ``max_connections``: sixteen engines that decode 256 sequences each are busy with ``n=1``."""
+"""Default of ``max_connections``. It keeps sixteen engines with 256 sequences each busy at ``n=1``."""
 _ABOUT_THE_REQUEST = (
     "min_weight_version",
     "session_id",
@@ -50,7 +50,7 @@ _ABOUT_THE_REQUEST = (
     "return_routed_experts",
     "add_special_tokens",
 )
-"""Of the options of a generation: what says nothing of how to sample."""
+"""The generation options that are not sampling parameters."""
 
 
 def _rollout_url(rollout_id: str) -> str:
@@ -58,25 +58,25 @@ def _rollout_url(rollout_id: str) -> str:
 
 
 class RolloutClient(ControlCalls, MismatchCalls):
-    """Talks to one rollout service. Use it as ``async with RolloutClient(url) as client:``, in one event loop.
+    """Client of one rollout service. Use it as ``async with RolloutClient(url) as client:``, in one event loop.
 
-    Generations, and weight and control calls, have connection pools of their own, so that neither waits for the
-    other. A cancelled call is cancelled on the service too. No proxy is used, whatever the environment says.
+    Generation calls and control calls use separate connection pools and do not wait for each other. Cancelling a call
+    cancels it on the service too. Proxy settings in the environment are ignored.
 
-    Every call raises the RolloutServiceError that the service answered with, after retries where repeating is safe,
-    or ``httpx.TransportError`` when the connection fails.
+    Every call raises the RolloutServiceError of the service's reply, after safe retries. A failed connection raises
+    ``httpx.TransportError``.
 
     Args:
         url: Address of the gateway, e.g. ``http://127.0.0.1:8000``.
-        token: Bearer token, sent with every request to ``url``, and to no other address.
-        max_connections: Maximum number of generations under way at once; others wait in the client. None: 4096. Fewer,
-            with a warning, if this process cannot open so many files. Its soft limit is raised where it must be.
-        timeout_s: Longest wait for the reply to one generation; None: as long as it takes.
-        retries: Attempts after the first, with exponential backoff and jitter, or after the wait the service asks for.
-            8 outlive an outage of 16 s, 12 one of 32 s.
-        ca_file: File in PEM with the authorities, or the certificate itself, by which to trust an https ``url``; None:
-            those of this machine, or of ``SSL_CERT_FILE``.
-        transport: Takes the place of the network, for tests or for a proxy; connection limits are then its own.
+        token: Bearer token, sent with every request to ``url`` and to no other address.
+        max_connections: Maximum number of concurrent generations; others wait in the client. None: 4096. The client
+            raises the soft limit of open files if needed. If the hard limit is too low, it uses fewer and warns.
+        timeout_s: Maximum wait in seconds for the reply to one generation. None: no limit.
+        retries: Number of attempts after the first, with exponential backoff and jitter, or after the service's
+            ``Retry-After``. 8 retries outlast an outage of 16 s, 12 retries one of 32 s.
+        ca_file: PEM file with the CA certificates, or the server certificate itself, for an https ``url``. None: the
+            CAs of this machine or of ``SSL_CERT_FILE``.
+        transport: Replacement for the network, for tests or a proxy. Its own connection limits apply.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self._uploader = Uploader(self._control, self._parts, pinned, plain=transport is None)
         self._deltas: DeltaPushes | None = None
         self._table: tuple[UploadTensor, ...] = ()
-        """Of the push before."""
+        """The tensor table of the previous push."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -131,7 +131,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._data.aclose()
         await self._control.aclose()
         await self._parts.aclose()
@@ -140,11 +140,11 @@ class RolloutClient(ControlCalls, MismatchCalls):
             await self._deltas.settled()
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> AgentSession:
-        """A conversation of an agent that chats by itself: ``async with client.session() as session:``.
+        """Open a session that records an agent's chat: ``async with client.session() as session:``.
 
         Args:
-            session_id: Letters, digits and ``._:-``; None: the service makes one.
-            ttl_s: The service forgets it so long after its last turn.
+            session_id: Letters, digits and ``._:-``. None: the service generates an id.
+            ttl_s: Seconds after the last turn until the service deletes the session.
         """
         return AgentSession(self._control, OpenSession(session_id=session_id, ttl_s=ttl_s))
 
@@ -174,32 +174,35 @@ class RolloutClient(ControlCalls, MismatchCalls):
     ) -> Rollout:
         """Sample ``n`` completions of one prompt, given as text or token ids. Parameters have vLLM's names and meaning.
 
-        Sent again if its answer is surely lost (a connection that broke, a gateway that died), never after a timeout.
+        The client sends the request again if the answer is certainly lost, as after a broken connection. It never does
+        so after a timeout.
 
         Args:
-            max_tokens: None: what the context leaves.
-            top_p, top_k, min_p, min_tokens: Cut off a part of the vocabulary. Logprobs are renormalized over what is
-                left, and the rollout is marked ``truncated_sampling``: see docs/correction.md before training on it.
-            stop: Strings that end a completion; they need a tokenizer.
-            min_weight_version: Sample from this weight version or one that was committed later; the service waits a
-                while for it. By its number, or by its label, for which each request asks the ingest.
-            session_id: Calls of one session go to one replica while it lives, whose prefix cache has what they share.
-            priority: Lower is scheduled earlier.
-            on_abort: When an update, a pause or a lost replica cuts a completion short: ``continue`` on another
-                replica from the tokens it has, or ``return`` it with ``finish_reason="abort"``.
-            return_routed_experts: Have ``Rollout.routed_experts`` say which experts each token went to, for a service
-                with ``engine.return_routed_experts``.
-            routed_experts_prompt_start: Only from this token of the prompt on: the last one that had no row after the
-                turn before, where this prompt goes on from that.
-            add_special_tokens: Whether the tokenizer adds special tokens to a prompt in text, such as a beginning of
-                sequence. None: it does, but no second beginning of sequence to a text that begins with one.
-            request_id: Name of this rollout in logs; the service makes one up otherwise.
+            max_tokens: Maximum number of new tokens per completion. None: the rest of the context.
+            top_p, top_k, min_p, min_tokens: Truncate the vocabulary. Logprobs are renormalized over the remaining
+                tokens, and the rollout is marked ``truncated_sampling``. Read docs/correction.md before training on
+                such rollouts.
+            stop: Strings that end a completion. They need a tokenizer.
+            min_weight_version: Sample from this weight version or a newer one. Give its number or its label. The
+                service waits a limited time for the version. A label costs one query to the ingest per request.
+            session_id: Calls with the same id go to one replica while it lives, so that they share its prefix cache.
+            priority: Requests with lower values are scheduled earlier.
+            on_abort: The action when an update, a pause or a lost replica interrupts a completion. ``continue``:
+                another replica continues from the tokens so far. ``return``: the completion comes back with
+                ``finish_reason="abort"``.
+            return_routed_experts: Return the experts of each token in ``Rollout.routed_experts``. The service needs
+                ``engine.return_routed_experts``.
+            routed_experts_prompt_start: Return experts from this prompt token on. In a conversation, give the last
+                token without a row from the previous turn.
+            add_special_tokens: True to let the tokenizer add special tokens, such as a beginning of sequence (BOS), to
+                a text prompt. None: add them, but no second BOS.
+            request_id: Name of this rollout in logs. None: the service generates one.
 
         Raises:
-            InvalidRequest: A parameter or token that the service does not take.
+            InvalidRequest: The service does not accept a parameter or a token.
             TooEarly: No replica reached ``min_weight_version`` in time.
             NotFound: No version has that label.
-            Overloaded, NotReady: Still, after all retries.
+            Overloaded, NotReady: The service refused every attempt.
         """
         sampling = sampling_of(
             n=n,
@@ -232,19 +235,19 @@ class RolloutClient(ControlCalls, MismatchCalls):
     def generate_stream(
         self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]
     ) -> RolloutStream:
-        """``generate``, read while it is made: ``async with client.generate_stream(prompt) as stream:``.
+        """Stream ``generate``: ``async with client.generate_stream(prompt) as stream:``.
 
-        ``async for piece in stream:`` yields a ``StreamPiece`` each time that tokens have come, of any of the
-        completions; then ``stream.rollout`` is what ``generate`` would have returned. Leaving the block cancels what is
-        left on the service, and ``stream.partial`` is what was read.
+        ``async for piece in stream:`` yields a ``StreamPiece`` whenever new tokens of a completion arrive. Afterwards
+        ``stream.rollout`` equals the result of ``generate``. Leaving the block early cancels the rest on the service;
+        ``stream.partial`` holds the tokens read so far.
 
         Args:
-            prompt: Text or token ids. Pieces of a prompt in text have text.
-            request_id: As for ``generate``.
-            **options: As for ``generate``.
+            prompt: Text or token ids. Pieces include text if the prompt is text.
+            request_id: See ``generate``.
+            **options: See ``generate``.
 
         Raises:
-            InvalidRequest: A parameter that the service does not take. All else is raised as the block is entered, or
+            InvalidRequest: The service does not accept a parameter. Other errors are raised on entering the block, or
                 by the iteration.
         """
         given = dict(options)
@@ -253,20 +256,20 @@ class RolloutClient(ControlCalls, MismatchCalls):
         return RolloutStream(self._data, request)
 
     async def detach(self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]) -> str:
-        """Have ``generate`` done without waiting for it. Returns the id by which ``collect`` gets what it made.
+        """Start ``generate`` without waiting for it. Returns the id to pass to ``collect``.
 
-        The service keeps it in the gateway's memory for an hour after its end. A trainer that restarts collects what it
-        had asked for under names of its own (``request_id``).
+        The gateway keeps the rollout in memory for an hour after it ends. A restarted trainer can collect rollouts that
+        it had started under its own ``request_id``.
 
         Args:
             prompt: Text or token ids.
-            request_id: The id; None: the service makes one up.
-            **options: As for ``generate``.
+            request_id: The id. None: the service generates one.
+            **options: See ``generate``.
 
         Raises:
-            InvalidRequest: A parameter or token that the service does not take.
-            VersionConflict: There is one of that id.
-            Overloaded: The service keeps too many.
+            InvalidRequest: The service does not accept a parameter or a token.
+            VersionConflict: The id is in use.
+            Overloaded: The service holds too many detached rollouts.
         """
         given = dict(options)
         about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
@@ -277,16 +280,16 @@ class RolloutClient(ControlCalls, MismatchCalls):
         return parse(DetachedRollout, reply).id
 
     async def collect(self, rollout_id: str, *, timeout_s: float | None = None) -> Rollout:
-        """What a detached rollout made; it stays there until its time is over or ``discard_rollout``.
+        """Return a detached rollout. It stays on the service until it expires or until ``discard_rollout``.
 
         Args:
-            rollout_id: As ``detach`` returned it.
-            timeout_s: Longest wait; None: as long as it takes.
+            rollout_id: The result of ``detach``.
+            timeout_s: Maximum wait in seconds. None: no limit.
 
         Raises:
-            NotFound: There is none: its time is over, it was discarded, or the gateway that had it has ended.
-            TimeoutError: It is not done in time; it goes on.
-            RolloutServiceError: What ``generate`` would have raised.
+            NotFound: The rollout expired or was discarded, or its gateway has ended.
+            TimeoutError: The rollout is unfinished after ``timeout_s``; it continues.
+            RolloutServiceError: The error that ``generate`` would have raised.
         """
         async with asyncio.timeout(timeout_s):
             while True:
@@ -295,7 +298,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
                     return rollout_of(reply)
 
     async def discard_rollout(self, rollout_id: str) -> None:
-        """End a detached rollout if it is under way, and have the service forget it."""
+        """Cancel a detached rollout if it is running, and delete it on the service."""
         await self._data.send("DELETE", _rollout_url(rollout_id), repeat=Repeat.IDEMPOTENT)
 
     @overload
@@ -329,29 +332,31 @@ class RolloutClient(ControlCalls, MismatchCalls):
         progress: Callable[[int, int], None] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Rollout] | PartialBatch:
-        """``generate`` for many prompts at once; rollouts in the order of the prompts.
+        """Call ``generate`` for many prompts concurrently. Rollouts have the order of the prompts.
 
-        A prompt that the service refuses, or that fails on every replica, does not end the others: ``BatchFailed`` is
-        raised when they are done, with their rollouts and with the error of each prompt that failed. Any other error
-        cancels the rest, here and on the service.
+        A prompt that the service refuses, or that fails on every replica, does not end the others. When all are done,
+        ``BatchFailed`` reports each failed prompt and holds the other rollouts. Any other error cancels the rest, here
+        and on the service.
 
         Args:
-            prompts: Text, token ids, or what an earlier call handed back: such a group keeps the completions that have
-                ended, and the others go on from their tokens, with the options of this call. ``max_tokens`` counts
-                those tokens, too, and ``n`` is of new prompts only.
-            until: Return as soon as so many groups (a prompt's ``n`` completions) are complete, as a ``PartialBatch``:
-                those, and the rest as it is by then, to be carried on by a later call. The engines stop with the rest
-                at once; what they made in the last 0.1 s or so, and had not told, they make again. Carry all of it
-                on: short completions end first, and who drops the rest trains on those. Fewer groups come back where
-                completions end "abort" (``on_abort="return"``, attempts used up), which are handed back as well.
-            concurrency: Most requests at once; ``max_connections`` if None or more than that.
-            progress: Called with (rollouts done, prompts) after each; with (groups complete, ``until``).
-            **options: As for ``generate``, the same for all prompts. Not with ``until`` or partial rollouts:
-                ``return_routed_experts``, ``routed_experts_prompt_start``.
+            prompts: Text, token ids, or partial rollouts of an earlier call. A partial rollout keeps its finished
+                completions; the others continue from their tokens with the options of this call. ``max_tokens`` counts
+                those tokens too, and ``n`` applies to new prompts only.
+            until: Return a ``PartialBatch`` as soon as this many groups (a prompt's ``n`` completions) are complete. It
+                also holds the unfinished groups, which a later call can continue. The engines stop them at once and
+                lose about the last 0.1 s of tokens. Continue all of them: short completions finish first, so dropping
+                the rest biases training towards short ones. Fewer groups come back if completions end with "abort"
+                (``on_abort="return"``, or attempts exhausted); these are returned as partial.
+            concurrency: Maximum number of concurrent requests. None, or a larger number, means ``max_connections``.
+            progress: Called after each rollout with (rollouts done, prompts). With ``until``, called with (groups
+                complete, ``until``).
+            **options: See ``generate``; the same for all prompts. ``return_routed_experts`` and
+                ``routed_experts_prompt_start`` do not work with ``until`` or partial rollouts.
 
         Raises:
-            BatchFailed: Some prompts failed; it has the others' rollouts, and is of the class of its first error.
-            InvalidRequest: An option that the service does not take, for any prompt.
+            BatchFailed: Some prompts failed. It holds the other rollouts and is also an instance of its first error's
+                class.
+            InvalidRequest: The service does not accept an option for any prompt.
         """
         waiting = _prompt_list(prompts)
         if until is not None and not 1 <= until <= len(waiting):
@@ -448,81 +453,83 @@ class RolloutClient(ControlCalls, MismatchCalls):
     ) -> Coroutine[object, None, WeightStatus | None]:
         """Upload one weight version tensor by tensor, commit it, and wait until every live replica serves it.
 
-        Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device; routed experts one by one
-        or stacked as transformers 5 holds them. They must not change until this returns. Host memory needed beside
-        them: the largest tensor and about ``parallel_parts + 1`` parts (16 MiB each unless the service is configured
-        otherwise). Contiguous ones on the CPU, if ``named_tensors`` is no iterator, need none; of others there, which
-        are copied as a whole, the last two may be in memory at once.
+        Tensors are bfloat16, float16 or float32 under Hugging Face's names, on any device. Routed experts may be
+        separate tensors or stacked as in transformers 5. Do not change the tensors until the call returns.
 
-        With FSDP, each ``DTensor`` is gathered when its turn comes, which is a collective: call this on every rank of
-        the mesh with the same tensors, and ``send=rank == 0``; run no other collective there meanwhile. If sending
-        fails, rank 0 still takes part in the gathers that are left before it raises, so that no other rank hangs;
-        tell the others about the failure yourself.
+        Host memory needed: the largest tensor and about ``parallel_parts + 1`` parts of 16 MiB, unless the service sets
+        another size. Contiguous CPU tensors need no extra memory if ``named_tensors`` is no iterator. Other CPU tensors
+        are copied whole; at most the last two are in memory at once.
 
-        A push of a number that failed may be repeated: parts that this client has sent already are not sent again, and
-        VersionConflict says so if their bytes have changed since.
+        With FSDP, each ``DTensor`` is gathered in turn, which is a collective. Call this on every rank of the mesh with
+        the same tensors and ``send=rank == 0``. Run no other collective on the mesh meanwhile. If sending fails, rank 0
+        joins the remaining gathers before it raises, so that no other rank hangs. The caller must tell the other ranks
+        about the failure.
+
+        A failed push of a number may be repeated. The client does not send parts again that it has sent. If their bytes
+        have changed since, it raises VersionConflict.
 
         Args:
-            version: A number larger than any before, such as the trainer's step. Or ``"next"``: the service gives it
-                the next number, which stands in the reply, whatever the trainer's own count: that one goes back when a
-                training resumes from an older checkpoint.
-            label: What the trainer calls it, such as ``run-7/step-300``: letters, digits and ``._:/@+=-``, at most 128,
-                of them at least one letter. Replies show it beside the number, and ``min_weight_version`` takes either.
-                Of several versions with one label the newest is meant. A push of ``"next"`` that failed, repeated under
-                its label, has the same number, also after a restart of the trainer, and goes on where it was; parts
-                whose bytes have changed since are replaced.
-            named_tensors: A module (its ``state_dict``), a mapping, or pairs. A generator is consumed once, one
-                tensor at a time, if ``tensor_table`` is given. Without, it is first read to its end to learn names
-                and shapes: parameters and ``DTensor`` are held as they are, other tensors are copied to host memory.
-                A generator may fill one buffer anew for each tensor, except for parameters that it yields without a
-                table: ValueError then names one that was overwritten, and nothing is committed.
-            tensor_table: What the generator will yield, in that order.
-            quantize: ``service``: send tensors as they are. ``trainer``: quantize them here, on the device they are
-                on, and send codes and scales: the same version, byte for byte, in half the bytes. Up to 256 MiB of
-                tensors are quantized at once; those of a generator are copied for that. None: ``trainer`` for a
-                ``delta``, otherwise ``service``.
-            transport: ``shared_memory``: through memory that this process and the ingest share, which they can on one
-                machine, as one user and outside of separate containers. It holds 1 GiB, or 512 MiB beside the largest
-                tensor if that is more, and is kept for the next push. ``cuda_ipc``: likewise through memory of this
-                process's current GPU, 1.5 GiB or 768 MiB beside the largest tensor; the ingest needs a GPU, too
-                (``weights.ingest_num_gpus``), the same one or one that reaches it. Of tensors on a GPU this is the
-                faster one. ``http``: in parts, which outlive the ingest.
-                ``delta``: quantize here, and send, in parts, what has changed since the last push of this client with
-                ``delta``: the same version, byte for byte, in less than 1% of the bytes after one step of RL. For that
-                the client keeps what it has sent in the host's memory, as many bytes as the version has (of tensors on
-                a GPU pinned, up to a third more), and takes up to 512 MiB while it compares, there or on that GPU; such
-                pushes of one client wait for each other. All is sent by the first one, and where the service does not
-                have the last one any more, or more than an eighth of the bytes changes.
-                ``auto``: of 256 MiB and more through ``cuda_ipc`` if the tensors are on a GPU that has room for it,
-                else through ``shared_memory``, where that can be, which the first push finds out. Where it cannot be, a
-                client that quantizes (``quantize="trainer"``) sends deltas from its third push on: the second one is
-                kept, if it needs no more than half of the host's free memory. Once more than an eighth of the bytes has
-                changed from one push to the next, this client sends all from then on, and keeps nothing. Everything
-                else goes over ``http``.
-            kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``; they are part
-                of the version. None: ``kv_cache.scales_policy`` of the service says which it gets.
-            mode: What happens to rollouts that are running, see ``CommitUpload.mode``.
-            wait: ``all``: return once every live replica serves this version. ``durable``: once it outlives the
-                service's machine, whoever serves it by then; with ``weights.durability: behind`` that is later.
-                ``none``: once it is committed.
-            timeout_s: How long ``wait`` waits.
-            parallel_parts: Uploads at once, each by a thread and a connection of its own.
-            progress: Called with (bytes that the service has, bytes of all) after each part; of a ``delta``, bytes of
-                tensors of which it knows what has changed.
-            send: False: only take part in the gathers, and return None.
+            version: A number larger than any before, such as the trainer's step. ``"next"``: the service assigns the
+                next number and returns it. Use ``"next"`` if the trainer's step may go back, as after resuming from an
+                older checkpoint.
+            label: The trainer's name for the version, such as ``run-7/step-300``: letters, digits and ``._:/@+=-``, at
+                most 128, at least one letter. Replies include it, and ``min_weight_version`` accepts it; the newest
+                version with a label counts. A failed push of ``"next"`` can be repeated under its label, even after the
+                trainer restarts. It gets the same number and resumes; parts whose bytes have changed are replaced.
+            named_tensors: A module (its ``state_dict``), a mapping, or pairs. With ``tensor_table``, a generator is
+                consumed once, one tensor at a time. Without it, the generator is read to its end first to learn names
+                and shapes. Parameters and ``DTensor`` are kept by reference; other tensors are copied to host memory. A
+                generator may refill one buffer for each tensor, but not for parameters yielded without a table.
+                ValueError then names an overwritten parameter, and nothing is committed.
+            tensor_table: Names, dtypes and shapes of the tensors that the generator will yield, in order.
+            quantize: ``service``: send tensors as they are. ``trainer``: quantize them here on their device, and send
+                codes and scales. The version is the same byte for byte, at half the size. Up to 256 MiB of tensors are
+                quantized at once; those of a generator are copied for it. None: ``trainer`` for a ``delta``, else
+                ``service``.
+            transport: The way to the ingest:
+                - ``shared_memory``: host memory shared with the ingest. Both must run on one machine, as one user, and
+                  not in separate containers. It takes 1 GiB, or 512 MiB and the largest tensor if that is more, and is
+                  kept for the next push.
+                - ``cuda_ipc``: memory of this process's current GPU, shared with the ingest. It takes 1.5 GiB, or 768
+                  MiB and the largest tensor if that is more. The ingest needs a GPU (``weights.ingest_num_gpus``) that
+                  can reach this one. For tensors on a GPU it is faster than ``shared_memory``.
+                - ``http``: parts over HTTP. Uploaded parts survive a crash of the ingest.
+                - ``delta``: quantize here, and send the changes since this client's last ``delta`` push. The version is
+                  the same byte for byte; one RL step takes less than 1% of its bytes. The client keeps the last version
+                  in host memory; for GPU tensors this memory is pinned and up to a third larger. Comparing takes up to
+                  512 MiB more, on the host or the GPU. Delta pushes of one client run one after the other. The first
+                  push sends everything. So does a push whose base the service no longer has, or that changes more than
+                  an eighth of the bytes.
+                - ``auto``: for 256 MiB and more, ``cuda_ipc`` if the tensors are on a GPU with enough room, else
+                  ``shared_memory``. The first push finds out whether these work. If not, a client with
+                  ``quantize="trainer"`` sends deltas from its third push on. It keeps the second push for that, if it
+                  fits in half of the free host memory. After a push that changes more than an eighth of the bytes, the
+                  client keeps nothing and always sends everything. All other pushes use ``http``.
+            kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``. They become part
+                of the version. None: the service's ``kv_cache.scales_policy`` decides.
+            mode: The fate of running rollouts during the update, see ``CommitUpload.mode``.
+            wait: ``all``: return once every live replica serves this version. ``durable``: return once it survives the
+                loss of the service's machine, which takes longer with ``weights.durability: behind``. ``none``: return
+                after the commit.
+            timeout_s: Maximum seconds for ``wait``.
+            parallel_parts: Number of concurrent uploads, each with its own thread and connection.
+            progress: Called with (bytes on the service, total bytes) after each part. For a ``delta``, called with
+                (bytes of the compared tensors, total bytes).
+            send: False: only join the gathers, and return None.
 
         Raises:
-            ValueError: A tensor of another dtype, a name that comes twice, or tensors that differ from the table.
-            InvalidManifest: Names or shapes are not the served model's, or KV scales not those of its layers.
+            ValueError: An unsupported dtype, a duplicate name, or tensors that differ from the table.
+            InvalidManifest: Names or shapes differ from the served model's, or KV scales do not match its layers.
             QuantizationError: A weight is NaN or infinite. Nothing is committed.
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
-            NotShared: With ``transport="shared_memory"`` or ``"cuda_ipc"``, the ingest cannot reach this process's
-                memory, and why.
-            CommitTimeout: Committed, but some replica was not live in time: ``detail`` says which. Or it was not
-                durable.
-            InvalidRequest: ``wait="durable"`` where the log is in memory alone. Nothing is committed.
+            NotShared: ``transport`` is ``"shared_memory"`` or ``"cuda_ipc"``, and the ingest cannot reach this
+                process's memory. The message has the reason.
+            CommitTimeout: The version is committed, but a replica did not serve it in time, or it is not durable yet.
+                ``detail`` lists the replicas.
+            InvalidRequest: ``wait="durable"``, but the log is in memory only. Nothing is committed.
         """
-        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
+        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, because its CUDA stream
+        # matters.
         if parallel_parts < 1:
             raise ValueError(f"parallel_parts={parallel_parts}: at least one upload at a time is needed")
         if quantize is not None and quantize not in get_args(Quantize):
@@ -571,13 +578,13 @@ class RolloutClient(ControlCalls, MismatchCalls):
         parallel_parts: int,
         progress: Progress | None,
     ) -> WeightStatus:
-        from rollout_service.client._delta import Push  # needs torch
+        from rollout_service.client._delta import Push  # imports torch
 
         push = Push(self._uploader, thread, commit, parallel_parts, progress)
         return await self._delta_pushes().push(push, version, source, label, kv_scales)
 
     def _delta_pushes(self) -> DeltaPushes:
-        from rollout_service.client._delta import DeltaPushes  # needs torch
+        from rollout_service.client._delta import DeltaPushes  # imports torch
 
         if self._deltas is None:
             self._deltas = DeltaPushes()
@@ -598,7 +605,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         wait: WaitFor = "all",
         timeout_s: float = 600.0,
     ) -> WeightStatus:
-        """Make a version of a Hugging Face folder that the service reads itself; otherwise like ``push_weights``.
+        """Create a version from a Hugging Face folder that the service reads itself. Other arguments as for
+        ``push_weights``.
 
         ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not.
         """
@@ -618,17 +626,17 @@ class RolloutClient(ControlCalls, MismatchCalls):
     ) -> WeightStatus:
         """Make an older version the newest again, under a new number, and wait until every live replica serves it.
 
-        Nothing is uploaded, and where the log's file system has hard links, nothing copied. The new version has the
-        label of the old one. If the newest version has these weights already, it is returned as it is.
+        Nothing is uploaded. Nothing is copied either if the log's file system has hard links. The new version keeps the
+        old label. If the newest version already has these weights, the call returns it unchanged.
 
         Args:
-            to: A version that the service keeps (``weights()`` lists them), by number or label.
-            mode, wait, timeout_s: As for ``push_weights``.
+            to: Number or label of a version that the service keeps; ``weights()`` lists them.
+            mode, wait, timeout_s: See ``push_weights``.
 
         Raises:
-            NotFound: No such version, or it is not on disk any more: the error names those that are.
-            LogCorrupt: Its files are damaged.
-            CommitTimeout: It is the newest, but some replica was not live, or it was not durable, in time.
+            NotFound: The version does not exist, or is no longer on disk. The message lists the available ones.
+            LogCorrupt: The version's files are damaged.
+            CommitTimeout: The version is the newest, but a replica did not serve it in time, or it is not durable yet.
         """
         return await self._uploader.roll_back(RollBack(to=to, mode=mode, wait=wait, timeout_s=timeout_s))
 

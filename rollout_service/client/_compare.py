@@ -1,12 +1,11 @@
-"""What changes from one version to the next: found by threads, or on the GPU that holds the new tensors.
+"""Find the changes between two versions, with threads or on the GPU that holds the new tensors.
 
-What a GPU has found (``_gpu_compare``) threads encode, while another one gives the GPU its work: they take Python's
-lock from it, and so are to need it rarely, which they do with numba (``protocol/compiled_planes.py``). What is there
-only by its differences, because too much of it has changed or the GPU has no room, is compared by threads, too: they
-add those to the old bytes.
+``_gpu_compare`` finds changes on a GPU, and threads encode them while another thread queues GPU work. The encoding uses
+numba (``protocol/compiled_planes.py``), because threads that hold the GIL would delay that thread. If too much of a
+piece has changed, or the GPU has no room, threads compare the piece from its differences.
 
-Positions and differences are kept beside their encoding, as ``Changed.elements``, if they are few: with them the old
-bytes become the new ones without a decoding.
+A small set of positions and differences is kept beside its encoding, as ``Changed.elements``. It turns the old bytes
+into the new ones without decoding.
 """
 
 from __future__ import annotations
@@ -39,123 +38,126 @@ from rollout_service.views import SIGNED, bytes_of
 logger = logging.getLogger("rollout_service.client")
 
 AT_ONCE_BYTES = 256 << 20
-"""Of the host's memory, that pieces have while they are compared and encoded: their bytes, or what a GPU found."""
+"""Maximum host memory in bytes of the pieces being compared and encoded."""
 
 ELEMENTS_SHARE = 1 / 16
-"""Of all bytes, that ``Changed.elements`` of one comparison may have. After one step of a trainer they have 1 to 3%."""
+"""Maximum memory of all ``Changed.elements`` of one comparison, as a share of all bytes. One training step needs 1 to
+3%."""
 
 _POSITION_BYTES = 4
 
 
 class Elements(NamedTuple):
-    """Of a piece, that changed."""
+    """The changed elements of a piece."""
 
     positions: npt.NDArray[np.int32]
-    """Ascending, in the piece."""
+    """Element indices in the piece, ascending."""
     differences: npt.NDArray[Any]
-    """New bits minus old bits, which wrap around; of an integer dtype of the elements' size."""
+    """New bits minus old bits, with wrap-around, as integers of the elements' size."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that they have."""
+        """Memory of both arrays in bytes."""
         return self.positions.nbytes + self.differences.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """One tensor that is not what it was."""
+    """The change of one tensor."""
 
     encoded: bytes
-    """What changed, see ``rollout_service.protocol.delta``."""
+    """The encoded change, see ``rollout_service.protocol.delta``."""
     digest: str
-    """That the tensor has now, as ``StoredTensor.digest``."""
+    """Digest of the new tensor, as ``StoredTensor.digest``."""
     elements: tuple[Elements, ...] | None = field(default=None, compare=False, repr=False)
-    """The same, of each of the tensor's spans; None: it is only in ``encoded``."""
+    """The change as elements of each of the tensor's spans. None: the change is only in ``encoded``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SpanChange:
     segments: list[bytes]
-    """Encoded, in order."""
+    """Encoded segments, in order."""
     digest: str | None
-    """Of the new tensor; None: nothing has changed in it, or the span is not all of it."""
+    """Digest of the new tensor. None: nothing has changed, or the span is not the whole tensor."""
     elements: Elements | None = field(compare=False, repr=False)
-    """None: there are so many that segments are sent as a whole."""
+    """The changed elements. None: there are so many that whole segments are sent."""
 
 
 def view_of(flat: torch.Tensor) -> memoryview:
-    """The bytes of uint8 [N] on the CPU, without a copy."""
+    """Return the bytes of a CPU tensor, uint8 [N], without a copy."""
     data: memoryview = flat.numpy().data
     return data
 
 
 def digest_of(data: memoryview) -> str:
-    """As ``StoredTensor.digest``."""
+    """Return the digest of ``data``, as ``StoredTensor.digest``."""
     return tensor_digests(data)[0]
 
 
 class OldBytes(NamedTuple):
-    """Those of a version's tensors, on the CPU."""
+    """The tensors of the old version, on the CPU."""
 
     pieces: Sequence[Piece]
-    """As of ``pieces_of``, and the bytes of each, uint8:"""
+    """The pieces (see ``pieces_of``), followed by the bytes of each as uint8 [N]."""
     of_pieces: Sequence[torch.Tensor]
     batches: Sequence[Batch]
-    """As of ``batches_of``, and the bytes of each, uint8, of which those of its pieces are views:"""
+    """The batches (see ``batches_of``), followed by the bytes of each as uint8 [N]. Tensors of ``of_pieces`` are views
+    of them."""
     of_batches: Sequence[torch.Tensor]
     parts: Sequence[range]
-    """The tensors of each part of a delta, as of ``tensors_of_parts``."""
+    """The tensor indices of each part of a delta, see ``tensors_of_parts``."""
 
 
 Tell = Callable[[int, Sequence[Changed | None]], None]
-"""Called with a part's number, and what became of each of its tensors."""
+"""Callback that receives a part's index and the change of each of its tensors."""
 
 
 class Comparison:
-    """Of the tensors of a new version with the ``old`` one. A context manager, for one thread."""
+    """Compares the tensors of a new version with the ``old`` one. A context manager for one thread."""
 
     def __init__(self, old: OldBytes, verdicts: Verdicts, tell: Tell) -> None:
-        """
+        """Prepare the comparison.
+
         Args:
-            verdicts: of the tensors that are added. They are required where a batch is waited for anyhow, and before
+            verdicts: deferred checks of the added tensors. They are required when a batch is awaited, and before
                 ``finish`` returns.
-            tell: called by a thread for each part of which all tensors were compared, if it is not too large; before
-                ``finish`` returns.
+            tell: called by a thread for each fully compared part that is small enough, before ``finish`` returns.
         """
         self._pieces, self._kept, self._verdicts = old.pieces, old.of_pieces, verdicts
         self._next = 0
         self._batches, self._of_batches = old.batches, old.of_batches
         self._batch = 0
-        """The next one, of which these pieces are on a GPU, each with the new tensors of its spans:"""
+        """Index of the next batch, followed by its pieces that are on a GPU, each with the new tensors of its spans."""
         self._on_gpu: dict[int, list[torch.Tensor]] = {}
         self._counting: Counting | None = None
-        """The batch before, if a GPU compares it, and what waits for the verdicts that were asked until then."""
+        """The previous batch if a GPU compares it, followed by the call that requires its deferred checks."""
         self._require_sound: Callable[[], None] = _nothing
         self._uploads: dict[torch.device, Uploads] = {}
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
         self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
         self._at_once = 0
         self._ends = {span.tensor: span.part.stop for piece in old.pieces for span in piece.spans}
-        """Bytes of each tensor."""
+        """Size of each tensor in bytes."""
         self._segments: dict[int, list[bytes]] = defaultdict(list)
-        """Of tensors that are not compared to their ends; of others, what they make:"""
+        """Encoded segments of tensors whose comparison is unfinished. The dictionaries below hold the finished
+        tensors."""
         self._encoded: dict[int, bytes] = {}
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
         self._elements_bytes = 0
         self._most_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
         self._digests: dict[int, Callable[[], str]] = {}
         self.waiting: dict[int, torch.Tensor] = {}
-        """Tensors that were added and are compared once the last one of their piece is."""
+        """Added tensors whose piece is not complete yet."""
         self.changed_bytes = 0
-        """Of what was found so far, encoded."""
+        """Encoded size in bytes of the changes found so far."""
         self.has_too_large_part = False
-        """Whether the service would not take one."""
+        """True if the service would refuse a part of this delta because of its size."""
         self._parts, self._tell = old.parts, tell
         self._part_of = {tensor: part for part, tensors in enumerate(old.parts) for tensor in tensors}
         self._lacking = [sum(tensor in self._ends for tensor in tensors) for tensors in old.parts]
-        """Of each part, tensors that are not compared to their ends."""
+        """Number of tensors of each part that are not compared to their end."""
         self._telling = ThreadPoolExecutor(1, "delta-parts")
-        """Not one of the threads that compare: a part does not wait behind what these have to do yet."""
+        """A thread apart from the comparing threads, so that a finished part does not wait behind their work."""
         self._told: list[tuple[range, Future[list[Changed | None]]]] = []
 
     def __enter__(self) -> Self:
@@ -168,7 +170,7 @@ class Comparison:
         self._telling.shutdown(cancel_futures=True)
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
-        """The next tensor of the table, at that place in it, as it is now."""
+        """Add the next tensor; ``number`` is its index in the table."""
         if tensor.nbytes:
             self.waiting[number] = tensor.contiguous()
         begun: set[int] = set()
@@ -180,18 +182,18 @@ class Comparison:
             del self.waiting[each]
 
     def finish(self) -> dict[int, Changed | None]:
-        """What became of the tensors that were compared, by their places in the table.
+        """Return the change of each compared tensor, by table index.
 
-        Raises QuantizationError for the first of them, or of those that were made with them, that may not be.
+        Raises QuantizationError for the first invalid tensor among those compared or converted with them.
         """
         self._read_counted()
         self._verdicts.require()
-        self._compare_on_host()  # a batch that is not complete: whoever finishes does not want the rest
+        self._compare_on_host()  # an incomplete batch: the caller stopped early and does not want the rest
         while self._compared:
             self._take_first()
         for part, tensors in enumerate(self._parts):
             if not any(tensor in self._ends for tensor in tensors):
-                self._begin_telling(part)  # nothing of it was compared
+                self._begin_telling(part)  # a part without compared tensors
         found: dict[int, Changed | None] = {}
         for tensors, told in self._told:
             found |= zip(tensors, told.result(), strict=True)
@@ -213,7 +215,7 @@ class Comparison:
         self._told.append((tensors, self._telling.submit(tell)))
 
     def _found(self, tensor: int) -> Callable[[], Changed | None]:
-        """What became of a tensor that was compared, or has no byte; waits for its digest when it is called."""
+        """Return a function that waits for a tensor's digest and returns the tensor's change. Tensors may be empty."""
         encoded = self._encoded.get(tensor)
         if not encoded:
             return lambda: None
@@ -224,7 +226,7 @@ class Comparison:
 
     def _begin(self, index: int) -> None:
         piece = self._pieces[index]
-        # as they are: each call of torch that makes a view of one lets go of Python's lock, for which threads wait
+        # tensors, not views: each view that torch makes releases the GIL, which threads are waiting for
         tensors = [self.waiting[span.tensor] for span in piece.spans]
         if lies_on_gpu(tensors[0]) and len({tensor.device for tensor in tensors}) == 1:
             self._on_gpu[index] = tensors
@@ -234,7 +236,7 @@ class Comparison:
             self._begin_batch()
 
     def _begin_on_host(self, index: int, tensors: list[torch.Tensor]) -> None:
-        """``tensors``: of the piece's spans."""
+        """Compare a piece on the CPU; ``tensors`` are those of its spans."""
         piece = self._pieces[index]
         number, part, _ = piece.spans[0]
         if piece.is_part and not part.start:
@@ -243,7 +245,7 @@ class Comparison:
         self._submit(piece, piece.nbytes, partial(_compared, self._kept[index], new, piece))
 
     def _begin_batch(self) -> None:
-        """Have the batch of which all pieces are there compared, as far as that is not begun."""
+        """Start the comparison of the complete batch, as far as it has not started."""
         number, self._batch = self._batch, self._batch + 1
         counted: Counting | None = None
         devices = {flats[0].device for flats in self._on_gpu.values()}
@@ -253,7 +255,7 @@ class Comparison:
             except torch.cuda.OutOfMemoryError as error:
                 _warn_of_no_room(error)
         require_sound = self._verdicts.collect()
-        # the GPU has the next batch to do while this waits for the one before
+        # the GPU has the next batch queued while this thread waits for the previous one
         self._read_counted()
         if counted is None:
             require_sound()
@@ -268,7 +270,7 @@ class Comparison:
         pieces, new = [self._pieces[index] for index in batch.pieces], [self._on_gpu[index] for index in batch.pieces]
         counted = counting(batch, pieces, uploads.take(number, self._of_batches[number]), new)
         if number + 1 < len(self._batches):
-            with suppress(torch.cuda.OutOfMemoryError):  # when its turn comes there may be room
+            with suppress(torch.cuda.OutOfMemoryError):  # there may be room when its turn comes
                 uploads.begin(number + 1, self._of_batches[number + 1])
         return counted
 
@@ -278,7 +280,7 @@ class Comparison:
         self._on_gpu = {}
 
     def _read_counted(self) -> None:
-        """Have what was counted read and encoded."""
+        """Read the counted batch from the GPU and encode it."""
         if self._counting is None:
             return
         counted, self._counting = self._counting, None
@@ -309,7 +311,7 @@ class Comparison:
     def _read(
         self, counted: Counting, pieces: list[Piece], counts: list[int], run: slice
     ) -> dict[int, Callable[[], list[_SpanChange]]]:
-        """What is left for threads to do for each piece of a run. Raises ``torch.cuda.OutOfMemoryError``."""
+        """Return the remaining thread work for each piece of a run. Raises ``torch.cuda.OutOfMemoryError``."""
         batch, itemsize = counted.batch, pieces[run.start].itemsize
         begin, end = batch.places[run.start].start, batch.places[run.stop - 1].stop
         changed = found(counted.differences[begin:end].view(SIGNED[itemsize]), sum(counts[run]))
@@ -324,7 +326,7 @@ class Comparison:
         return left
 
     def _submit(self, piece: Piece, nbytes: int, work: Callable[[], list[_SpanChange]]) -> None:
-        """``nbytes``: of memory, that the work holds."""
+        """Queue ``work`` for a thread; ``nbytes`` is the memory in bytes that it holds."""
         while self._compared and (self._at_once + nbytes > AT_ONCE_BYTES or self._compared[0][-1].done()):
             self._take_first()
         self._compared.append((piece, nbytes, self._pool.submit(work)))
@@ -339,7 +341,7 @@ class Comparison:
             self._elements[span.tensor].append(self._if_few(change.elements))
             if change.digest is not None:
                 self._digests[span.tensor] = partial(str, change.digest)
-            if span.part.stop == self._ends[span.tensor]:  # now, while a GPU has work
+            if span.part.stop == self._ends[span.tensor]:  # here, while a GPU has work
                 self._end_tensor(span.tensor)
 
     def _end_tensor(self, tensor: int) -> None:
@@ -361,7 +363,7 @@ def _digest_in(made: Future[dict[int, str]], tensor: int) -> str:
 
 
 def _nothing() -> None:
-    """Where nothing was asked."""
+    """Do nothing. Used when there are no deferred checks."""
 
 
 def _warn_of_no_room(error: Exception) -> None:
@@ -369,7 +371,7 @@ def _warn_of_no_room(error: Exception) -> None:
 
 
 def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[_SpanChange]:
-    """A piece on the CPU, span by span."""
+    """Compare a piece on the CPU, span by span."""
     found = []
     for span, flat in zip(piece.spans, new, strict=True):
         was, now = view_of(old[span.place]), view_of(flat)
@@ -379,7 +381,7 @@ def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[
 
 
 def _compared_span(was: memoryview, now: memoryview, itemsize: int, first: int) -> tuple[list[bytes], Elements | None]:
-    """``first``: its place in the piece, in elements."""
+    """Compare one span; ``first`` is the index of its first element in the piece."""
     segments: list[bytes] = []
     positions: list[npt.NDArray[np.int32]] = []
     differences: list[delta.Array] = []
@@ -410,7 +412,7 @@ def _elements_of(positions: list[npt.NDArray[np.int32]], differences: list[delta
 def _compared_by_difference(
     old: torch.Tensor, differences: torch.Tensor, wait: Callable[[], None], piece: Piece
 ) -> list[_SpanChange]:
-    """As ``_compared``, of a piece of which new bits minus old bits are on the host after ``wait``."""
+    """Compare a piece from its differences (new bits minus old bits), which are on the host after ``wait``."""
     wait()
     dtype = SIGNED[piece.itemsize]
     new = (old.view(dtype) + differences.view(dtype)).view(torch.uint8)
@@ -418,17 +420,17 @@ def _compared_by_difference(
 
 
 def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece: Piece) -> list[_SpanChange]:
-    """A piece of which a GPU has found the changes, span by span; digests are the GPU's, too.
+    """Encode the changes that a GPU has found in a piece, span by span. The GPU computes the digests, too.
 
     Args:
-        changes: that are the piece's.
-        first: the piece's first element, as ``found.positions`` count.
+        changes: the slice of ``found`` that belongs to the piece.
+        first: the piece's first element, in the numbering of ``found.positions``.
     """
     found.wait()
     itemsize = piece.itemsize
     positions, differences = found.positions[changes] - np.int32(first), found.differences[changes].copy()
     planes = found.planes[:, changes]
-    # of thousands of spans most are what they were
+    # most of the thousands of spans are unchanged
     begins = np.array([span.place.start for span in piece.spans], np.int64) // itemsize
     edges = np.append(np.searchsorted(positions, begins), positions.size)
     segments = {
@@ -438,7 +440,7 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
     }
     starts = np.array([place.start for places in segments.values() for place in places], np.int64) // itemsize
     edges = np.append(np.searchsorted(positions, starts), positions.size)
-    # a gap is counted from the segment's begin
+    # a gap counts from the beginning of its segment
     begun = np.flatnonzero(edges[:-1] < edges[1:])
     at = edges[begun]
     gaps = positions[at] - starts[begun]
@@ -466,7 +468,7 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
 
 
 def _encoded_segment(old: torch.Tensor, place: slice, elements: Elements, planes: npt.NDArray[np.uint8]) -> bytes:
-    """That at ``place`` in a piece, by what has changed in it."""
+    """Return the encoded segment at ``place`` in a piece."""
     count, itemsize, nbytes = elements.positions.size, elements.differences.itemsize, _length(place)
     if not count:
         return delta.NOTHING
@@ -475,7 +477,7 @@ def _encoded_segment(old: torch.Tensor, place: slice, elements: Elements, planes
 
 
 def _changed_bytes(old: torch.Tensor, elements: Elements, first: int) -> memoryview:
-    """What bytes of a piece, of which ``first`` is the first element, become."""
+    """Return the new bytes of a part of a piece; ``first`` is the index of its first element."""
     new = bytearray(view_of(old))
     numbers = np.frombuffer(new, elements.differences.dtype)
     numbers[elements.positions - first] += elements.differences

@@ -1,4 +1,4 @@
-"""Weight versions and the fleet: the calls that do not move tensors or tokens."""
+"""Calls that read and control weight versions and the fleet. They transfer neither tensors nor tokens."""
 
 import asyncio
 from typing import overload
@@ -17,24 +17,25 @@ CONTROL_CONNECTIONS = 64
 CONTROL_READ_S = 120.0
 HEALTH_READ_S = 10.0
 PAUSE_READ_S = 660.0
-"""The service itself gives up after 600 s."""
+"""Read timeout of pause and sleep, in seconds. The service itself gives up after 600 s."""
 FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0
 
 
 class ControlCalls:
-    """The part of RolloutClient that only needs the control connections."""
+    """The methods of RolloutClient that use only the control connections."""
 
     def __init__(self, control: Http) -> None:
         self._control = control
 
     async def discard(self, version: int) -> None:
-        """Drop a version that is staged and not committed. Raises NotFound, VersionConflict."""
+        """Delete a version that is staged and not committed. Raises NotFound, VersionConflict."""
         await self._control.send("DELETE", f"/v1/weights/{version}", repeat=Repeat.IF_NOT_ACCEPTED)
 
     async def wait_live(self, version: int, timeout_s: float = 600.0) -> WeightStatus:
         """Wait until every live replica serves ``version`` or newer.
 
-        Raises CommitTimeout with the table of replicas after ``timeout_s``, NotFound if there is no such version.
+        Raises CommitTimeout with the states of the replicas after ``timeout_s``, or NotFound if the version does not
+        exist.
         """
         status: WeightStatus | None = None
         poll_s = FIRST_POLL_S
@@ -48,7 +49,7 @@ class ControlCalls:
         return status
 
     async def recipe(self) -> TrainerRecipe:
-        """What the service makes of each tensor, for ``rollout_service.quant.fake_quant``."""
+        """Return the service's storage format of each tensor, for ``rollout_service.quant.fake_quant``."""
         return parse(TrainerRecipe, await self._control.send("GET", "/v1/weights/recipe", repeat=Repeat.IDEMPOTENT))
 
     @overload
@@ -58,17 +59,17 @@ class ControlCalls:
     async def weights(self, version: None = None) -> list[WeightStatus]: ...
 
     async def weights(self, version: int | None = None) -> WeightStatus | list[WeightStatus]:
-        """State of one weight version, or of all that the service keeps. Raises NotFound."""
+        """Return the state of one weight version, or of all versions that the service keeps. Raises NotFound."""
         if version is None:
             reply = await self._control.send("GET", "/v1/weights", repeat=Repeat.IDEMPOTENT)
             return parse(_Versions, reply).versions
         return parse(WeightStatus, await self._control.send("GET", f"/v1/weights/{version}", repeat=Repeat.IDEMPOTENT))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling on every replica; ``wait`` lets running rollouts finish first, ``abort`` ends them.
+        """Stop sampling on every replica. ``wait`` lets running rollouts finish first, ``abort`` ends them.
 
-        Takes over from a pause with another mode. Raises Overtaken if another mode or a resume is asked for before
-        every replica has obeyed, NotReady if that takes more than ten minutes.
+        A pause replaces an earlier pause with another mode. Raises Overtaken if another pause or a resume arrives
+        before every replica has paused. Raises NotReady after ten minutes.
         """
         patience = http_timeout(PAUSE_READ_S)
         await self._control.send(
@@ -76,19 +77,19 @@ class ControlCalls:
         )
 
     async def resume(self) -> None:
-        """Go on sampling, also if a pause still waits for running rollouts. Raises as ``pause``."""
+        """Resume sampling, even if a pause still waits for running rollouts. Raises the errors of ``pause``."""
         patience = http_timeout(PAUSE_READ_S)
         await self._control.send("POST", "/resume", repeat=Repeat.IF_NOT_ACCEPTED, timeout=patience)
 
     async def is_paused(self) -> bool:
-        """Whether the fleet is paused."""
+        """Return True if the fleet is paused."""
         return parse(_Paused, await self._control.send("GET", "/is_paused", repeat=Repeat.IDEMPOTENT)).is_paused
 
     async def sleep(self, mode: PauseMode = "abort") -> None:
-        """Have every engine give its GPU memory back; ``mode`` says what becomes of what runs, as for ``pause``.
+        """Release the GPU memory of every engine. ``mode`` decides the fate of running rollouts, as for ``pause``.
 
-        Requests wait until ``wake_up``, and versions may be pushed meanwhile. Raises InvalidRequest if
-        ``engine.enable_sleep_mode`` is not set, and as ``pause``.
+        Requests wait until ``wake_up``; versions may be pushed meanwhile. Raises InvalidRequest if
+        ``engine.enable_sleep_mode`` is not set, and the errors of ``pause``.
         """
         await self._control.send(
             "POST",
@@ -99,25 +100,26 @@ class ControlCalls:
         )
 
     async def wake_up(self) -> None:
-        """Have every engine take its memory again; returns when all serve the newest version. Raises as ``sleep``."""
+        """Reallocate the GPU memory of every engine, and return when all serve the newest version. Raises as
+        ``sleep``."""
         await self._control.send("POST", "/wake_up", repeat=Repeat.IF_NOT_ACCEPTED, timeout=http_timeout(PAUSE_READ_S))
 
     async def is_sleeping(self) -> bool:
-        """Whether every engine sleeps."""
+        """Return True if every engine is asleep."""
         reply = await self._control.send("GET", "/is_sleeping", repeat=Repeat.IDEMPOTENT)
         return parse(_Sleeping, reply).is_sleeping
 
     async def fleet(self) -> Fleet:
-        """The live replicas: what each serves, and how busy it is."""
+        """Return the live replicas, with the version and the load of each."""
         return parse(Fleet, await self._control.send("GET", "/v1/fleet", repeat=Repeat.IDEMPOTENT))
 
     async def models(self) -> list[str]:
-        """Names of the served models."""
+        """Return the names of the served models."""
         reply = await self._control.send("GET", "/v1/models", repeat=Repeat.IDEMPOTENT)
         return [model.id for model in parse(_Models, reply).data]
 
     async def health(self) -> bool:
-        """Whether the service answers and can serve. One attempt; False too if nothing is there (yet)."""
+        """Return True if the service is ready. Makes one attempt; returns False if nothing answers."""
         try:
             await self._control.send("GET", "/health", repeat=Repeat.NEVER, timeout=http_timeout(HEALTH_READ_S))
         except (httpx.TransportError, NotFound):

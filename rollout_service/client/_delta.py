@@ -1,7 +1,7 @@
-"""Pushes of what has changed since this client's last push. See ``rollout_service.protocol.upload`` and ``.delta``.
+"""Push the changes since this client's last push. See ``rollout_service.protocol.upload`` and ``.delta``.
 
-Whether the client and the service still mean the same base is never assumed: the delta names it by the digests of its
-tensors, and each changed tensor by the digest of the result. Where the service does not have that base, all is sent.
+The client never assumes that the service has the same base. A delta names its base by the digests of all tensors, and
+each changed tensor by its new digest. If the service does not have that base, the client sends the whole version.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ALL_IS_SENT = "the whole version is sent, because the service does not take its
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One push, and how its bytes go to the service."""
+    """One push: its uploader, its thread and its options."""
 
     uploader: Uploader
     thread: TensorThread
@@ -64,7 +64,7 @@ class Push:
         cut: Cut,
         committed: Callable[[int], None],
     ) -> WeightStatus:
-        """Upload and commit. ``committed``: see ``commit_sent``."""
+        """Upload and commit the version. ``committed``: see ``commit_sent``."""
         number, sent = await self.uploader.send_stream(
             announced, cut, self.thread, parallel_parts=self.parallel_parts, progress=self.progress
         )
@@ -74,9 +74,9 @@ class Push:
         return status
 
     async def commit_sent(self, number: int, sent: str, committed: Callable[[int], None]) -> WeightStatus:
-        """Commit what was uploaded and hashes to ``sent``.
+        """Commit an upload whose digest is ``sent``.
 
-        ``committed`` is called with the version's number, also if replicas are late.
+        ``committed`` is called with the version's number, even if replicas do not serve it in time.
         """
         try:
             status = await self.uploader.commit(number, self.commit.model_copy(update={"upload_digest": sent}))
@@ -88,24 +88,25 @@ class Push:
 
 
 class DeltaPushes:
-    """All pushes of one client that may be deltas, one after the other. Keeps what was sent last."""
+    """Runs the delta pushes of one client one after the other, and keeps the last sent weights."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._sent: SentWeights | None = None
-        """None also while its bytes are being changed: whoever is interrupted then leaves nothing behind."""
+        """The last sent weights. None while their bytes change, so that an interrupted push leaves no half-changed
+        base."""
         self._applying: Future[None] | None = None
-        """To what is kept, the changes that were committed last: while the trainer computes."""
+        """The task that applies the last committed changes to the kept weights, while the trainer computes."""
         self._preparing: Future[None] | None = None
-        """Of what the second push needs, while the first one is sent."""
+        """The task that compiles the kernels of the second push, while the first push is sent."""
         self._too_large = False
-        """Whether more has changed, in some push, than is sent as a delta."""
+        """True if a push has changed more than a delta may contain."""
 
     def are_worth_it(self, table: tuple[UploadTensor, ...]) -> bool:
-        """Whether a push of tensors with this table is better a delta, if nobody has said so.
+        """Return True if pushes with this table should be deltas, when the caller has not decided.
 
-        It is not if more than ``LARGEST_SHARE`` of the bytes has changed in one before: what is kept is let go of then.
-        Nor is it if keeping them would take more than half of the memory that the host has left.
+        The answer is False after a push that changed more than ``LARGEST_SHARE`` of the bytes; the kept weights are
+        then freed. It is also False if keeping the weights would take more than half of the free host memory.
         """
         if self._too_large:
             self._sent = None
@@ -120,7 +121,7 @@ class DeltaPushes:
         label: str | None,
         kv_scales: dict[str, float] | None,
     ) -> WeightStatus:
-        """Send what ``source`` changes, or all of it. Raises as ``RolloutClient.push_weights``."""
+        """Send the changes of ``source``, or the whole version. Raises the errors of ``RolloutClient.push_weights``."""
         async with self._turn, every_rank_gathers(source, push.thread) as gathering:
             if self._preparing is None:
                 self._preparing = _in_thread("delta-prepare", partial(prepare, source.gpu))
@@ -136,7 +137,7 @@ class DeltaPushes:
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 stored = converter.convert(tensors, to_cpu=False)
                 return await self._push_whole(push, announced, sent, sent.take(stored, push.laps))
-            self._sent = sent  # as it was, until something of it is changed
+            self._sent = sent  # unchanged until the comparison starts to modify it
             push.laps.end("settle")
             await asyncio.wait([asyncio.wrap_future(self._preparing)])
             push.laps.end("compile")
@@ -156,7 +157,7 @@ class DeltaPushes:
             return status or await self._push_whole(push, announced, sent, sent.stream())
 
     async def settled(self) -> None:
-        """Wait until nothing changes what is kept. Who is cancelled leaves it to whoever asks next."""
+        """Wait until no task changes the kept weights. A cancelled wait leaves the task to the next caller."""
         if (applying := self._applying) is None:
             return
         waited_for = asyncio.wrap_future(applying)
@@ -173,9 +174,10 @@ class DeltaPushes:
     async def _push_changes(
         self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], verdicts: Verdicts
     ) -> WeightStatus | None:
-        """Send what ``stored`` changes while it is compared, and commit.
+        """Send the changes to ``stored`` while they are found, and commit them.
 
-        None if it is not sent as a delta: ``sent`` are the new weights then, and no version.
+        Returns None if the changes are too large for a delta. ``sent`` then holds the new weights, without a version
+        number.
         """
         parts = PartsAsMade()
         sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
@@ -186,7 +188,7 @@ class DeltaPushes:
             return None
         parts.end()
         push.laps.end("compare")
-        self._sent = sent  # as it was, until another push is begun
+        self._sent = sent  # unchanged until the next push begins
 
         def committed(number: int) -> None:
             sent.note_newer(number, changes)
@@ -214,9 +216,10 @@ class DeltaPushes:
         sending: asyncio.Task[str],
         compare: Callable[[], Changes | None],
     ) -> Changes | None:
-        """See ``SentWeights.changes_to``. If there are none to be sent, nothing of them stays with the service.
+        """Return the changes, see ``SentWeights.changes_to``. If they cannot be sent as a delta, discard the staged
+        upload.
 
-        Weights that cannot be compared, such as NaN, leave ``sent`` what it was.
+        If the new weights are invalid, such as NaN, ``sent`` stays unchanged.
         """
         base = sent.version
         try:
@@ -250,12 +253,12 @@ class DeltaPushes:
         sent: SentWeights,
         stream: Iterable[torch.Tensor],
     ) -> WeightStatus:
-        """``stream``: the bytes of ``sent``, which is the base of the next push once it is committed."""
+        """Send ``stream``, the bytes of ``sent``. Once committed, ``sent`` becomes the base of the next push."""
 
         def committed(number: int) -> None:
             sent.version, self._sent = number, sent
 
-        # what is kept stays what it is until the next push
+        # the kept weights stay unchanged until the next push
         status = await push.send(announced, partial(cut_parts, stream, held=True), committed)
         logger.info("all %d bytes of version %d were pushed in %s", sent.nbytes, status.version, push.laps)
         return status
@@ -264,7 +267,7 @@ class DeltaPushes:
 def _in_thread(name: str, work: Callable[[], None]) -> Future[None]:
     thread = ThreadPoolExecutor(1, name)
     future = thread.submit(work)
-    thread.shutdown(wait=False)  # it ends with this work
+    thread.shutdown(wait=False)  # the thread ends with this work
     return future
 
 
@@ -274,7 +277,7 @@ def _warn_if_failed(preparing: Future[None]) -> None:
 
 
 async def _stopped(sending: asyncio.Task[str]) -> None:
-    """Send no more; what it raised meanwhile does not matter."""
+    """Cancel the sending task and ignore its errors."""
     sending.cancel()
     await asyncio.wait([sending])
     if not sending.cancelled():
@@ -282,7 +285,7 @@ async def _stopped(sending: asyncio.Task[str]) -> None:
 
 
 async def _discard(push: Push, sender: PartSender) -> bool:
-    """Drop what this push has staged; False if that is not known to be gone, or somebody had sent some of it before."""
+    """Discard the staged part of this push. Return False if that failed, or if another client had sent some of it."""
     if not sender.found_nothing:
         return False
     try:

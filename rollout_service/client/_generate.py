@@ -1,4 +1,4 @@
-"""``POST /inference/v1/generate``: from a call's arguments to a request, and from the reply to a rollout."""
+"""``POST /inference/v1/generate``: build the request from a call's arguments, and the rollout from the reply."""
 
 import operator
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ Prompt = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What ``generate_batch`` passes to ``generate`` for every prompt; the defaults are there."""
+    """The options that ``generate_batch`` passes to ``generate`` for every prompt. ``generate`` defines the
+    defaults."""
 
     n: int
     max_tokens: int | None
@@ -41,7 +42,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def sampling_of(**parameters: object) -> Sampling:
-    """Check sampling parameters before they travel. Raises InvalidRequest, as the service would."""
+    """Validate sampling parameters before sending. Raises InvalidRequest, as the service would."""
     try:
         return Sampling.model_validate(parameters)
     except ValidationError as error:
@@ -49,14 +50,14 @@ def sampling_of(**parameters: object) -> Sampling:
 
 
 def _refused(what: str, error: ValidationError, given: dict[str, object]) -> InvalidRequest:
-    """Names each wrong parameter with its value, and why."""
+    """Return an error that names each invalid parameter with its value and the reason."""
     wrong = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors(include_url=False)}
     problems = ", ".join(f"{name}={given.get(name.partition('.')[0])!r}: {why}" for name, why in wrong.items())
     return InvalidRequest(f"{what} refused: {problems}", {"parameters": wrong})
 
 
 def request_of(prompt: Prompt, sampling: Sampling, **options: object) -> GenerateRequest:
-    """What is asked for. Raises InvalidRequest, as the service would."""
+    """Build a request. Raises InvalidRequest, as the service would."""
     asked = (
         {"prompt": prompt, "output_mode": "text"} if isinstance(prompt, str) else {"token_ids": token_ids_of(prompt)}
     )
@@ -67,14 +68,14 @@ def request_of(prompt: Prompt, sampling: Sampling, **options: object) -> Generat
 
 
 def body_of(request: GenerateRequest) -> dict[str, object]:
-    """Its JSON; what is at its default stays out."""
+    """Return the request as JSON, without fields at their default."""
     body = request.model_dump(mode="json", exclude_defaults=True)
-    body.setdefault("sampling_params", {})["logprobs"] = 0  # said outright: vLLM's own default is none
+    body.setdefault("sampling_params", {})["logprobs"] = 0  # explicit, because vLLM's own default is no logprobs
     return body
 
 
 def token_ids_of(prompt: Sequence[int]) -> list[int]:
-    """Plain ints, from a list, an array or a tensor. Raises InvalidRequest for anything else."""
+    """Return plain ints from a list, an array or a tensor. Raises InvalidRequest for anything else."""
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:
@@ -84,7 +85,7 @@ def token_ids_of(prompt: Sequence[int]) -> list[int]:
 
 
 class _Reply(GenerateReply):
-    """What the client does not read may be missing."""
+    """The reply with defaults for the fields that the client does not read."""
 
     model: str = ""
     created: int = 0
@@ -92,9 +93,10 @@ class _Reply(GenerateReply):
 
 
 def rollout_of(response: httpx.Response, request: GenerateRequest | None = None) -> Rollout:
-    """What was answered. Raises RolloutServiceError if it does not fit together.
+    """Return the rollout of a reply. Raises RolloutServiceError if the reply contradicts itself or the request.
 
-    ``request``: None if it is not known here, of a detached rollout.
+    Args:
+        request: the request. None for a detached rollout, whose request is unknown.
     """
     reply = parse(_Reply, response)
     prompt_token_ids = reply.prompt_token_ids

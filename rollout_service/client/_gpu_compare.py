@@ -1,18 +1,19 @@
-"""What changes in a batch of pieces, found on the GPU that holds the new tensors.
+"""Find the changes in a batch of pieces on the GPU that holds the new tensors.
 
-In two steps: the differences of all elements are made and counted; once the counts are on the host, which is the only
-wait of the thread that queues, positions, differences and the planes of their encoding are made of those that are not
-zero, and copied to the host, where whoever encodes them waits. The next batch is counted before this one's
-counts are waited for: the GPU has work meanwhile.
+There are two steps. The first computes the differences of all elements and counts them. The counts on the host are the
+only wait of the queueing thread. The second builds positions, differences and encoding planes of the nonzero elements,
+and copies them to the host. The encoding threads wait for that copy. The next batch is counted before this one's counts
+are awaited, so that the GPU stays busy.
 
-Of the GPU's memory that takes ``BATCH_BYTES`` (128 MiB) up to four times: for the batch whose old bytes are copied
-there, the one that is counted, the one of which changes are read, and the one that the GPU is not quite done with; and
-some 30 bytes for each change, of which ``MOST_CHANGES`` (a quarter of a GB) are read at once. New tensors are held
-until those of their batch are all there, and codes share the memory of all that were quantized at once, half of
-``CONVERTED_BYTES`` (256 MiB): another three times ``BATCH_BYTES``. What they were quantized from is held until the
-batch was waited for: if the trainer does not hold it anyhow, another four times ``BATCH_BYTES`` for BF16,
-``CONVERTED_BYTES``, and the largest tensor.
-These figures are computed, not measured.
+GPU memory, computed and not measured:
+
+- Up to four times ``BATCH_BYTES`` (128 MiB): the batch being uploaded, the one counted, the one read, and the one not
+  yet released.
+- About 30 bytes for each change; at most ``MOST_CHANGES`` are read at once, a quarter of a GB.
+- Another three times ``BATCH_BYTES`` if the trainer's codes wait for their batch. Codes share the memory of all tensors
+  quantized at once, half of ``CONVERTED_BYTES`` (256 MiB).
+- For tensors that the trainer does not keep: another four times ``BATCH_BYTES`` for BF16, ``CONVERTED_BYTES``, and the
+  largest tensor. They are held until the batch is done.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_dig
 from rollout_service.views import bytes_of
 
 MOST_CHANGES = BATCH_BYTES // 16
-"""That are read at once; or those of a single piece."""
+"""Maximum number of changes that are read at once. A single piece may have more."""
 
 
 class Digests:
-    """Of tensors that the current stream has made, each hashed where it lies."""
+    """Digests of tensors that the current stream has produced, computed on their GPU."""
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], device: torch.device) -> None:
-        """``tensors``: contiguous, at least a byte each. The stream reads them; its allocator may have them then."""
-        from rollout_service.quant.digests import LEAST_BYTES, Hashing, chunks_of  # needs triton
+        """Queue the hashing. ``tensors``: contiguous and not empty; the stream reads them before their memory is
+        reused."""
+        from rollout_service.quant.digests import LEAST_BYTES, Hashing, chunks_of  # imports triton
 
         self.tensors = tuple(tensors)
         addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
@@ -60,7 +62,7 @@ class Digests:
         self._nbytes = nbytes
 
     def read(self) -> dict[int, str]:
-        """Of each tensor, as ``StoredTensor.digest``. The stream must have come so far. For any thread."""
+        """Return the digest of each tensor, as ``StoredTensor.digest``. The stream must have finished. Thread-safe."""
         found = self._hashing.read(self._short_bytes)
         of_tensors = zip(self.tensors, self._edges, self._edges[1:], strict=False)
         return {
@@ -77,18 +79,18 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """A batch of which the current stream counts the changes."""
+    """A batch whose changes the current stream counts."""
 
     batch: Batch
     differences: torch.Tensor
-    """uint8 [batch.nbytes], there: new bits minus old bits of each element, which wrap around."""
+    """uint8 [batch.nbytes] on the GPU: new bits minus old bits of each element, with wrap-around."""
     digests: Digests | None
-    """Of tensors that begin in the batch; None: none does. They are there when the counts are."""
+    """Digests of the tensors that begin in the batch, available with the counts. None: no tensor begins there."""
     counts_there: torch.Tensor
     wait: Callable[[], None]
 
     def counts(self) -> list[int]:
-        """Of each piece, the elements that changed; waits for them."""
+        """Wait, and return the number of changed elements of each piece."""
         self.wait()
         counts: list[int] = self.counts_there.tolist()
         return counts
@@ -100,16 +102,16 @@ def counting(
     old: torch.Tensor,
     new: Sequence[Sequence[torch.Tensor]],
 ) -> Counting:
-    """Queue on the current stream what ``Counting`` tells, with no wait.
-
-    Args:
-        pieces: those of the batch, in its order.
-        old: uint8 [batch.nbytes], which become the differences.
-        new: of each piece, the tensor of each span, contiguous. Those that begin in the batch are hashed.
+    """Queue the count of a batch on the current stream, without waiting.
 
     Raises ``torch.cuda.OutOfMemoryError``.
+
+    Args:
+        pieces: the pieces of the batch, in its order.
+        old: uint8 [batch.nbytes]; overwritten with the differences.
+        new: the contiguous tensor of each span of each piece. Tensors that begin in the batch are hashed.
     """
-    from rollout_service.grouped_difference import Pair, subtract_in_place  # needs triton
+    from rollout_service.grouped_difference import Pair, subtract_in_place  # imports triton
 
     begin = old.data_ptr()
     pairs: list[Pair] = []
@@ -127,23 +129,23 @@ def counting(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Changes that the current stream reads, on the host once ``wait`` returns."""
+    """Changes that the current stream reads. They are on the host once ``wait`` returns."""
 
     positions: npt.NDArray[np.int32]
-    """[changes], ascending."""
+    """Element indices [changes], ascending."""
     differences: npt.NDArray[Any]
-    """[changes]: new bits minus old bits, signed."""
+    """New bits minus old bits [changes], signed."""
     planes: npt.NDArray[np.uint8]
-    """As ``delta.encode_planes`` takes them, but that all are one segment, of whose first gap nothing is said."""
+    """Input of ``delta.encode_planes`` for one segment. The gap of the first element is unset."""
     wait: Callable[[], None]
 
 
 def found(differences: torch.Tensor, count: int) -> Found:
-    """Queue on the current stream what ``Found`` tells of the ``count`` elements that are not zero, with no wait.
+    """Queue the read of the ``count`` nonzero elements on the current stream, without waiting.
 
-    ``differences``: signed [N]. Raises ``torch.cuda.OutOfMemoryError``.
+    ``differences``: signed integers [N]. Raises ``torch.cuda.OutOfMemoryError``.
     """
-    from rollout_service.grouped_difference import changes_of  # needs triton
+    from rollout_service.grouped_difference import changes_of  # imports triton
 
     itemsize = differences.element_size()
     if not count:
@@ -156,11 +158,11 @@ def found(differences: torch.Tensor, count: int) -> Found:
 
 
 def _now() -> None:
-    """What waits for nothing."""
+    """Return at once: there is nothing to wait for."""
 
 
 def runs_of(pieces: Sequence[Piece], counts: Sequence[int]) -> list[slice]:
-    """Pieces of a batch whose changes are read at once, by their places in it; none of those that are not sparse."""
+    """Return slices of a batch's pieces whose changes are read at once. Pieces that are not sparse are in none."""
     runs: list[slice] = []
     changes = 0
     for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
@@ -177,7 +179,7 @@ def runs_of(pieces: Sequence[Piece], counts: Sequence[int]) -> list[slice]:
 
 
 class Uploads:
-    """Copies of batches to one GPU, beside what is computed there."""
+    """Copies of batches to one GPU, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -185,7 +187,7 @@ class Uploads:
         self._begun: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
     def begin(self, number: int, kept: torch.Tensor) -> None:
-        """``number``: of the batch, whose bytes are ``kept``. Raises ``torch.cuda.OutOfMemoryError``."""
+        """Start the copy of the bytes ``kept`` of batch ``number``. Raises ``torch.cuda.OutOfMemoryError``."""
         if number in self._begun:
             return
         with torch.cuda.stream(self._stream):
@@ -193,13 +195,13 @@ class Uploads:
             self._begun[number] = copy, self._stream.record_event() if self._stream is not None else None
 
     def close(self) -> None:
-        """Wait for copies that nobody took: the memory that they read may be given back."""
+        """Wait for copies that nobody took, so that the memory they read can be freed."""
         for _, done in self._begun.values():
             if done is not None:
                 done.synchronize()
 
     def take(self, number: int, kept: torch.Tensor) -> torch.Tensor:
-        """The batch's bytes there, for the current stream, which may write to them."""
+        """Return the batch's bytes on the GPU. The current stream may write to them."""
         self.begin(number, kept)
         copy, done = self._begun.pop(number)
         if done is not None:

@@ -1,4 +1,4 @@
-"""One pool of connections to the service: bearer token, retries, errors of the service's own classes."""
+"""One connection pool to the service, with bearer token, retries and the service's error classes."""
 
 import asyncio
 import functools
@@ -21,10 +21,10 @@ Model = TypeVar("Model")
 
 
 class Http:
-    """Sends requests to one service; bound to the event loop that it is first used in.
+    """Sends requests to one service. Bound to the event loop of its first use.
 
-    A reply other than 2xx is raised as the RolloutServiceError that it stands for, a failed connection as
-    ``httpx.TransportError``. Cancelling a request closes its connection, by which the service knows.
+    Raises the RolloutServiceError of a reply other than 2xx, or ``httpx.TransportError`` for a failed connection.
+    Cancelling a request closes its connection, which tells the service.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Http:
         transport: httpx.AsyncBaseTransport | None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """``tls``: whom to trust; None: who is signed by an authority of this machine."""
+        """Create the pool. ``tls``: the trusted certificates. None: the CAs of this machine."""
         self.url = _checked_url(url)
         self.retries = retries
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -61,10 +61,12 @@ class Http:
         content: AsyncIterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
-        """Send and return a 2xx reply.
+        """Send a request and return its 2xx reply.
 
-        ``url`` is relative to the service's unless it is absolute. ``timeout`` is the pool's unless it is given.
-        ``content`` is iterated anew by each attempt.
+        Args:
+            url: relative to the service's address, or absolute.
+            timeout: None: the timeout of the pool.
+            content: iterated again by each attempt.
         """
         self._bind_to_running_loop()
         attempt = functools.partial(
@@ -80,7 +82,7 @@ class Http:
         return await self._answer(attempt, method, url, repeat)
 
     async def open_stream(self, method: str, url: str, *, repeat: Repeat, json: object) -> httpx.Response:
-        """Send, and return a 2xx reply whose body is still to be read. It is the caller's to close."""
+        """Send a request and return a 2xx reply whose body is unread. The caller must close it."""
         self._bind_to_running_loop()
 
         async def attempt() -> httpx.Response:
@@ -94,7 +96,7 @@ class Http:
     async def _answer(
         self, attempt: Callable[[], Awaitable[httpx.Response]], method: str, url: str, repeat: Repeat
     ) -> httpx.Response:
-        """The 2xx reply of an attempt, of as many as ``repeat`` allows."""
+        """Attempt the request as often as ``repeat`` allows, and return the 2xx reply."""
         try:
             response: httpx.Response = await retrying(repeat, self.retries)(attempt)
         except httpx.TransportError as error:
@@ -105,7 +107,7 @@ class Http:
         return response
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         await self._client.aclose()
 
     def _bind_to_running_loop(self) -> None:
@@ -120,12 +122,12 @@ class Http:
 
 
 def http_timeout(read_s: float | None) -> httpx.Timeout:
-    """At most ``read_s`` seconds of silence from the service (None: any), while a request waits for its reply."""
+    """Return timeouts for a request; ``read_s`` is the maximum silence of the service in seconds (None: no limit)."""
     return httpx.Timeout(connect=CONNECT_S, read=read_s, write=WRITE_S, pool=None)
 
 
 def parse(kind: type[Model], response: httpx.Response) -> Model:
-    """Read a reply's JSON as ``kind``. Raises RolloutServiceError if it is something else."""
+    """Parse a reply's JSON as ``kind``. Raises RolloutServiceError if it does not match."""
     try:
         return TypeAdapter(kind).validate_json(response.content)
     except ValidationError as error:

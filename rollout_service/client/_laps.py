@@ -1,4 +1,4 @@
-"""Seconds that each phase of a push takes."""
+"""Seconds spent in each phase of a push."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class Laps:
-    """A stopwatch. One thread at a time may use it."""
+    """A stopwatch. Not thread-safe."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def end(self, phase: str) -> None:
-        """Count the time since the last call as the phase's."""
+        """Add the time since the last call to the phase."""
         now = time.perf_counter()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
         self._last = now

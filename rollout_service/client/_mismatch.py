@@ -1,4 +1,4 @@
-"""What a trainer reports of the mismatch, in as many requests as it takes."""
+"""Reports of the trainer's logprobs, split into requests of bounded size."""
 
 import asyncio
 import itertools
@@ -15,11 +15,11 @@ from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
 TOKENS_PER_REPORT = 100_000
-"""About 4 MB of JSON. One completion is never divided."""
+"""Maximum number of tokens per request, about 4 MB of JSON. A single completion is never split."""
 
 
 class Values(Protocol):
-    """A tensor or an array, of any device and dtype."""
+    """A tensor or an array, on any device and of any dtype."""
 
     def __getitem__(self, index: slice, /) -> "Values": ...
     def __len__(self) -> int: ...
@@ -29,11 +29,11 @@ class Values(Protocol):
 PerCompletion = Values | Sequence[Values] | Sequence[Sequence[float]]
 """One row per completion, rollout by rollout: padded [completions, tokens], or ragged."""
 _Row = tuple[Rollout, Completion, list[float], list[bool] | None]
-"""One completion, the trainer's logprobs and the mask."""
+"""One completion with its rollout, the trainer's logprobs and the mask."""
 
 
 class MismatchCalls:
-    """The part of RolloutClient that is about the mismatch."""
+    """The methods of RolloutClient that report and read the mismatch."""
 
     _control: Http
 
@@ -46,26 +46,29 @@ class MismatchCalls:
         by_request_id: bool = False,
         renormalized: bool = False,
     ) -> Coroutine[object, None, MismatchReceipt]:
-        """Tell the service which logprobs the trainer computes for what it sampled; it keeps statistics of them.
+        """Report the trainer's logprobs of sampled tokens. The service keeps statistics of the mismatch.
 
         Args:
-            rollouts: As the service returned them.
-            trainer_logprobs: Natural logs of the sampled tokens, at the temperature that they were sampled with and
-                before the optimizer step: one row per completion, rollout by rollout. [completions, tokens], padded at
-                the end, or ragged: lists, 1-D tensors.
-            mask: Which tokens count, of the same form; None: all. What stands elsewhere has no influence.
-            by_request_id: Leave the rollouts' own logprobs out: the service remembers them for a while. Half the bytes.
-            renormalized: ``trainer_logprobs`` of truncated rollouts are renormalized over their sampling masks
-                (``rollout_service.correction.SamplingSupport``). Otherwise such rollouts are counted apart and not
-                judged, and a TruncatedSamplingWarning, once a process, says so.
+            rollouts: The rollouts, as the service returned them.
+            trainer_logprobs: Natural logs of the sampled tokens' probabilities, at the sampling temperature and before
+                the optimizer step. One row per completion, rollout by rollout: [completions, tokens] padded at the end,
+                or ragged lists or 1-D tensors.
+            mask: True for tokens that count, in the same form. None: all tokens count. Masked logprobs have no
+                influence.
+            by_request_id: True to omit the rollouts' own logprobs, which halves the bytes. The service remembers them
+                for a limited time.
+            renormalized: True if ``trainer_logprobs`` of truncated rollouts are renormalized over their sampling masks
+                (``rollout_service.correction.SamplingSupport``). Otherwise such rollouts are counted separately and not
+                judged, and one TruncatedSamplingWarning per process is emitted.
 
         Raises:
-            ValueError: Rows that do not match the completions, or a trainer's logprob that is not finite.
-            InvalidRequest: A logprob that is none, such as a positive one.
-            NotFound: ``by_request_id``, and some rollouts are not remembered; earlier parts of a batch of more than
-                100 000 tokens have been counted by then.
+            ValueError: Rows do not match the completions, or a logprob of the trainer is not finite.
+            InvalidRequest: A logprob is invalid, such as a positive one.
+            NotFound: With ``by_request_id``, the service no longer remembers some rollouts. Earlier parts of a batch of
+                more than 100 000 tokens are already counted.
         """
-        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, whose CUDA stream counts.
+        # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, because its CUDA stream
+        # matters.
         if not renormalized and any(rollout.truncated_sampling for rollout in rollouts):
             warn_of_truncated_sampling("report_mismatch")
         chunks = list(_chunks(_rows(rollouts, trainer_logprobs, mask)))
@@ -84,14 +87,14 @@ class MismatchCalls:
         )
 
     async def mismatch(self, version: int | None = None) -> MismatchTable:
-        """The mismatch of one weight version, or of all that the service keeps, per replica and merged."""
+        """Return the mismatch of one weight version, or of all that the service keeps, per replica and merged."""
         params = {} if version is None else {"version": str(version)}
         reply = await self._control.send("GET", "/v1/mismatch", params=params, repeat=Repeat.IDEMPOTENT)
         return parse(MismatchTable, reply)
 
 
 def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompletion | None) -> list[_Row]:
-    """A row for every completion. Raises ValueError."""
+    """Return one row per completion. Raises ValueError."""
     owners = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
     completions = [completion for _, completion in owners]
     scored = _lists("trainer_logprobs", trainer, completions)
@@ -108,7 +111,7 @@ def _rows(rollouts: Sequence[Rollout], trainer: PerCompletion, mask: PerCompleti
 
 
 def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> list[list[float]]:
-    """One list of plain numbers for each completion, without padding."""
+    """Return one list of plain numbers per completion, without padding."""
     if len(values) != len(completions):
         raise ValueError(f"{name} has {len(values)} rows, but the rollouts have {len(completions)} completions")
     padded = not isinstance(values, Sequence)
@@ -123,7 +126,7 @@ def _lists(name: str, values: PerCompletion, completions: list[Completion]) -> l
 
 
 def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
-    """Up to TOKENS_PER_REPORT at once."""
+    """Yield the rows in groups of up to TOKENS_PER_REPORT tokens."""
     chunk: list[_Row] = []
     num_tokens = 0
     for row in rows:
@@ -138,7 +141,7 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
 
 
 def _report(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, object]:
-    """JSON of one report."""
+    """Return one report as JSON."""
     grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
     rollouts = tuple(
         ReportedRollout(

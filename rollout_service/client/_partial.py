@@ -1,4 +1,4 @@
-"""Rollouts that are not complete, which a later call carries on."""
+"""Unfinished rollouts that a later call can continue."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,23 +10,23 @@ from rollout_service.protocol.rollout import Completion, Rollout
 
 
 class PartialRollout(Frozen):
-    """One prompt, and what was made of its completions: ``generate_batch`` takes it in place of a prompt.
+    """One prompt with its completions so far. ``generate_batch`` accepts it in place of a prompt.
 
-    Plain data: ``model_dump_json`` and ``model_validate_json`` bring it over a restart of the trainer.
+    It is plain data. Use ``model_dump_json`` and ``model_validate_json`` to keep it across a restart of the trainer.
     """
 
     request_id: str
     prompt: str | None = None
-    """The text that was sent; None: token ids were."""
+    """The prompt text. None: the prompt was token ids."""
     prompt_token_ids: tuple[int, ...] | None
-    """None: the service had not said yet which tokens the text has."""
+    """The prompt's token ids. None: the service has not tokenized the text yet."""
     completions: tuple[Completion, ...] = ()
-    """Those with the ``finish_reason`` "abort" go on; the others have ended, and stay as they are. Their spans say
-    which weights made which token. Empty: nothing was made."""
+    """The completions so far; empty if there are none. Those with ``finish_reason`` "abort" continue, the others have
+    ended and stay unchanged. Their spans name the weight version of each token."""
     attempts: int = 0
-    """Generations that its most interrupted completion took, that which was ended included."""
+    """Number of generations of the most interrupted completion, including an unfinished one."""
     truncated_sampling: bool = False
-    """As in ``Rollout``, of what was made."""
+    """See ``Rollout.truncated_sampling``; it describes the tokens so far."""
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> "PartialRollout":
@@ -36,9 +36,10 @@ class PartialRollout(Frozen):
 
     @classmethod
     def of(cls, rollout: Rollout, prompt: str | None = None) -> "PartialRollout":
-        """A rollout with completions that came back as "abort" (``on_abort="return"``, or attempts were used up).
+        """Return a partial rollout from a rollout with "abort" completions (``on_abort="return"``, or attempts
+        exhausted).
 
-        ``prompt``: its text, if that is what was sent.
+        ``prompt``: the prompt text, if text was sent.
         """
         return cls(
             request_id=rollout.request_id,
@@ -51,31 +52,32 @@ class PartialRollout(Frozen):
 
     @property
     def num_tokens(self) -> int:
-        """Made so far, of all completions."""
+        """Number of tokens so far, in all completions."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
 
 class PartialBatch(NamedTuple):
-    """What ``generate_batch(prompts, until=K)`` returns. Both are keyed by the place in ``prompts``, in that order."""
+    """The result of ``generate_batch(prompts, until=K)``. Both fields are keyed by the index in ``prompts``,
+    ascending."""
 
     rollouts: dict[int, Rollout]
-    """The first K groups that were complete: each completion has ended by itself."""
+    """The first K complete groups: every completion has ended by itself."""
     partial: dict[int, PartialRollout]
-    """The rest, to be carried on: pass them, and new prompts, to the next call."""
+    """The other groups. Pass them to the next call, together with new prompts."""
 
 
 class BatchFailed(Exception):
-    """Some prompts of ``generate_batch`` failed. Nothing that was made is lost.
+    """Raised when some prompts of ``generate_batch`` failed. It holds all completions generated so far.
 
-    The exception is also of the class of its first error: ``except ContextTooLong`` holds as well.
+    The exception is also an instance of its first error's class, so that ``except ContextTooLong`` works.
     """
 
     rollouts: dict[int, Rollout]
-    """The rollouts that are complete, by the prompt's index in ``prompts``."""
+    """The complete rollouts, by index in ``prompts``."""
     partial: dict[int, PartialRollout]
-    """With ``until``: the groups that can be carried on, as in ``PartialBatch``."""
+    """With ``until``: the groups that can be continued, as in ``PartialBatch``."""
     errors: dict[int, Exception]
-    """Why each of the other prompts failed. A prompt in none of the three was not begun, or was cancelled."""
+    """The error of each failed prompt. A prompt in none of the three fields was cancelled or never started."""
     num_prompts: int
 
     @classmethod
@@ -86,11 +88,11 @@ class BatchFailed(Exception):
         errors: Mapping[int, Exception],
         num_prompts: int,
     ) -> "BatchFailed":
-        """Make the exception; ``errors`` has at least one, the first that happened first."""
+        """Create the exception; ``errors`` holds at least one error, in order of occurrence."""
         first = next(iter(errors.values()))
         of_both: type[BatchFailed] = type(cls.__name__, (cls, type(first)), {"__module__": cls.__module__})
         made = of_both.__new__(of_both)
-        vars(made).update(vars(first))  # what its class has, such as ``detail``
+        vars(made).update(vars(first))  # attributes of the first error's class, such as ``detail``
         made.rollouts, made.partial, made.errors = dict(rollouts), dict(partial), dict(errors)
         made.num_prompts = num_prompts
         return made

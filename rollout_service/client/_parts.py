@@ -1,8 +1,8 @@
-"""Tensors become parts: one thread copies each tensor once, from its device, into the memory that is sent.
+"""Cut tensors into parts. One thread copies each tensor once, from its device into the memory that is sent.
 
-What lies on the CPU, and stays as it is until it is sent, is not copied. All else (hashing, sending) is done by others:
-what gathers tensors takes part in collectives, and other ranks wait for it. Torch is imported where it is needed, which
-is not in a client that only generates.
+CPU tensors that stay unchanged until they are sent are not copied. Other threads hash and send, because the copying
+thread takes part in collectives while other ranks wait. Torch is imported at first use, so that a client that only
+generates does not load it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ BODY_CHUNK_BYTES = 1 << 20
 
 
 VIEWED_BYTES = 1 << 20
-"""Fewer of one tensor are copied, since each piece of a part is a turn of its own with Python's lock."""
+"""Minimum bytes of a tensor that are sent without a copy. Each piece of a part costs one acquisition of the GIL."""
 
 
 class Part:
-    """Bytes ``[index * part_bytes, ...)`` of the stream, or a part of a delta."""
+    """Bytes ``[index * part_bytes, ...)`` of the stream, or one part of a delta."""
 
     def __init__(
         self,
@@ -37,12 +37,13 @@ class Part:
         copies: Iterable[torch.cuda.Event] = (),
         counts: int | None = None,
     ) -> None:
-        """
+        """Create a part.
+
         Args:
-            tensors: the part's bytes, uint8 [N] each on the CPU, one after the other.
-            memory: uint8 [part_bytes], of which some of them are slices; None: they are all of somebody else's memory.
-            copies: from GPUs, that may be under way still.
-            counts: bytes of the tensors that it is about; None: it holds them.
+            tensors: the part's bytes, in order, each uint8 [N] on the CPU.
+            memory: uint8 [part_bytes] that some of the tensors are slices of. None: no tensor is owned by the part.
+            copies: events of GPU copies that may still be running.
+            counts: bytes that progress reports count for this part. None: ``nbytes``.
         """
         self.index, self.memory, self.nbytes = index, memory, sum(tensor.nbytes for tensor in tensors)
         self.counts = self.nbytes if counts is None else counts
@@ -50,26 +51,26 @@ class Part:
 
     @cached_property
     def pieces(self) -> list[memoryview]:
-        """The bytes, one after the other; waits for copies that are under way."""
+        """The bytes in order. Waits for running copies."""
         for copy in self._copies:
             copy.synchronize()
         return [tensor.numpy().data for tensor in self._tensors]
 
     @property
     def data(self) -> memoryview:
-        """The bytes in one piece; a copy if there are several."""
+        """The bytes in one piece; copied if there are several pieces."""
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 in hex."""
+        """xxh3-128 of the bytes, in hex."""
         hasher = xxhash.xxh3_128()
         for piece in self.pieces:
             hasher.update(piece)
         return hasher.hexdigest()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        # In chunks, because each layer of httpx copies what it is given.
+        # in chunks, because every layer of httpx copies its input
         for piece in self.pieces:
             for start in range(0, piece.nbytes, BODY_CHUNK_BYTES):
                 yield bytes(piece[start : start + BODY_CHUNK_BYTES])
@@ -82,19 +83,19 @@ def cut_parts(
     *,
     held: bool = False,
 ) -> Iterator[Part]:
-    """Cut a stream into parts. What they hold is a copy, which a GPU may be making still, or a held tensor on the CPU.
+    """Cut a stream into parts. A part holds copies, which a GPU may still be writing, or views of held CPU tensors.
 
     Args:
-        stream: tensors uint8 [N], one after the other, see ``bytes_of_each``.
-        free: memory of parts that are done with, to be used again; fresh memory costs more than what is copied.
-        held: the tensors stay what they are until the parts are sent: those on the CPU are not copied, if it is
-            ``VIEWED_BYTES`` or more that a part has of one. If not held, one is copied before the next is made.
+        stream: tensors uint8 [N], in order, see ``bytes_of_each``.
+        free: memory of finished parts, for reuse. Allocating new memory is slower than the copy itself.
+        held: True if the tensors stay unchanged until the parts are sent. Then at least ``VIEWED_BYTES`` of a CPU
+            tensor are sent without a copy. False: each tensor is copied before the next is requested.
     """
     import torch
 
     index, filled = 0, 0
     memory: torch.Tensor | None = None
-    begun, used = 0, 0  # of memory: where the copies that are no piece yet begin, and where they end
+    begun, used = 0, 0  # offsets in ``memory``: the begin and the end of the copied bytes that are in no piece yet
     pieces: list[torch.Tensor] = []
     devices: set[torch.device] = set()
     for flat in stream:
@@ -109,7 +110,7 @@ def cut_parts(
                 if memory is None:
                     memory = free.pop() if free else host_memory(part_bytes, pinned=from_gpu)
                 room = memory[used : used + taken]
-                # torch copies with several threads, and with Python's lock free
+                # torch copies with several threads and without the GIL
                 room.copy_(flat if taken == count else flat[start : start + taken], non_blocking=from_gpu)
                 if from_gpu:
                     devices.add(flat.device)
@@ -120,25 +121,25 @@ def cut_parts(
                 index, memory, filled, begun, used, pieces, devices = index + 1, None, 0, 0, 0, [], set()
         if from_gpu and not held:
             torch.cuda.current_stream(flat.device).synchronize()
-        del flat  # before the next is made
+        del flat  # freed before the next tensor is made
     if filled:
         yield Part(index, [*pieces, *_copied(memory, begun, used)], memory, map(_recorded, devices))
 
 
 def _copied(memory: torch.Tensor | None, begun: int, used: int) -> list[torch.Tensor]:
-    """What was copied into these bytes of a part's memory, in one piece, if anything was."""
+    """Return the copied bytes ``[begun, used)`` of a part's memory as a list of at most one tensor."""
     return [] if memory is None or begun == used else [memory[begun:used]]
 
 
 def bytes_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """Each tensor's bytes (little-endian, row-major) as uint8 [N] on its device; no copy if it is contiguous.
+    """Yield each tensor's bytes (little-endian, row-major) as uint8 [N] on its device; copied only if not contiguous.
 
-    A tensor is let go before the next is gathered.
+    Each tensor is freed before the next is gathered.
     """
     import torch
 
     for _, tensor in tensors:
-        if tensor.requires_grad:  # asked, because to detach is a turn with Python's lock
+        if tensor.requires_grad:  # checked first, because ``detach`` needs the GIL
             tensor = tensor.detach()
         yield tensor.contiguous().view(-1).view(torch.uint8)
         del tensor
@@ -152,7 +153,7 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
 
 
 def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """uint8 [nbytes]; ``pinned``: registered with CUDA, if it lets us."""
+    """Return uint8 [nbytes] of host memory. ``pinned``: registered with CUDA if possible."""
     import torch
 
     if pinned:
@@ -165,5 +166,5 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @cache
 def warn_of_pageable_memory(why: str) -> None:
-    """Say once that copies from a GPU are slow."""
+    """Warn once that copies from a GPU are slow."""
     logger.warning("there is no pinned memory to copy weights to, which makes a push slower: %s", why)

@@ -1,7 +1,7 @@
-"""The tensors of a table, cut and joined into pieces that are compared at once. Needs no torch.
+"""The tensors of a table, split and joined into pieces that are compared together. Needs no torch.
 
-A matrix of codes has few MB, an expert's scales a few bytes, and a vocabulary's embedding a GB. Neither do 40 000 small
-tensors take a call each to a GPU or a thread, nor does a large one take its size in memory while it is compared.
+Tensors differ in size: a code matrix has a few MB, an expert's scales a few bytes, an embedding a GB. Pieces save a
+kernel or a thread's job for each of 40 000 small tensors, and bound the memory for large ones.
 """
 
 import itertools
@@ -13,58 +13,60 @@ from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
 
 PIECE_BYTES = 2 * SEGMENT_BYTES
-"""Of a tensor that is larger, pieces hold whole segments."""
+"""Maximum size of a piece in bytes. Pieces of a larger tensor hold whole segments."""
 
 BATCH_BYTES = 4 * PIECE_BYTES
-"""Of pieces that a GPU compares at once. It is waited for once for each batch; each takes up to four times as much of
-its memory, see ``rollout_service.client._gpu_compare``."""
+"""Maximum bytes of the pieces that a GPU compares together, with one synchronization per batch. The GPU memory needed
+is up to four times as large, see ``rollout_service.client._gpu_compare``."""
 
 CONVERTED_BYTES = 2 * BATCH_BYTES
-"""Of a trainer's tensors that are quantized at once. To queue that takes a fraction of a millisecond each time."""
+"""Maximum bytes of a trainer's tensors that are quantized together. Queueing one batch takes less than a
+millisecond."""
 
 
 class Span(NamedTuple):
-    """Bytes of a tensor, and where they are in a piece."""
+    """A byte range of a tensor, and its place in a piece."""
 
     tensor: int
-    """Its place in the table."""
+    """Index of the tensor in the table."""
     part: slice
-    """Of the tensor's bytes."""
+    """Byte range in the tensor."""
     place: slice
-    """In the piece."""
+    """Byte range in the piece."""
 
 
 class Piece(NamedTuple):
-    """Tensors whose elements have one size, one after the other, or a part of a single one."""
+    """Consecutive tensors with one element size, or a part of a single large tensor."""
 
     itemsize: int
     nbytes: int
     is_part: bool
-    """Of a tensor, that other pieces have the rest of."""
+    """True if the piece is a part of a tensor that continues in other pieces."""
     spans: tuple[Span, ...]
 
     @property
     def last(self) -> int:
-        """The last of its tensors, by its place in the table."""
+        """Table index of the last tensor in the piece."""
         return self.spans[-1].tensor
 
 
 class Batch(NamedTuple):
-    """Pieces that come one after the other, in one stretch of memory."""
+    """Consecutive pieces in one contiguous memory."""
 
     nbytes: int
     last: int
-    """The last of its pieces, by its place among all."""
+    """Index of the last piece."""
     pieces: tuple[int, ...]
-    """Those of larger elements first, so that each lies where numbers of its size may; otherwise in their order."""
+    """Indices of the pieces. Larger elements come first so that every piece is aligned; otherwise the order is
+    unchanged."""
     places: tuple[slice, ...]
-    """The bytes of each."""
+    """Byte range of each piece in the batch."""
 
 
 def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
-    """All tensors, in the order in which the last tensor of each piece comes. Tensors without a byte are in none.
+    """Return all tensors as pieces, in the order of each piece's last tensor. Empty tensors are in no piece.
 
-    No piece has tensors of two parts of a delta: a part is sent once all of its tensors are compared.
+    A piece never spans two parts of a delta, because a part is sent once all of its tensors are compared.
     """
     found: list[Piece] = []
     for tensors in tensors_of_parts([tensor.nbytes for tensor in table]):
@@ -86,7 +88,7 @@ def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
 
 
 def batches_of(pieces: Sequence[Piece]) -> list[Batch]:
-    """All pieces, in order, in batches of ``BATCH_BYTES``, or of a single larger one."""
+    """Return all pieces in order, in batches of at most ``BATCH_BYTES``, or of a single larger piece."""
     found: list[list[int]] = []
     nbytes = 0
     for index, piece in enumerate(pieces):

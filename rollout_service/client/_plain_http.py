@@ -1,7 +1,7 @@
-"""PUTs of many megabytes over connections of the standard library's HTTP client, by threads.
+"""PUT requests with bodies of many megabytes, by threads, over the standard library's HTTP client.
 
-It hands a body to the socket as it is. Errors and replies are httpx's, so that the rules of ``_retry`` are the same
-for all that a client sends.
+The body goes to the socket without copies. Errors and replies are httpx's, so that the rules of ``_retry`` apply to all
+requests of a client.
 """
 
 import http.client
@@ -21,10 +21,12 @@ _LARGEST_REPLY_BYTES = 1 << 20
 
 
 class PlainConnections:
-    """To one address; each is used by one thread at a time, and kept until ``close``."""
+    """A pool of connections to one address. One thread at a time uses a connection, which stays open until
+    ``close``."""
 
     def __init__(self, url: str, tls: ssl.SSLContext, read_s: float) -> None:
-        """``tls``: whom to trust if ``url`` is https. ``read_s``: the longest wait for a reply."""
+        """Create the pool. ``tls``: the trust settings for an https ``url``. ``read_s``: maximum wait for a reply in
+        seconds."""
         self._url, self._tls, self._read_s = httpx.URL(url), tls, read_s
         self._lock = threading.Lock()
         self._all: set[http.client.HTTPConnection] = set()
@@ -32,7 +34,7 @@ class PlainConnections:
         self._closed = False
 
     def put(self, route: str, body: Sequence[memoryview], headers: Mapping[str, str]) -> httpx.Response:
-        """Send a body, one piece after the other, and return the reply, whatever its status.
+        """Send a body, piece by piece, and return the reply with any status.
 
         Raises ``httpx.TransportError``.
         """
@@ -51,7 +53,7 @@ class PlainConnections:
         return response
 
     def close(self) -> None:
-        """Break what is under way, from any thread; whoever waits for it gets ``httpx.TransportError``."""
+        """Abort all running requests, which then raise ``httpx.TransportError``. Thread-safe."""
         with self._lock:
             self._closed = True
             for connection in self._all:
@@ -75,13 +77,13 @@ class PlainConnections:
             try:
                 connection.request("PUT", path, body, {**headers, "Content-Length": length})
             except (BrokenPipeError, ConnectionResetError) as error:
-                sent: Exception | None = error  # it may have been answered before
+                sent: Exception | None = error  # the server may have replied before it closed the connection
             else:
                 sent = None
             try:
                 reply = connection.getresponse()
                 content = reply.read(_LARGEST_REPLY_BYTES)
-                if reply.length:  # a read of so many bytes does not say that fewer came
+                if reply.length:  # ``read`` with a size does not raise for a truncated body
                     raise http.client.IncompleteRead(content, reply.length)
             except (OSError, http.client.HTTPException):
                 if sent is not None:
@@ -103,8 +105,8 @@ class PlainConnections:
         if isinstance(connection, http.client.HTTPSConnection):
             connection.sock.settimeout(self._read_s)
         else:
-            # in place of Python's own time-out, with which a body is sent in as many turns with Python's lock as
-            # there is room for it
+            # kernel timeouts instead of Python's: with those, sending a body takes the GIL once for each piece of free
+            # buffer space
             connection.sock.settimeout(None)
             for option, seconds in ((socket.SO_SNDTIMEO, WRITE_S), (socket.SO_RCVTIMEO, self._read_s)):
                 connection.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
@@ -137,18 +139,18 @@ class PlainConnections:
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Whether its other end has closed it, while nothing was asked."""
-    poll = select.poll()  # not MSG_DONTWAIT: Python waits first where a socket has a time-out of its own
+    """Return True if the peer has closed an idle connection."""
+    poll = select.poll()  # not MSG_DONTWAIT: Python itself waits first on a socket with a timeout
     poll.register(sock, select.POLLIN)
     if not poll.poll(0):
         return False
     try:
-        came = socket.socket.recv(sock, 1, socket.MSG_PEEK)  # an encrypted one's own takes no flags
+        came = socket.socket.recv(sock, 1, socket.MSG_PEEK)  # an SSL socket's own ``recv`` accepts no flags
     except OSError:
         return True
-    return not came or not isinstance(sock, ssl.SSLSocket)  # TLS sends tickets of its own accord
+    return not came or not isinstance(sock, ssl.SSLSocket)  # a TLS server sends session tickets unasked
 
 
 def _shut(connection: http.client.HTTPConnection) -> None:
-    with suppress(OSError, AttributeError):  # it is gone, or is being made
+    with suppress(OSError, AttributeError):  # the socket is closed, or still being created
         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)

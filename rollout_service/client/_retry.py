@@ -1,4 +1,4 @@
-"""Which failed attempts may be repeated, and after how long."""
+"""Rules for repeating failed attempts, and the wait between attempts."""
 
 import enum
 import logging
@@ -22,45 +22,44 @@ logger = logging.getLogger("rollout_service.client")
 
 RETRY_STATUS = frozenset({429, 502, 503, 504})
 MAX_RETRY_AFTER_S = 60.0
-"""A service that asks for more patience than this is asked again after this long all the same."""
+"""Maximum wait in seconds, even if the service asks for a longer one."""
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
 _MAYBE_RECEIVED = (*_BROKEN, httpx.TimeoutException)
 
 _backoff = wait_exponential(multiplier=0.125, max=4) + wait_random_exponential(multiplier=0.125, max=4)
-"""Half of it is certain, so that a number of retries is an outage that is surely outlived.
+"""Exponential backoff with jitter. Half of the wait is fixed, so that the number of retries guarantees a minimum total.
 
-With all of it random, 12 retries waited 32 s on average, and less than 25 s in one of 7 requests. They now wait 32 s
-at least, and 8 wait 16 s. Serve looks for a dead HTTP proxy every 10 s unless it is told otherwise, and then starts a
-new one.
+The minimum is 16 s for 8 retries and 32 s for 12. With jitter alone, 12 retries waited 32 s on average, but less than
+25 s in one of 7 requests. Serve checks for a dead HTTP proxy every 10 s by default, and then starts a new one.
 """
 
 Outcome = httpx.Response | BaseException
-"""How one attempt ended."""
+"""The response or the error of one attempt."""
 
 
 class Repeat(enum.Enum):
-    """When a request may be sent again."""
+    """The condition under which a request may be sent again."""
 
     NEVER = enum.auto()
     IF_NOT_ACCEPTED = enum.auto()
-    """Only if the service surely did not accept it: no connection, or a refusal that says when to come back."""
+    """Only if the service certainly did not accept the request: no connection, or a refusal with ``Retry-After``."""
     IF_LOST = enum.auto()
-    """Likewise, and if its answer is surely lost: a connection that broke, a proxy that lost the gateway. For rollouts:
-    the service cancels those that nobody waits for. Not after a timeout: they may still be at work."""
+    """Also if the answer is certainly lost: a broken connection, or a proxy that lost the gateway. Used for rollouts,
+    because the service cancels a rollout without a client. Not after a timeout: the rollout may still be running."""
     IDEMPOTENT = enum.auto()
-    """After connection trouble of any kind and the statuses of ``RETRY_STATUS``."""
+    """After any connection error and after the statuses of ``RETRY_STATUS``."""
     IDEMPOTENT_ONCE_CONNECTED = enum.auto()
-    """Likewise, but an address that takes no connection is given up at once."""
+    """Like ``IDEMPOTENT``, but never after a failed connection attempt."""
 
 
 def may_retry(outcome: Outcome, repeat: Repeat) -> bool:
-    """Whether another attempt can do no harm and may succeed."""
+    """Return True if another attempt is safe and may succeed."""
     if repeat is Repeat.NEVER:
         return False
     if isinstance(outcome, _NEVER_SENT):
-        if untrusted(outcome) is not None:  # it will not be trusted next time either
+        if untrusted(outcome) is not None:  # the certificate will not be trusted next time either
             return False
         return repeat is not Repeat.IDEMPOTENT_ONCE_CONNECTED
     idempotent = repeat in (Repeat.IDEMPOTENT, Repeat.IDEMPOTENT_ONCE_CONNECTED)
@@ -78,7 +77,7 @@ def may_retry(outcome: Outcome, repeat: Repeat) -> bool:
 
 
 def error_of(response: httpx.Response) -> RolloutServiceError:
-    """The error that a reply other than 2xx stands for; quotes a reply that is not the service's own."""
+    """Return the error of a reply other than 2xx. A reply that did not come from the service is quoted."""
     try:
         body = response.json()
     except ValueError:
@@ -87,12 +86,12 @@ def error_of(response: httpx.Response) -> RolloutServiceError:
 
 
 def _is_the_services_own(response: httpx.Response) -> bool:
-    # the class that stands for what no error of ours is
+    # this class stands for any reply that is no error of ours
     return type(error_of(response)) is not RolloutServiceError
 
 
 def retry_after_s(outcome: Outcome) -> float:
-    """Seconds that the service asked to wait (``Retry-After``, a number or a date), 0 if it did not ask."""
+    """Return the seconds in ``Retry-After`` (a number or a date), or 0 without that header."""
     header = outcome.headers.get("Retry-After") if isinstance(outcome, httpx.Response) else None
     if header is None:
         return 0.0
@@ -104,7 +103,7 @@ def retry_after_s(outcome: Outcome) -> float:
 
 
 def retrying(repeat: Repeat, retries: int) -> AsyncRetrying:
-    """Runs an attempt that returns a response, at most ``1 + retries`` times; ends with the last attempt's outcome."""
+    """Return a runner that makes at most ``1 + retries`` attempts and ends with the outcome of the last."""
     return AsyncRetrying(
         stop=stop_after_attempt(1 + retries),
         retry=lambda state: may_retry(_outcome(state), repeat),

@@ -1,4 +1,4 @@
-"""What a client has sent last, and what the next weights change in it."""
+"""The weights that a client sent last, as the base of the next delta."""
 
 from __future__ import annotations
 
@@ -32,59 +32,60 @@ from rollout_service.threads import in_threads, io_threads
 from rollout_service.views import bytes_of
 
 LARGEST_SHARE = 1 / 8
-"""Of a version's bytes that its delta may have: to make and apply a larger one takes about as long as to send all."""
+"""Maximum size of a delta, as a share of the version's bytes. A larger one takes about as long as sending
+everything."""
 
 Changes = list[Changed | None]
-"""Of each tensor of a table, in its order; None: it is what it was."""
+"""The change of each tensor of a table, in order. None: the tensor is unchanged."""
 
 _SpanSegment = tuple[Span, delta.Segment]
-"""What changes in a span, encoded."""
+"""A span and one encoded segment of its change."""
 
 
 _Job = tuple[int, list[_SpanSegment | Elements]]
-"""What changes in a piece."""
+"""The index of a piece and its changes."""
 
 _Replaced = dict[tuple[int, int], bytes]
-"""Old bytes, by their piece and where they begin in it."""
+"""Old bytes, by piece index and start offset in the piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Older:
-    """A version that was changed to a newer one."""
+    """An older version, with the data to restore it."""
 
     version: int | None
     digests: list[str]
     changes: Changes
-    """That made the newer one."""
+    """The changes that produced the newer version."""
     replaced: _Replaced = field(default_factory=dict)
 
 
 def nbytes_of(changes: Changes) -> int:
-    """What they have to be sent."""
+    """Return the encoded size of the changes in bytes."""
     return sum(len(changed.encoded) for changed in changes if changed is not None)
 
 
 class SentWeights:
-    """The tensors of one version, as they are stored, in the host's memory. For one thread at a time."""
+    """The stored tensors of one version, in host memory. Not thread-safe."""
 
     def __init__(self, table: tuple[UploadTensor, ...]) -> None:
         self.table = table
         self.version: int | None = None
-        """Which it is; None: none that is known to be committed."""
+        """The version number. None: these weights are not known to be committed."""
         self._newer: tuple[int, Changes] | None = None
-        """A version that is committed, and what it changes in this one."""
+        """A committed newer version, and its changes to this one."""
         self._older: _Older | None = None
-        """What this one is changed back to if it is pushed again."""
+        """The older version to restore if the current one is pushed again."""
         self._pieces = pieces_of(table)
         self._batches = batches_of(self._pieces)
         self._batch_of = {index: number for number, batch in enumerate(self._batches) for index in batch.pieces}
         self._of_batches: list[torch.Tensor | None] = [None] * len(self._batches)
-        """The bytes of each batch, so that one copy brings them to a GPU; of which those of its pieces are views:"""
+        """The bytes of each batch, so that one copy moves them to a GPU. The pieces in ``_kept`` are views of them."""
         self._kept: list[torch.Tensor | None] = [None] * len(self._pieces)
         self._taking: dict[int, Future[None]] = {}
-        """Of batches, whose memory threads take."""
+        """The running allocations, by batch index."""
         self._unpin: list[Callable[[], None]] = []
-        # before the memory is unmapped, of which this object holds views until then
+        # must run before the memory is unmapped: this object holds views of the memory until then
         weakref.finalize(self, _call_each, self._unpin).atexit = False
         self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
         for index, piece in enumerate(self._pieces):
@@ -95,17 +96,18 @@ class SentWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.table)
 
     def may_be_base_of(self, version: NewVersion, table: tuple[UploadTensor, ...]) -> bool:
-        """Whether ``version``, with tensors as of ``table``, may be pushed as a delta of this one."""
+        """Return True if ``version``, with tensors as in ``table``, may be pushed as a delta of this one."""
         return table == self.table and self.version is not None and (version == NEXT or self.version < version)
 
     def take(self, stored: Iterable[Named], laps: Laps | None = None) -> Iterator[torch.Tensor]:
-        """Become these tensors, one after the other; yields the bytes of each, uint8 [N], in one piece or several.
+        """Replace the kept weights with ``stored``, tensor by tensor. Yields the bytes of each, uint8 [N], in one or
+        more pieces.
 
-        Threads make memory ahead, registered with the GPU that has the first tensor, and hash what is there.
+        Threads allocate memory ahead, pinned for the GPU of the first tensor, and hash the copied bytes.
         """
         self._become_none()
         laps = laps or Laps()
@@ -134,7 +136,7 @@ class SentWeights:
             self._taking = {}
 
     def stream(self) -> Iterator[torch.Tensor]:
-        """The bytes of each tensor, likewise."""
+        """Yield the bytes of each tensor, in the form of ``take``."""
         for number in range(len(self.table)):
             yield from self._bytes_of(number)
 
@@ -144,15 +146,17 @@ class SentWeights:
         verdicts: Verdicts | None = None,
         made: Callable[[Part], None] | None = None,
     ) -> Changes | None:
-        """What makes these tensors ``stored``, which has the same names, dtypes and shapes in the same order.
+        """Return the changes from these tensors to ``stored``, which must have the same names, dtypes, shapes and
+        order.
 
-        None if it has more than ``LARGEST_SHARE`` of their bytes, or a part would be too large: these are ``stored``
-        then, and no version.
+        Returns None if the changes exceed ``LARGEST_SHARE`` of the bytes, or if a part would be too large. This object
+        then holds ``stored``, without a version number.
 
-        ``verdicts``: that ``stored`` asks, as ``Converter.convert`` does. What is told of their numbers is required
-        before this returns, for tensors that are compared also before anything here is changed.
-
-        ``made``: called by threads with the parts of the delta, each as soon as its tensors are compared.
+        Args:
+            stored: the new tensors.
+            verdicts: deferred checks of ``stored``, see ``Converter.convert``. They are required before this returns.
+                For compared tensors they are required before any kept byte changes.
+            made: called by threads with each part of the delta as soon as its tensors are compared.
         """
 
         def tell(part: int, changes: Sequence[Changed | None]) -> None:
@@ -194,24 +198,24 @@ class SentWeights:
         return None
 
     def as_base(self) -> Delta:
-        """The announcement of a delta of this version."""
+        """Return the announcement of a delta with this version as its base."""
         assert self.version is not None, "of a version that is not committed there is no delta"
         return Delta(base=self.version, base_digest=base_digest(self._digests))
 
     def change(self, changes: Changes) -> None:
-        """Become what ``changes`` make of these tensors; it is no version yet."""
+        """Apply ``changes`` to the kept tensors. The result has no version number yet."""
         self._become_none()
         self._in_threads(self._change, changes)
         self._digests = _digests_after(self._digests, changes)
 
     def note_newer(self, version: int, changes: Changes) -> None:
-        """A delta of this version was committed as ``version``."""
+        """Record that a delta of this version was committed as ``version``."""
         self._newer = version, changes
 
     def apply_newer(self) -> None:
-        """Become the version that was committed last before anything is pushed; ``become_newer`` goes back if need be.
+        """Change the kept weights to the last committed version before the next push. ``become_newer`` can undo it.
 
-        If this fails it is no version.
+        If this fails, the kept weights have no version number.
         """
         if self._newer is None:
             return
@@ -223,7 +227,8 @@ class SentWeights:
         self.version, self._older = version, older
 
     def become_newer(self, pushed: NewVersion) -> None:
-        """Become the version that was committed last, unless it is pushed again: that must be the same delta again."""
+        """Change the kept weights to the last committed version. If ``pushed`` is that version, keep its base for the
+        same delta."""
         if self._newer is not None and self._newer[0] != pushed:
             version, changes = self._newer
             self.change(changes)
@@ -236,11 +241,11 @@ class SentWeights:
         self._older = None
 
     def _become_none(self) -> None:
-        """No version, whatever happens to whoever changes the bytes."""
+        """Forget the version number before the bytes are modified."""
         self.version = self._newer = self._older = None
 
     def _in_threads(self, change: Callable[[_Job], None], changes: Changes) -> None:
-        """Call ``change`` with those of each piece."""
+        """Call ``change`` in threads with the changes of each piece."""
         jobs: dict[int, list[_SpanSegment | Elements]] = defaultdict(list)
         for number, changed in enumerate(changes):
             if changed is None:
@@ -265,7 +270,7 @@ class SentWeights:
             kept.copy_(flat[span.part])
 
     def _digest(self, number: int) -> str:
-        """Hash a tensor that is kept, as ``StoredTensor.digest``."""
+        """Return the digest of a kept tensor, as ``StoredTensor.digest``."""
         hasher, digests, left = xxhash.xxh3_128(), b"", CHUNK_BYTES
         for kept in self._bytes_of(number):
             data = view_of(kept)
@@ -285,19 +290,20 @@ class SentWeights:
                 self._taking[number] = threads.submit(self._take_memory, number, batch.nbytes, gpu)
 
     def _take_memory(self, number: int, nbytes: int, gpu: torch.device | None) -> None:
-        """Take a batch's memory, registered with a GPU if possible."""
+        """Allocate a batch's memory, and pin it for a GPU if possible."""
         memory = take_host_memory(nbytes)
         if gpu is not None:
             try:
                 with on_device(gpu):
                     self._unpin.append(pin(memory))
             except OSError as error:
-                warn_of_pageable_memory(str(error).rpartition(": ")[2])  # not once for each size
-        # kept here, and not by the future alone: it must not be unmapped before it is unpinned
+                # without the size, so that each reason is logged once
+                warn_of_pageable_memory(str(error).rpartition(": ")[2])
+        # stored here and not only in the future: the memory must be unpinned before it is unmapped
         self._of_batches[number] = torch.frombuffer(memory, dtype=torch.uint8)
 
     def _await_memory(self, tensor: int) -> None:
-        """Wait for the memory of a tensor."""
+        """Wait until a tensor's memory is allocated."""
         for index, _ in self._spans[tensor]:
             if self._kept[index] is not None:
                 continue
@@ -311,7 +317,7 @@ class SentWeights:
                 self._kept[piece] = memory[place]
 
     def _segments(self, number: int, changed: Changed) -> Iterator[tuple[int, Span, delta.Segment]]:
-        """What changes in a tensor, with the span that has it, and the piece of that."""
+        """Yield the encoded segments of a tensor, each with its piece index and span."""
         tensor = self.table[number]
         spans = iter(self._spans[number])
         index, span = next(spans)
@@ -322,7 +328,7 @@ class SentWeights:
             yield index, span, segment
 
     def _change(self, job: _Job, replaced: _Replaced | None = None) -> None:
-        """``replaced``: where the old bytes are put of what is not told by differences."""
+        """Apply the changes of one piece. Overwritten bytes that differences cannot restore go to ``replaced``."""
         for index, kept, numbers, change in self._changed(job):
             if isinstance(change, Elements):
                 numbers[change.positions] += change.differences.view(numbers.dtype)
@@ -334,7 +340,7 @@ class SentWeights:
             delta.apply_segment(segment, kept[place], numbers.itemsize)
 
     def _change_back(self, job: _Job, replaced: _Replaced) -> None:
-        """What ``_change`` did."""
+        """Undo ``_change``."""
         for index, kept, numbers, change in self._changed(job):
             if isinstance(change, Elements):
                 numbers[change.positions] -= change.differences.view(numbers.dtype)
@@ -348,7 +354,7 @@ class SentWeights:
             np.frombuffer(kept[place], numbers.dtype)[positions] -= differences
 
     def _changed(self, job: _Job) -> Iterator[tuple[int, memoryview, delta.Array, _SpanSegment | Elements]]:
-        """Each change, with its piece's place, bytes, and bits of elements."""
+        """Yield each change with the piece's index, bytes, and elements as unsigned integers."""
         index, changes = job
         kept = self._kept[index]
         assert kept is not None, "nothing was taken yet"
@@ -359,9 +365,9 @@ class SentWeights:
 
 
 def prepare(gpu: torch.device | None) -> None:
-    """Compile what ``changes_to`` needs for tensors on a GPU, or on the CPU, which takes seconds once."""
+    """Compile the kernels of ``changes_to`` for a GPU or the CPU, which takes seconds once."""
     device = gpu or torch.device("cpu")
-    # with and without aligned addresses; the sum of each dtype's is a multiple of 16
+    # with and without aligned addresses: the sizes of each dtype sum to a multiple of 16
     shapes = [(4096,), (1,), (15,)]
     tensors = {
         f"{dtype} {shape}": torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -383,11 +389,11 @@ def _call_each(functions: Sequence[Callable[[], None]]) -> None:
 
 
 def _place_of(span: Span, segment: delta.Segment) -> slice:
-    """Of a segment, in the span's piece."""
+    """Return the byte range of a segment in the span's piece."""
     start = span.place.start - span.part.start
     return slice(start + segment.place.start, start + segment.place.stop)
 
 
 def _digests_after(digests: list[str], changes: Changes) -> list[str]:
-    """Of each tensor, as ``StoredTensor.digest``."""
+    """Return each tensor's digest after ``changes``, as ``StoredTensor.digest``."""
     return [old if changed is None else changed.digest for old, changed in zip(digests, changes, strict=True)]

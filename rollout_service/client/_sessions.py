@@ -1,4 +1,4 @@
-"""Sessions: an address at which an agent chats, and the trajectory that it leaves, in tokens."""
+"""Sessions: a base URL for an agent's chat, and the recorded trajectory in tokens."""
 
 from types import TracebackType
 from typing import Self
@@ -10,9 +10,10 @@ from rollout_service.protocol.sessions import OpenSession, Session, SessionOpene
 
 
 class AgentSession:
-    """``async with client.session() as session:`` and give ``session.openai_base_url`` to any agent.
+    """A recorded conversation: ``async with client.session() as session:``, then give ``session.openai_base_url`` to an
+    agent.
 
-    At its end the service forgets it: read the trajectory before.
+    The service deletes the session when the block ends. Read the trajectory before.
     """
 
     def __init__(self, http: Http, wanted: OpenSession) -> None:
@@ -21,32 +22,32 @@ class AgentSession:
 
     @property
     def session_id(self) -> str:
-        """Its name, also for the header ``X-Session-ID``."""
+        """The session's id, also for the header ``X-Session-ID``."""
         return self._open.session_id
 
     @property
     def openai_base_url(self) -> str:
-        """``base_url`` of OpenAI's clients."""
+        """The ``base_url`` for OpenAI's clients."""
         return self._http.url + self._open.openai_path
 
     @property
     def anthropic_base_url(self) -> str:
-        """``base_url`` of Anthropic's clients."""
+        """The ``base_url`` for Anthropic's clients."""
         return self._http.url + self._open.anthropic_path
 
     async def trajectory(self) -> Session:
-        """Every turn so far: what the model read and sampled, with logprobs and weight versions. Raises NotFound."""
+        """Return every turn so far: prompt and sampled tokens, logprobs and weight versions. Raises NotFound."""
         return parse(Session, await self._http.send("GET", self._path, repeat=Repeat.IDEMPOTENT))
 
     async def open(self) -> Self:
-        """What ``async with`` does. Raises VersionConflict if its name is taken, Overloaded."""
+        """Open the session, as ``async with`` does. Raises VersionConflict if the id is in use, Overloaded."""
         body = self._wanted.model_dump(exclude_none=True)
         reply = await self._http.send("POST", "/v1/sessions", json=body, repeat=Repeat.IF_NOT_ACCEPTED)
         self._opened = parse(SessionOpened, reply)
         return self
 
     async def close(self) -> None:
-        """Have the service forget it; it may have done so already."""
+        """Delete the session on the service, if it still exists."""
         try:
             await self._http.send("DELETE", self._path, repeat=Repeat.IDEMPOTENT)
         except NotFound:

@@ -1,7 +1,7 @@
-"""Sends a version to an ingest on the trainer's own machine through memory that both share: the host's, or a GPU's.
+"""Send a version to an ingest on the same machine through shared memory, of the host or of a GPU.
 
-Tensors are copied into the memory batch by batch, and the ingest reads a batch while the next one is copied. Nothing
-goes through sockets, and nothing is hashed on the way: it is memory. What is said: ``rollout_service.protocol.upload``.
+Tensors are copied into the memory batch by batch; the ingest reads one batch while the next is copied. The data is
+neither sent through sockets nor hashed. ``rollout_service.protocol.upload`` describes the messages.
 """
 
 from __future__ import annotations
@@ -42,53 +42,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 256 << 20
-"""Of one batch, unless a single tensor is larger."""
+"""Maximum size of a batch in host memory in bytes. A single larger tensor forms its own batch."""
 GPU_BATCH_BYTES = 384 << 20
-"""Likewise in a GPU's memory, where a batch takes the ingest less time than to say that it is there."""
+"""Maximum size of a batch in GPU memory, where reading a batch takes less time than announcing it."""
 BATCHES = 4
-"""That the memory holds, if not more: one is copied while the others are read."""
+"""Minimum number of batches that the memory holds: one is copied while the others are read."""
 _MOST_TENSORS = 10_000
-"""Of one batch."""
+"""Maximum number of tensors in a batch."""
 
 
 LEAST_SHARED_BYTES = 256 << 20
-"""A version that is smaller goes through sockets as fast."""
+"""Minimum size of a version that uses shared memory. Sockets are as fast for a smaller one."""
 
 
 class TrainersMemory(Protocol):
-    """Memory of this process that an ingest can read, kept from one push to the next."""
+    """Memory of this process that an ingest can read. It is kept between pushes."""
 
     nbytes: int
-    """How much there is."""
+    """Size in bytes."""
     may_be_mapped: bool
-    """Whether an ingest may have it; False until it is announced."""
+    """True if an ingest may have mapped the memory; False until it is announced."""
 
     @staticmethod
     def batch_bytes() -> int:
-        """Of one batch, unless a single tensor is larger."""
+        """Return the maximum size of a batch in bytes. A single larger tensor forms its own batch."""
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """For one push of these tensors. Raises OSError."""
+        """Return the announcement for one push of these tensors. Raises OSError."""
 
     def room(self, start: int, nbytes: int) -> torch.Tensor:
-        """These bytes of it, uint8."""
+        """Return a view of these bytes of the memory, uint8."""
 
     def close(self) -> None:
-        """Give it up: the ingest sees that it is gone."""
+        """Release the memory. The ingest can detect the release."""
 
 
 class Listener(Protocol):
-    """The ingest's own address."""
+    """The direct address of the ingest."""
 
     async def post(self, route: str, json: object) -> bool:
-        """Send JSON; False if it was not taken."""
+        """Send JSON. Return False if the listener did not accept it."""
 
 
 class HostMemory:
-    """The host's."""
+    """Shared memory of the host."""
 
     def __init__(self, nbytes: int) -> None:
-        """Registered with CUDA, if this process uses CUDA: a GPU then writes there at the speed of PCIe.
+        """Allocate the memory. It is pinned if this process uses CUDA, so that a GPU writes to it at PCIe speed.
 
         Raises OSError.
         """
@@ -103,33 +103,34 @@ class HostMemory:
 
     @staticmethod
     def batch_bytes() -> int:
-        """See ``TrainersMemory``."""
+        """Return ``BATCH_BYTES``."""
         return BATCH_BYTES
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """See ``TrainersMemory``."""
+        """Return the announcement for one push, see ``TrainersMemory``."""
         return SharedMemorySource(tensors=tensors, **_named(self._memory))
 
     def room(self, start: int, nbytes: int) -> torch.Tensor:
-        """See ``TrainersMemory``."""
+        """Return a view of the memory, see ``TrainersMemory``."""
         import torch
 
         return torch.frombuffer(self._memory.view, dtype=torch.uint8, count=nbytes, offset=start)
 
     def close(self) -> None:
-        """See ``TrainersMemory``."""
+        """Release the memory."""
         self._memory.close()
 
 
 class GpuMemory:
-    """The current GPU's, and a page of the host's by which the ingest knows whose it is, and that it is there."""
+    """Memory of the current GPU. A page of host memory identifies its process to the ingest and shows that it still
+    exists."""
 
     _given_up: OwnGpuMemory | None = None
-    """Memory that an ingest may have mapped still, for which CUDA promises nothing if it is freed. Of this process: the
-    last one, so that pushes which fail do not fill the GPU."""
+    """The last released memory of this process. CUDA leaves freeing undefined while an ingest may have it mapped.
+    Keeping only the last one prevents failed pushes from filling the GPU."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises OSError."""
+        """Allocate the memory. Raises OSError."""
         self.nbytes, self.may_be_mapped = nbytes, False
         self._memory = SharedMemory.create(1)
         try:
@@ -140,22 +141,22 @@ class GpuMemory:
 
     @staticmethod
     def batch_bytes() -> int:
-        """See ``TrainersMemory``."""
+        """Return ``GPU_BATCH_BYTES``."""
         return GPU_BATCH_BYTES
 
     def source(self, tensors: tuple[UploadTensor, ...]) -> SharedMemorySource:
-        """See ``TrainersMemory``."""
+        """Return the announcement for one push, see ``TrainersMemory``."""
         gpu = self._on_gpu
         return CudaIpcSource(
             tensors=tensors, gpu=gpu.gpu, handle=gpu.handle, handle_bytes=gpu.nbytes, **_named(self._memory)
         )
 
     def room(self, start: int, nbytes: int) -> torch.Tensor:
-        """See ``TrainersMemory``."""
+        """Return a view of the memory, see ``TrainersMemory``."""
         return self._on_gpu.tensor[start : start + nbytes]
 
     def close(self) -> None:
-        """See ``TrainersMemory``."""
+        """Release the memory. If an ingest may have it mapped, freeing is delayed until the next release."""
         self._memory.close()
         if not self.may_be_mapped:
             self._on_gpu.free()
@@ -176,7 +177,7 @@ def _named(memory: SharedMemory) -> dict[str, Any]:
 
 
 class SharedMemoryPushes:
-    """Those of one client through one kind of memory, which is kept from one to the next."""
+    """The pushes of one client through one kind of memory, which is kept between pushes."""
 
     def __init__(
         self,
@@ -185,14 +186,15 @@ class SharedMemoryPushes:
         listener: Callable[[UploadPlan], Awaitable[Listener | None]],
         kind: type[HostMemory] | type[GpuMemory],
     ) -> None:
-        """``begin``: announces a version. ``listener``: what takes batches directly; None: they go through ``http``."""
+        """Prepare pushes. ``begin`` announces a version. ``listener`` returns the direct listener, or None to use
+        ``http``."""
         self._http, self._begin, self._listener, self._kind = http, begin, listener, kind
         self._memory: TrainersMemory | None = None
         self.reached = True
-        """Whether the ingest can read this process's memory, as far as it is known."""
+        """False if the ingest is known not to reach this process's memory."""
 
     def is_worth_trying(self, table: tuple[UploadTensor, ...]) -> bool:
-        """Whether to try it first for a version of these tensors."""
+        """Return True if a version of these tensors should try this kind of memory first."""
         return self.reached and sum(tensor.nbytes for tensor in table) >= LEAST_SHARED_BYTES
 
     async def push(
@@ -207,17 +209,20 @@ class SharedMemoryPushes:
         again: bool,
         verdicts: Verdicts | None = None,
     ) -> tuple[int, str] | None:
-        """Announce a version and send its tensors. Returns its number, and the digest of the whole upload.
+        """Announce a version and send its tensors. Returns the version number and the digest of the whole upload.
+
+        Raises NotShared, QuantizationError by ``verdicts``, and the service's error if it refuses the tensors.
 
         Args:
-            announce: makes the announcement, given its source.
-            tensors: those of ``table``, in its order. None is taken before the ingest has reached the memory.
-            otherwise: there is another way: None is returned if the ingest cannot reach the memory.
-            again: the tensors can be read once more, from the first on: None is returned, too, if the service has
-                dropped what it was sent.
-            verdicts: that ``tensors`` ask: those of a batch are required before the ingest is told of it.
-
-        Raises NotShared, QuantizationError by ``verdicts``, and what the service refuses tensors with.
+            announce: builds the announcement from its source.
+            table: the table of the tensors.
+            tensors: the tensors of ``table``, in order. None is read before the ingest has opened the memory.
+            thread: the thread that copies.
+            progress: see ``RolloutClient.push_weights``.
+            otherwise: True if another transport can be used. Returns None if the ingest cannot open the memory.
+            again: True if the tensors can be read again. Returns None, too, if the service has dropped the sent
+                batches.
+            verdicts: deferred checks of ``tensors``. Those of a batch are required before the ingest is told of it.
         """
         try:
             memory = await self._memory_for(table, thread)
@@ -238,7 +243,7 @@ class SharedMemoryPushes:
             post = functools.partial(_post, self._http, listener, f"/v1/weights/{plan.version}/shared")
             await send_shared(post, memory, source, tensors, thread, progress, verdicts)
         except BaseException as error:
-            self.close()  # the ingest may be reading what the next push would write
+            self.close()  # the ingest may still be reading memory that the next push would overwrite
             if not isinstance(error, NotFound) or not again:
                 raise
             logger.warning("the weights are sent again, in parts: %s", error)
@@ -250,7 +255,7 @@ class SharedMemoryPushes:
         try:
             return await self._begin(announced)
         except NotShared:
-            memory.may_be_mapped = before  # the ingest said that it has not mapped it
+            memory.may_be_mapped = before  # the ingest replied that it has not mapped the memory
             raise
 
     async def _memory_for(self, table: tuple[UploadTensor, ...], thread: TensorThread) -> TrainersMemory:
@@ -263,16 +268,17 @@ class SharedMemoryPushes:
         return memory
 
     def close(self) -> None:
-        """Let go of the memory that is kept for the next push."""
+        """Release the memory that is kept for the next push."""
         if self._memory is not None:
             self._memory.close()
         self._memory = None
 
 
 def memory_bytes(tensors: Iterable[UploadTensor], batch_bytes: int) -> int:
-    """Room for ``BATCHES`` batches, or for the largest tensor and two batches; or for all of them if that is less.
+    """Return the size in bytes for ``BATCHES`` batches, or for the largest tensor and two batches, at most for all
+    tensors.
 
-    With the largest tensor alone there, the others would wait until it is read.
+    The two extra batches let other tensors be copied while the largest one is read.
     """
     sizes = [aligned(max(tensor.nbytes, 1)) for tensor in tensors]
     room = max(BATCHES * aligned(batch_bytes), max(sizes, default=0) + 2 * aligned(batch_bytes))
@@ -280,7 +286,7 @@ def memory_bytes(tensors: Iterable[UploadTensor], batch_bytes: int) -> int:
 
 
 def batches(tensors: Iterable[UploadTensor], batch_bytes: int) -> Iterator[list[UploadTensor]]:
-    """All of them, in their order: up to ``batch_bytes`` each, or a single tensor."""
+    """Yield all tensors in order, in batches of up to ``batch_bytes`` bytes, or of a single larger tensor."""
     batch: list[UploadTensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -301,18 +307,20 @@ def fill(
     tensors: Iterator[tuple[str, torch.Tensor]],
     verdicts: Verdicts | None,
 ) -> None:
-    """Copy the next tensors, which are those of ``batch``, into the memory from ``start`` on, as ``placed`` says.
+    """Copy the tensors of ``batch`` into the memory from offset ``start`` on, laid out as in ``placed``.
 
-    The copies are done when this returns. Raises ValueError for another tensor, and what ``verdicts`` raise.
+    The copies are complete when this returns. Raises ValueError for an unexpected tensor, and the errors of
+    ``verdicts``.
     """
     import torch
 
-    from rollout_service.views import view_at  # needs torch
+    from rollout_service.views import view_at  # imports torch
 
     of_dtypes: dict[torch.dtype, torch.Tensor] = {}
-    """All of the memory: to make a view of it for each of thousands of tensors is one call, where slicing is three."""
+    """A view of the whole memory for each dtype. ``view_at`` then takes one call per tensor, where slicing takes
+    three."""
     gpus: set[torch.device] = set()
-    """Whose streams copy: of a model on several GPUs each tensor's own."""
+    """The GPUs whose streams copy. A model on several GPUs uses the stream of each tensor's GPU."""
     for entry, offset in placed(batch, start):
         name, tensor = next(tensors)
         if name != entry.name or tensor.nbytes != entry.nbytes:
@@ -322,13 +330,13 @@ def fill(
                 usable = memory.nbytes // SHARED_ALIGNMENT * SHARED_ALIGNMENT
                 whole = of_dtypes[tensor.dtype] = memory.room(0, usable).view(tensor.dtype)
             room = view_at(whole, offset // tensor.element_size(), entry.shape)
-            # not of the host's pinned memory: a generator may fill it anew before the GPU has read it
+            # blocking for pinned host memory: a generator may refill it before the GPU has read it
             room.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 gpus.add(tensor.device)
             if room.is_cuda:
                 gpus.add(room.device)
-        del tensor  # before a generator makes the next
+        del tensor  # freed before a generator makes the next tensor
     require_sound = None if verdicts is None else verdicts.collect()
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
@@ -350,11 +358,18 @@ async def send_shared(
     progress: Progress | None,
     verdicts: Verdicts | None,
 ) -> None:
-    """Send the tensors of a version that was announced with ``source``; all have been read when this returns.
+    """Send the tensors of a version announced with ``source``. The ingest has read all of them when this returns.
 
-    ``post``: sends JSON that says where tensors lie, and returns when they have been read.
+    Raises the errors of ``verdicts``, and the service's error if it refuses a batch.
 
-    Raises what ``verdicts`` raise, and what the service refuses a batch with.
+    Args:
+        post: sends JSON with the offsets of a batch, and returns when the ingest has read the batch.
+        memory: the shared memory.
+        source: the announced source.
+        tensors: the tensors of ``source``, in order.
+        thread: the thread that copies.
+        progress: see ``RolloutClient.push_weights``.
+        verdicts: deferred checks of ``tensors``.
     """
     coming, done_bytes = iter(tensors), 0
     total_bytes = sum(tensor.nbytes for tensor in source.tensors)
@@ -371,10 +386,10 @@ async def send_shared(
     async with raise_first_failure() as group:
         for number, batch in enumerate(batches(source.tensors, memory.batch_bytes())):
             while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
-                await asyncio.wait([under_way.popleft()])  # what it raises cancels this, too
+                await asyncio.wait([under_way.popleft()])  # its exception cancels this function, too
                 ring.give_back(1)
             await thread.call(fill, memory, start, batch, coming, verdicts)
             body = SharedTensors(transfer=source.transfer, batch=number, first=first, count=len(batch), offset=start)
             first += len(batch)
             under_way.append(group.create_task(send(body, sum(tensor.nbytes for tensor in batch))))
-        await thread.call(next, coming, None)  # a source that has more says so
+        await thread.call(next, coming, None)  # raises if the source has more tensors

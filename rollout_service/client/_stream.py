@@ -1,4 +1,4 @@
-"""A rollout that is read while it is made."""
+"""A rollout read as a stream."""
 
 import json
 from collections.abc import AsyncIterator
@@ -20,26 +20,27 @@ from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, 
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """More of one completion."""
+    """New tokens of one completion."""
 
     index: int
-    """Of the completion."""
+    """Index of the completion."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural log of the probability of each token."""
+    """Natural logarithm of the probability of each token."""
     spans: tuple[Span, ...]
-    """Which weights made them, counted from the completion's first token. In the piece that ends it: of all of it."""
+    """Weight versions of the tokens, with indices from the completion's first token. The last piece has the spans of
+    the whole completion."""
     text: str | None
-    """For a prompt that is text."""
+    """Text of the tokens, if the prompt is text."""
     finish_reason: FinishReason | None
     """None until the completion ends."""
 
 
 class RolloutStream:
-    """``async with client.generate_stream(prompt) as stream:`` and ``async for piece in stream:``.
+    """An open stream: ``async with client.generate_stream(prompt) as stream:``, then ``async for piece in stream:``.
 
-    Leaving the block before the end cancels the work on the service. Once all pieces were read, ``rollout`` is all of
-    them, as ``generate`` returns it.
+    Leaving the block early cancels the work on the service. After the last piece, ``rollout`` equals the result of
+    ``generate``.
     """
 
     def __init__(self, http: Http, request: GenerateRequest) -> None:
@@ -55,28 +56,28 @@ class RolloutStream:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
-        """None: the service has not said which tokens the text has."""
+        """The prompt's token ids. None: the service has not tokenized the text yet."""
         return self._prompt_token_ids
 
     @property
     def num_tokens(self) -> int:
-        """That were read, of all completions."""
+        """Number of tokens read so far, in all completions."""
         return sum(len(piece.token_ids) for pieces in self._pieces for piece in pieces)
 
     @property
     def attempts(self) -> int:
-        """As the rollout says, and 1 before its end."""
+        """Number of attempts of the rollout; 1 until the rollout ends."""
         return 1 if self._rollout is None else self._rollout.attempts
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """What was read of each; ``finish_reason`` is "abort" for one that has not ended."""
+        """The tokens read so far of each completion. ``finish_reason`` is "abort" for an unfinished completion."""
         most = self._request.sampling_params.max_tokens
         return tuple(_so_far(index, pieces, most) for index, pieces in enumerate(self._pieces))
 
     @property
     def partial(self) -> PartialRollout:
-        """What was read, for ``generate_batch`` to carry on once the block was left."""
+        """The tokens read so far, in a form that ``generate_batch`` can continue after the block has ended."""
         return PartialRollout(
             request_id=self._request_id,
             prompt=self._request.prompt,
@@ -88,13 +89,13 @@ class RolloutStream:
 
     @property
     def rollout(self) -> Rollout:
-        """All of it. Raises RuntimeError before the last piece was read."""
+        """The complete rollout. Raises RuntimeError before the last piece was read."""
         if self._rollout is None:
             raise RuntimeError("the rollout is not over: read all pieces of the stream first")
         return self._rollout
 
     async def open(self) -> Self:
-        """What ``async with`` does. Raises what ``generate`` raises; it is tried again likewise."""
+        """Open the stream, as ``async with`` does. Raises the errors of ``generate``, after the same retries."""
         body = body_of(self._request)
         self._response = await self._http.open_stream(
             "POST", "/inference/v1/generate", json=body, repeat=Repeat.IF_LOST
@@ -103,10 +104,10 @@ class RolloutStream:
         return self
 
     async def next(self) -> StreamPiece | None:
-        """The next piece; None: there are no more.
+        """Return the next piece, or None at the end.
 
-        Raises the service's error where the rollout fails, or ``httpx.TransportError`` when the connection does: what
-        was read is then all there is.
+        Raises the service's error if the rollout fails, or ``httpx.TransportError`` if the connection fails.
+        ``partial`` then holds the tokens read so far.
         """
         if self._lines is None:
             raise RuntimeError("open the stream first: async with client.generate_stream(...) as stream")
@@ -162,7 +163,7 @@ class RolloutStream:
             raise RolloutServiceError(f"stream {last.request_id} contradicts itself: {error}") from error
 
     async def aclose(self) -> None:
-        """End the work, if it is not over."""
+        """Cancel the rollout unless it has ended, and close the connection."""
         if self._response is not None:
             await self._response.aclose()
 
@@ -190,14 +191,15 @@ def _flat(choice: StreamedChoice) -> tuple[float, ...]:
 
 
 def _joined(pieces: list[StreamedChoice]) -> Completion:
-    """Of a completion that has ended."""
+    """Return a completion that has ended."""
     if pieces[-1].finish_reason is None:
         raise ValueError(f"completion {pieces[-1].index} has no end")
     return _so_far(pieces[-1].index, pieces, None)
 
 
 def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) -> Completion:
-    """What the pieces have of a completion. One that has ``max_tokens`` has ended, also before it says so."""
+    """Return a completion from its pieces so far. One with ``max_tokens`` tokens has ended, even if its end is not
+    reported."""
     if not pieces:
         return Completion(index=index, token_ids=(), logprobs=(), finish_reason="abort", spans=())
     last = pieces[-1]

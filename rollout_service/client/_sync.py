@@ -1,4 +1,4 @@
-"""The blocking client: the asynchronous one on an event loop in a thread of its own."""
+"""The blocking client. It runs the asynchronous client on an event loop in its own thread."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 def _blocking(
     method: Callable[Concatenate[RolloutClient, Parameters], Coroutine[object, None, Result]],
 ) -> Callable[Concatenate["SyncRolloutClient", Parameters], Result]:
-    """A method of RolloutClient as one that waits; same parameters, same documentation."""
+    """Return a blocking version of a RolloutClient method, with the same parameters and documentation."""
 
     @functools.wraps(method)
     def call(self: "SyncRolloutClient", /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -35,10 +35,10 @@ def _blocking(
 
 
 class SyncRolloutClient:
-    """RolloutClient without ``await``, for scripts and notebooks; same arguments. Any thread may call it.
+    """RolloutClient without ``await``, for scripts and notebooks, with the same arguments. Thread-safe.
 
-    Use it as ``with SyncRolloutClient(url) as client:`` or call ``close()``. Ctrl-C in a call cancels it on the
-    service too. Progress callbacks run in this client's thread, and must not call it.
+    Use it as ``with SyncRolloutClient(url) as client:`` or call ``close()``. Ctrl-C in a call cancels the call on the
+    service too. Progress callbacks run in this client's thread and must not call the client.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class SyncRolloutClient:
     def generate_stream(
         self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]
     ) -> "SyncRolloutStream":
-        """``generate``, read while it is made: ``with client.generate_stream(prompt) as stream:``.
+        """Stream ``generate``: ``with client.generate_stream(prompt) as stream:``.
 
-        ``for piece in stream:`` then yields what ``RolloutClient.generate_stream`` does; same arguments.
+        ``for piece in stream:`` yields the pieces of ``RolloutClient.generate_stream``; the arguments are the same.
         """
         return SyncRolloutStream(self._client.generate_stream(prompt, request_id=request_id, **options), self)
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> "SyncAgentSession":
-        """A conversation of an agent that chats by itself: ``with client.session() as session:``.
+        """Open a session that records an agent's chat: ``with client.session() as session:``.
 
         Args:
-            session_id: Letters, digits and ``._:-``; None: the service makes one.
-            ttl_s: The service forgets it so long after its last turn.
+            session_id: Letters, digits and ``._:-``. None: the service generates an id.
+            ttl_s: Seconds after the last turn until the service deletes the session.
         """
         return SyncAgentSession(self._client.session(session_id, ttl_s=ttl_s), self)
 
@@ -119,7 +119,7 @@ class SyncRolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel calls of other threads, close every connection and end the thread. Again: nothing happens."""
+        """Cancel the calls of other threads, close all connections and end the thread. Further calls do nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
@@ -144,7 +144,7 @@ class SyncRolloutClient:
             raise RuntimeError("a progress callback may not call its own SyncRolloutClient: it would wait for itself")
         if not self._thread.is_alive():
             raise RuntimeError("this SyncRolloutClient is closed: make a new one")
-        # in this thread, whose CUDA device and stream a push of weights goes by
+        # in this thread, because a push of weights uses its CUDA device and stream
         coroutine = method(self._client, *args, **kwargs)
         begun: list[asyncio.Task[Any] | None] = []
         given_up = threading.Event()
@@ -158,10 +158,10 @@ class SyncRolloutClient:
 
         try:
             return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
-        finally:  # Ctrl-C may end the wait, and also come before there is a future to wait for
+        finally:  # Ctrl-C may interrupt the wait, or come before the future exists
             given_up.set()
             if not begun:
-                coroutine.close()  # nobody awaits it any more
+                coroutine.close()  # nothing awaits it any more
             for task in begun:
                 if task is not None and not task.done():
                     self._loop.call_soon_threadsafe(task.cancel)
@@ -175,7 +175,7 @@ class SyncRolloutStream:
 
     @property
     def rollout(self) -> Rollout:
-        """All of it. Raises RuntimeError before the last piece was read."""
+        """The complete rollout. Raises RuntimeError before the last piece was read."""
         return self._stream.rollout
 
     def __enter__(self) -> Self:
@@ -193,10 +193,10 @@ class SyncRolloutStream:
 
 
 class SyncAgentSession:
-    """AgentSession without ``await``: the agent may run in this thread.
+    """AgentSession without ``await``. The agent may run in this thread.
 
-    ``with client.session() as session:`` and give ``session.openai_base_url`` to any agent. At its end the service
-    forgets it: read the trajectory before.
+    Use ``with client.session() as session:``, then give ``session.openai_base_url`` to an agent. The service deletes
+    the session when the block ends. Read the trajectory before.
     """
 
     def __init__(self, session: AgentSession, client: SyncRolloutClient) -> None:
@@ -204,30 +204,30 @@ class SyncAgentSession:
 
     @property
     def session_id(self) -> str:
-        """Its name, also for the header ``X-Session-ID``."""
+        """The session's id, also for the header ``X-Session-ID``."""
         return self._session.session_id
 
     @property
     def openai_base_url(self) -> str:
-        """``base_url`` of OpenAI's clients."""
+        """The ``base_url`` for OpenAI's clients."""
         return self._session.openai_base_url
 
     @property
     def anthropic_base_url(self) -> str:
-        """``base_url`` of Anthropic's clients."""
+        """The ``base_url`` for Anthropic's clients."""
         return self._session.anthropic_base_url
 
     def trajectory(self) -> Session:
-        """Every turn so far: what the model read and sampled, with logprobs and weight versions. Raises NotFound."""
+        """Return every turn so far: prompt and sampled tokens, logprobs and weight versions. Raises NotFound."""
         return self._client._wait(lambda _: self._session.trajectory())
 
     def open(self) -> Self:
-        """What ``with`` does. Raises VersionConflict if its name is taken, Overloaded."""
+        """Open the session, as ``with`` does. Raises VersionConflict if the id is in use, Overloaded."""
         self._client._wait(lambda _: self._session.open())
         return self
 
     def close(self) -> None:
-        """Have the service forget it; it may have done so already."""
+        """Delete the session on the service, if it still exists."""
         self._client._wait(lambda _: self._session.close())
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""A trainer's tensors as a table of names, dtypes and shapes, and as bytes one tensor at a time.
+"""A trainer's tensors: their table of names, dtypes and shapes, and their values, one tensor at a time.
 
-Only what is called from ``push_weights`` is here; torch is imported when it is called.
+Only functions called from ``push_weights`` are here. They import torch when called.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
-"""Called with the bytes that the service has, and those of all, after each part. Of a delta, bytes of tensors of which
-it knows what has changed."""
+"""Callback with (bytes on the service, total bytes), called after each part. A delta counts the bytes of compared
+tensors."""
 
 
 class TensorSource:
-    """Named tensors with their table. Iterating yields ``(name, tensor)`` in the table's order, ``DTensor`` gathered.
+    """Named tensors with their table. Iterating yields ``(name, tensor)`` in table order and gathers each ``DTensor``.
 
-    Raises ValueError as soon as the tensors differ from the table.
+    Raises ValueError at the first tensor that differs from the table.
     """
 
     def __init__(
@@ -37,26 +37,26 @@ class TensorSource:
         table: Sequence[UploadTensor] | None,
         last: tuple[UploadTensor, ...] = (),
     ) -> None:
-        """``last``: the table of the push before, which this one's is if it has the same tensors."""
+        """Read or build the table. ``last``: the table of the previous push, reused if the tensors are the same."""
         self._checksums: dict[str, torch.Tensor] = {}
-        """Of tensors that an iterator gave and that are not copied: a later tensor may overwrite their memory."""
+        """Checksums of uncopied tensors from an iterator, whose memory a later tensor may overwrite."""
         self._pairs = _pairs(named_tensors, self._checksums, known=table is not None)
         self.held = isinstance(self._pairs, list | tuple)
-        """Whether the tensors are all there, and stay what they are; if not, each is made when its turn comes."""
+        """True if all tensors exist and stay unchanged. False if each is made in turn."""
         self.table = tuple(table) if table is not None else _table(self._pairs, last)
         self.gpu = _gpu_of(self._pairs) if self.held else _current_gpu()
-        """The first that has a tensor; if tensors are made when their turn comes, the one that this process uses."""
+        """The GPU of the first GPU tensor. If tensors are made in turn, the current GPU of this process."""
 
     @property
     def can_be_read_again(self) -> bool:
-        """Whether iterating anew yields all of them, with no other rank that would have to gather anew, too."""
+        """True if all tensors can be iterated again without a new gather on other ranks."""
         return iter(self._pairs) is not self._pairs and not other_ranks_gather()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._checked(own_memory=False)
 
     def in_own_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate as usual; a tensor keeps its values when the generator makes the next one."""
+        """Iterate over tensors that keep their values when the generator makes the next one."""
         return self._checked(own_memory=not self.held)
 
     def _checked(self, *, own_memory: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,10 +71,10 @@ class TensorSource:
                 are_same[name] = (before == checksum(tensor)).all()
             whole = gather(tensor)
             yield name, whole.detach().clone() if own_memory and _shares_memory(whole, tensor) else whole
-            del tensor, whole  # before a generator makes the next
+            del tensor, whole  # freed before a generator makes the next tensor
         if (entry := next(expected, None)) is not None:
             raise ValueError(f"tensors and table differ: the table says {_spell(entry)}, but the tensors ended")
-        # At the end, because each answer waits for the GPU, and other ranks wait for this one's gathers.
+        # at the end, because each answer waits for the GPU while other ranks wait for this one's gathers
         if overwritten := [name for name, is_same in are_same.items() if not is_same]:
             raise ValueError(
                 f"{len(overwritten)} tensors, such as {overwritten[0]}, were overwritten after the iterator yielded "
@@ -84,26 +84,26 @@ class TensorSource:
 
 
 class TensorThread:
-    """The one thread in which a push touches tensors, so that copies and collectives do not block the event loop.
+    """The only thread of a push that reads tensors, so that copies and collectives do not block the event loop.
 
-    It works on the CUDA device and stream of the thread that makes this object: what was queued there before, such as
-    the optimizer's step, is done before a tensor is read.
+    It uses the CUDA device and stream of the thread that creates this object. Work queued there before, such as the
+    optimizer's step, therefore finishes before a tensor is read.
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "push-weights", initializer=_cuda_stream_of_this_thread())
 
     async def call(self, function: Callable[..., Result], *args: object) -> Result:
-        """Run ``function`` there; calls run in the order they were made."""
+        """Run ``function`` in the thread; calls run in order."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     def close(self) -> None:
-        """Let the thread end after the call it is in, if any."""
+        """End the thread after its current call."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
-    """The table's entry for a tensor; a ``DTensor``'s is that of the whole. Raises ValueError on a dtype not taken."""
+    """Return the table entry of a tensor, or of the whole ``DTensor``. Raises ValueError for an unsupported dtype."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ValueError(
@@ -114,22 +114,22 @@ def describe(name: str, tensor: torch.Tensor) -> UploadTensor:
 
 
 def _is(entry: UploadTensor, name: str, tensor: torch.Tensor) -> bool:
-    """Whether ``entry`` describes the tensor; without making a description, of which a push needs one each."""
+    """Return True if ``entry`` describes the tensor. Builds no new entry, because a push checks every tensor."""
     return name == entry.name and tensor.shape == entry.shape and str(tensor.dtype)[len("torch.") :] == entry.dtype
 
 
 def described(
     pairs: Iterable[tuple[str, torch.Tensor]], table: list[UploadTensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs; ``table`` is filled with what they are, for those that come after them under the same names."""
+    """Yield the pairs, and append the description of each to ``table``, for later pushes with the same names."""
     for name, tensor in pairs:
         table.append(describe(name, tensor))
         yield name, tensor
-        del tensor  # before a generator makes the next
+        del tensor  # freed before a generator makes the next tensor
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a ``DTensor``: a collective over its mesh. Any other tensor as it is."""
+    """Return the whole of a ``DTensor``, with a collective over its mesh, or any other tensor unchanged."""
     import torch
 
     full_tensor = getattr(tensor, "full_tensor", None)
@@ -140,7 +140,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def other_ranks_gather() -> bool:
-    """Whether ``torch.distributed`` runs with other ranks, which would hang if this one left a gather out."""
+    """Return True if ``torch.distributed`` runs with other ranks, which hang if this rank skips a gather."""
     import torch.distributed
 
     distributed = torch.distributed
@@ -148,27 +148,27 @@ def other_ranks_gather() -> bool:
 
 
 class Gathering:
-    """The tensors of one source, each gathered when its turn comes."""
+    """The tensors of one source, gathered in turn."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
         self.tensors = iter(source)
-        """Those that are left."""
+        """The remaining tensors."""
 
     def begin(self, *, own_memory: bool = False) -> Iterator[Named]:
-        """Yield all of them from the first on. ``own_memory``: see ``TensorSource.in_own_memory``."""
+        """Return an iterator over all tensors. ``own_memory``: see ``TensorSource.in_own_memory``."""
         self.tensors = self._source.in_own_memory() if own_memory else iter(self._source)
         return self.tensors
 
 
 @asynccontextmanager
 async def every_rank_gathers(source: TensorSource, thread: TensorThread) -> AsyncIterator[Gathering]:
-    """The tensors of ``source``; those that are left are gathered in the end all the same, if other ranks wait."""
+    """Provide the tensors of ``source``. At exit, gather the remaining tensors if other ranks take part."""
     gathering = Gathering(source)
     try:
         yield gathering
     except asyncio.CancelledError:
-        gathering.tensors = iter(())  # who cancels does not wait for other ranks
+        gathering.tensors = iter(())  # a cancelled push does not wait for other ranks
         raise
     finally:
         if other_ranks_gather():
@@ -176,7 +176,7 @@ async def every_rank_gathers(source: TensorSource, thread: TensorThread) -> Asyn
 
 
 def drain(tensors: Iterable[object]) -> None:
-    """Iterate to the end: take part in every gather and keep nothing."""
+    """Iterate to the end: join every gather and keep nothing."""
     for _ in tensors:
         pass
 
@@ -187,38 +187,38 @@ def _pairs(
     import torch
 
     if isinstance(named_tensors, torch.nn.Module):
-        # Not named_parameters(): that leaves out one name of two tied weights, and persistent buffers.
+        # not named_parameters(), which omits one name of two tied weights, and persistent buffers
         named_tensors = named_tensors.state_dict()
     if isinstance(named_tensors, dict):
         return list(named_tensors.items())
     if isinstance(named_tensors, Mapping):
-        named_tensors = named_tensors.items()  # which may make each tensor when its turn comes
+        named_tensors = named_tensors.items()  # such a mapping may make each tensor in turn
     if known or iter(named_tensors) is not named_tensors:
         return named_tensors
     return [(name, _hold(name, tensor, checksums)) for name, tensor in named_tensors]
 
 
 def _hold(name: str, tensor: torch.Tensor, checksums: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that stays what it is while the iterator goes on, or note the checksum of one that may not."""
+    """Return a tensor that stays unchanged while the iterator continues, or record the checksum of one that may not."""
     import torch
 
     if isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "full_tensor"):
         checksums[name] = checksum(tensor)
         return tensor
-    # A generator may fill one buffer anew for each of its tensors.
+    # a generator may refill one buffer for each of its tensors
     return tensor.cpu() if tensor.is_cuda else tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over the tensor's bits, int64 [N] on its device, N about ``nbytes`` / 8192. Does not wait for a GPU.
+    """Return sums over the tensor's bits: int64 [N] on its device, N about ``nbytes`` / 8192. Does not wait for a GPU.
 
-    Of a ``DTensor``, this rank's part.
+    For a ``DTensor``, only this rank's shard is summed.
     """
     import torch
 
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     flat = local.detach().reshape(-1).view(torch.uint8)
-    # Words of 8 bytes, since torch widens smaller integers in memory before it adds them up.
+    # words of 8 bytes, since torch widens smaller integers in memory before the sum
     words = flat[: flat.numel() // 8 * 8]
     words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
     rows = words[: words.numel() // 1024 * 1024].view(-1, 1024).sum(dim=1)
@@ -227,7 +227,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shares_memory(whole: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if a gathered tensor may lie where the trainer's own does."""
+    """Return True if a gathered tensor may share memory with the trainer's own."""
     if whole is tensor:
         return True
     to_local = getattr(tensor, "to_local", None)

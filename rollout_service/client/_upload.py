@@ -1,4 +1,4 @@
-"""Sends one weight version in parts. What is said on the wire: ``rollout_service.protocol.upload``."""
+"""Send one weight version in parts. ``rollout_service.protocol.upload`` describes the messages."""
 
 from __future__ import annotations
 
@@ -63,27 +63,28 @@ logger = logging.getLogger("rollout_service.client")
 
 PART_READ_S = 120.0
 PROOF_TIMEOUT = httpx.Timeout(5.0)
-"""A firewall may drop what is sent to an address that it does not let through."""
+"""A short timeout, because a firewall may silently drop packets to a blocked address."""
 COMMIT_GRACE_S = 120.0
-"""A commit converts and syncs what is left before it starts to wait for replicas."""
+"""Extra seconds for a commit, which converts and syncs the rest before it starts to wait for replicas."""
 
 _KIND = {"Content-Type": "application/octet-stream"}
 
 Quantize = Literal["service", "trainer"]
 Transport = Literal["auto", "http", "shared_memory", "cuda_ipc", "delta"]
 Shared = Literal["shared_memory", "cuda_ipc"]
-"""Transports through memory."""
+"""Transports through shared memory."""
 Cut = Callable[[int, "list[torch.Tensor]"], Iterator[Part]]
-"""Cuts a stream into parts of so many bytes; the list is ``free`` of ``cut_parts``."""
+"""Cuts a stream into parts of the given size in bytes. The list is the argument ``free`` of ``cut_parts``."""
 
 
 def named_scales(kv_scales: KVScales | None) -> dict[str, float] | None:
-    """As ``Announcement.kv_scales`` takes them."""
+    """Return KV scales in the form of ``Announcement.kv_scales``."""
     return None if kv_scales is None else kv_scales.named()
 
 
 def announcement(version: NewVersion, **what: object) -> Announcement:
-    """Of one push, which is known again by it. Raises InvalidRequest for a version or a label that cannot be."""
+    """Return the announcement of one push, with a new uploader id. Raises InvalidRequest for an invalid version or
+    label."""
     try:
         return Announcement.model_validate({"version": version, "uploader": uuid.uuid4().hex, **what})
     except ValidationError as error:
@@ -92,13 +93,16 @@ def announcement(version: NewVersion, **what: object) -> Announcement:
 
 
 class Uploader:
-    """Begins, fills and commits weight versions over the control connections of one client."""
+    """Announces, uploads and commits weight versions over the control connections of one client."""
 
     def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates, *, plain: bool) -> None:
-        """
+        """Create the uploader.
+
         Args:
-            direct: sends no token, and trusts whom ``pinned`` does.
-            plain: parts go to the ingest over connections of their own; if not, over ``direct``.
+            http: the service's control connections.
+            direct: connections without a token, which trust the certificates of ``pinned``.
+            pinned: the certificates of the ingest.
+            plain: True to send parts to the ingest over ``PlainConnections``. False: over ``direct``.
         """
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
         self._asked: _AskedListener = _AskedListener("")
@@ -108,21 +112,21 @@ class Uploader:
             "cuda_ipc": SharedMemoryPushes(http, self.begin, self._listener, GpuMemory),
             "shared_memory": SharedMemoryPushes(http, self.begin, self._listener, HostMemory),
         }
-        """In the order in which ``auto`` tries them. Of tensors on a GPU the first took 0.7 of the second's time
-        (``benchmarks/results/h200/update_live.json``); it takes 1.5 GiB of the trainer's GPU or more, and is passed
-        over for lack of it."""
+        """The kinds of shared memory, in the order that ``auto`` tries them. For GPU tensors, CUDA IPC took 0.7 of the
+        time of host memory (``benchmarks/results/h200/update_live.json``). It takes 1.5 GiB or more of the trainer's
+        GPU, and is skipped if that is not free."""
 
     def close(self) -> None:
-        """Let go of the memory that is kept for the next push."""
+        """Release the memory that is kept for the next push."""
         for pushes in self._shared.values():
             pushes.close()
 
     def may_share(self, source: TensorSource) -> bool:
-        """Whether these tensors would go through memory, as far as it is known."""
+        """Return True if these tensors would use shared memory, as far as it is known."""
         return bool(self._ways_of(source, "auto", source.table))
 
     def _ways_of(self, source: TensorSource, transport: Transport, table: tuple[UploadTensor, ...]) -> list[Shared]:
-        """Kinds of memory, in the order in which they are tried."""
+        """Return the kinds of shared memory to try, in order."""
         if transport == "cuda_ipc" or transport == "shared_memory":
             return [transport]
         if transport != "auto":
@@ -152,9 +156,9 @@ class Uploader:
     async def quantizing(
         self, table: tuple[UploadTensor, ...], thread: TensorThread, batch_bytes: int | None = None
     ) -> tuple[Converter, tuple[UploadTensor, ...]]:
-        """What makes of a trainer's tensors what the service would, and the table of what it makes of these.
+        """Return a converter that quantizes as the service would, and the table of its results.
 
-        ``batch_bytes``: as for ``Converter``; None: what that takes by itself.
+        ``batch_bytes``: see ``Converter``. None: the converter's default.
         """
         recipe = await ControlCalls(self._http).recipe()
         known = self._quantizes
@@ -200,11 +204,11 @@ class Uploader:
         parallel_parts: int,
         progress: Progress | None,
     ) -> tuple[int, str]:
-        """Announce a version and upload what the service lacks of it. Returns its number, and the digest of the whole
+        """Announce a version and upload its missing parts. Returns the version number and the digest of the whole
         upload.
 
-        Raises VersionConflict, InvalidManifest, NotShared if it has to go through shared memory, or QuantizationError
-        for weights that the trainer is to quantize.
+        Raises VersionConflict, InvalidManifest, NotShared if shared memory is required, or QuantizationError for
+        weights that the trainer must quantize.
         """
         async with every_rank_gathers(source, thread) as gathering:
             table, by_trainer = source.table, quantize == "trainer"
@@ -215,11 +219,11 @@ class Uploader:
             for kind in ways:
                 verdicts: Verdicts | None = None
                 if by_trainer:
-                    from rollout_service.quant.verdicts import Verdicts  # needs torch
+                    from rollout_service.quant.verdicts import Verdicts  # imports torch
 
-                    # the host's memory takes codes from the CPU, a GPU's and a part from wherever they are
+                    # host memory takes codes from the CPU; GPU memory and parts take them from any device
                     to_cpu = kind == "shared_memory"
-                    verdicts = None if to_cpu else Verdicts()  # who copies to the CPU waits anyhow
+                    verdicts = None if to_cpu else Verdicts()  # a copy to the CPU synchronizes anyhow
                     stored = converter.convert(gathering.tensors, to_cpu=to_cpu, verdicts=verdicts)
                 try:
                     sent = await self._shared[kind].push(
@@ -237,7 +241,7 @@ class Uploader:
                 if sent is not None:
                     return sent
                 stored = gathering.begin(own_memory=by_trainer)
-                if self._shared[kind].reached:  # but the service has dropped what it had: in parts, which it keeps
+                if self._shared[kind].reached:  # the service dropped the batches it had; parts are kept, so send those
                     break
             if by_trainer:
                 stored = converter.convert(gathering.tensors, to_cpu=False)
@@ -254,9 +258,14 @@ class Uploader:
         parallel_parts: int,
         progress: Progress | None,
     ) -> tuple[int, str]:
-        """Announce a version and upload what the service lacks of its stream. Returns and raises as ``send_tensors``.
+        """Announce a version and upload the missing parts of its stream. Returns and raises as ``send_tensors``.
 
-        ``cut``: makes the parts, in any order. ``thread``: in which they are iterated.
+        Args:
+            announced: the announcement.
+            cut: makes the parts, in any order.
+            thread: the thread that iterates over the parts.
+            parallel_parts: maximum number of concurrent uploads.
+            progress: see ``RolloutClient.push_weights``.
         """
         version = announced.version
         try:
@@ -268,19 +277,20 @@ class Uploader:
             raise staged_still(version, error) from error
 
     async def open(self, announced: Announcement, progress: Progress | None) -> PartSender:
-        """Announce a version, whose parts are then sent. Raises InvalidManifest, VersionConflict, DeltaBaseGone."""
+        """Announce a version and return the sender of its parts. Raises InvalidManifest, VersionConflict,
+        DeltaBaseGone."""
         plan = await self.begin(announced)
         return PartSender(self._http, await self._listener(plan), announced.numbered(plan.version), plan, progress)
 
     async def discard(self, version: int) -> None:
-        """Drop a staged version. Raises NotFound if it is not staged."""
+        """Delete a staged version. Raises NotFound if it is not staged."""
         await ControlCalls(self._http).discard(version)
 
     async def _listener(self, plan: UploadPlan) -> DirectListener | None:
-        """The ingest's own address, if it is the service's; None: what it takes goes through the gateway.
+        """Return the ingest's direct listener, or None to send everything through the gateway.
 
-        It is asked for a proof first, and shown nothing until then: on this machine, or in this network, another
-        server may listen at that address.
+        The listener must prove its identity before the client sends anything else. Another server may listen at that
+        address on this machine or network.
         """
         if plan.upload_url is None or plan.upload_key is None:
             return None
@@ -310,7 +320,7 @@ class Uploader:
 
 
 class _AskedListener:
-    """How often a listener has failed to prove itself, and for how many pushes it is not asked."""
+    """Counts failed proofs of a listener, and the pushes that skip it."""
 
     MAX_SKIPPED = 63
 
@@ -318,36 +328,40 @@ class _AskedListener:
         self.url, self.failures, self._skip = url, 0, 0
 
     def is_due(self) -> bool:
-        """Return True if it is to be asked for this push. Called once for each push."""
+        """Return True if this push should try the listener. Call it once per push."""
         self._skip -= 1
         return self._skip < 0
 
     def failed(self, *, is_slow: bool) -> int:
-        """Return for how many pushes it is not asked: after a first slow answer none, then twice as many each time."""
+        """Return the number of pushes that skip the listener. It is 0 after a first slow answer, then doubles each
+        time."""
         self.failures += 1
         self._skip = min((1 << self.failures - is_slow) - 1, self.MAX_SKIPPED)
         return self._skip
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's kind and message, which is empty for time-outs."""
+    """Return an error's class and message; timeouts have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class DirectListener:
-    """The ingest's own address for parts, and for batches of shared memory."""
+    """The direct address of the ingest, for parts and for batches of shared memory."""
 
     def __init__(self, http: Http, url: str, key: str, plain: PlainConnections | None) -> None:
-        """
+        """Create the listener.
+
         Args:
-            http: sends no token.
-            plain: what parts are sent over; None: over ``http``.
+            http: connections that send no token.
+            url: the ingest's address.
+            key: the upload key, sent with every request.
+            plain: connections for parts. None: parts go over ``http``.
         """
         self._http, self.url, self._key, self._plain = http, url, key, plain
         self.given_up = False
 
     async def prove(self, version: int) -> None:
-        """Raise RolloutServiceError or ``httpx.TransportError`` if what listens there is not known to be the ingest."""
+        """Raise RolloutServiceError or ``httpx.TransportError`` unless the listener proves that it is the ingest."""
         nonce = secrets.token_hex(16)
         url = f"{self.url}/v1/weights/{version}/listener"
         reply = await self._http.send("GET", url, params={"nonce": nonce}, repeat=Repeat.NEVER, timeout=PROOF_TIMEOUT)
@@ -356,8 +370,7 @@ class DirectListener:
             raise RolloutServiceError(f"what answers at {self.url} is not the service")
 
     async def put(self, route: str, part: Part, headers: dict[str, str], threads: ThreadPoolExecutor) -> bool:
-        """Send a part, by one of ``threads`` if it goes over a plain connection; False if it was not taken, for
-        whatever reason."""
+        """Send a part, and return False if that failed for any reason. A plain connection uses one of ``threads``."""
         headers, repeat = headers | {UPLOAD_KEY_HEADER: self._key}, Repeat.IDEMPOTENT_ONCE_CONNECTED
         if self._plain is None:
             return await self._is_taken(lambda: _put(self._http, self.url + route, part, headers, repeat))
@@ -365,7 +378,7 @@ class DirectListener:
         return await self._is_taken(lambda: self._put_plainly(plain, route, part, headers, repeat, threads))
 
     async def post(self, route: str, json: object) -> bool:
-        """Send JSON; False if it was not taken, for whatever reason."""
+        """Send JSON, and return False if that failed for any reason."""
         return await self._is_taken(
             lambda: self._http.send(
                 "POST",
@@ -408,7 +421,7 @@ class DirectListener:
             raise error_of(response)
 
     def close(self) -> None:
-        """Break what is under way. Nothing can be sent afterwards."""
+        """Abort running requests. Nothing can be sent afterwards."""
         if self._plain is not None:
             self._plain.close()
 
@@ -427,7 +440,7 @@ class PartSender:
         self._http, self._listener = http, listener
         self._begin, self._plan = begin, plan
         self.free: list[torch.Tensor] = []
-        """Memory of parts that are done with."""
+        """Memory of finished parts, for reuse."""
         self._digests: dict[int, str] = {}
         self._progress = progress
         self._done_bytes = 0
@@ -441,21 +454,22 @@ class PartSender:
 
     @property
     def version(self) -> int:
-        """That was announced."""
+        """The announced version."""
         return self._plan.version
 
     @property
     def part_bytes(self) -> int:
-        """Of each part but the last, if it is no delta."""
+        """Size in bytes of each part except the last. Does not apply to a delta."""
         return self._plan.part_bytes
 
     @property
     def found_nothing(self) -> bool:
-        """Whether the service had nothing of this version when it was announced, so that all of it is the caller's."""
+        """True if the service had no part of this version when it was announced. All parts then come from this
+        caller."""
         return self._plan.state == "staged" and not self._plan.digests
 
     async def send(self, parts: AsyncIterable[Part], parallel: int) -> str:
-        """Upload with at most ``parallel`` requests at once; holds one more part than that.
+        """Upload with at most ``parallel`` concurrent requests. Holds at most one more part in memory.
 
         Returns the digest of the whole upload.
         """
@@ -483,7 +497,7 @@ class PartSender:
         return with_kv_scales(upload_digest(digests), self._begin.kv_scales)
 
     def _is_wanted(self, part: Part) -> bool:
-        """Whether to send a part: one that the service has, from whichever client, is the same or a conflict."""
+        """Return True if the service needs the part. Raises VersionConflict if it has the part with other bytes."""
         known = self._plan.digests.get(part.index)
         if known is not None and known != part.digest and self._plan.replaces:
             return True
@@ -506,7 +520,7 @@ class PartSender:
         if self._is_wanted(part):
             route = f"/v1/weights/{self._begin.version}/parts/{part.index}"
             headers = {PART_DIGEST_HEADER: digest, UPLOADER_HEADER: self._begin.uploader}
-            # what the listener refuses, the service itself is asked for: its word counts
+            # if the listener refuses a part, the service itself decides
             if self._listener is None or not await self._listener.put(route, part, headers, threads):
                 await _put(self._http, route, part, headers, Repeat.IDEMPOTENT)
         self._advance(part)
@@ -518,7 +532,7 @@ class PartSender:
 
 
 async def _made_in(thread: TensorThread, parts: Iterator[Part]) -> AsyncIterator[Part]:
-    """Each when it is asked for."""
+    """Yield each part when it is requested, made in ``thread``."""
     while (part := await thread.call(next, parts, None)) is not None:
         yield part
 
@@ -529,7 +543,7 @@ async def _put(http: Http, url: str, part: Part, headers: dict[str, str], repeat
 
 
 def staged_still(version: NewVersion, error: QuantizationError) -> QuantizationError:
-    """The error of weights that are staged in part, and can be mended."""
+    """Return the error of a version that stays staged in part, with its remedies."""
     return QuantizationError(
         f"{error.message}. Version {version} stays staged with the parts that were sent, and is not committed: "
         f"mend the weights and push it again, or discard({version})",
@@ -538,27 +552,27 @@ def staged_still(version: NewVersion, error: QuantizationError) -> QuantizationE
 
 
 class _KeptTable(NamedTuple):
-    """What was announced last, and the name under which the ingest keeps it."""
+    """The last announced table, and its name at the ingest."""
 
     tensors: tuple[UploadTensor, ...]
     name: str
 
 
 class _Quantizes(NamedTuple):
-    """Of a trainer that quantizes: the same at every step."""
+    """The converter of a trainer that quantizes, reused at every step."""
 
     recipe: TrainerRecipe
     table: tuple[UploadTensor, ...]
     batch_bytes: int | None
     converter: Converter
     stored: tuple[UploadTensor, ...]
-    """What the converter makes of tensors with that table."""
+    """The table of the converter's results."""
 
     @classmethod
     def of(cls, recipe: TrainerRecipe, table: tuple[UploadTensor, ...], batch_bytes: int | None) -> _Quantizes:
-        """Imports torch."""
-        from rollout_service.model.convert import BATCH_BYTES, Converter  # needs torch
+        """Create the converter. Imports torch."""
+        from rollout_service.model.convert import BATCH_BYTES, Converter  # imports torch
 
-        # what is on the CPU stays there: the trainer's GPU may have no room
+        # CPU tensors stay on the CPU, because the trainer's GPU may have no room
         converter = Converter(recipe, device="cpu", batch_bytes=batch_bytes or BATCH_BYTES)
         return cls(recipe, table, batch_bytes, converter, tuple(converter.table(table)))

@@ -1,11 +1,11 @@
-"""Weights of a trainer in the service's own Ray cluster, pushed by reference.
+"""Push the weights of a trainer in the service's own Ray cluster by object reference.
 
     ingest = serve.get_deployment_handle("ingest", app_name="rollout")
     refs = [ray.put(dict_of_tensors) for dict_of_tensors in buckets]
     await push_refs(ingest, step, refs)
 
-Importing this needs neither ray nor torch; calling it does. Whoever has the handle is trusted: unlike HTTP, Ray moves
-Python objects.
+Importing this module needs neither ray nor torch; calling it needs both. The ingest trusts every holder of the handle,
+because Ray, unlike HTTP, transfers Python objects.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ async def push_refs(
     wait: WaitFor = "all",
     timeout_s: float = 600.0,
 ) -> WeightStatus:
-    """Push a whole version; the same weights again get the same answer, whatever their order or their buckets.
+    """Push a whole version. The same weights give the same result, whatever their order or their buckets.
 
-    ``ingest``: handle of the ingest's deployment. ``refs``: ``{name: ray.ObjectRef of a tensor}``, or one
-    ``ObjectRef`` of a dict of tensors, or several of such dicts, each a bucket. Names are Hugging Face's, tensors are
-    those of ``RolloutClient.push_weights``. The ingest holds one bucket in memory at a time; the process that put the
-    objects must live until the answer. ``version``, ``label``, ``kv_scales``, ``mode``, ``wait`` and ``timeout_s`` as
-    for ``push_weights``.
+    The ingest holds one bucket in memory at a time. The process that put the objects must live until the call returns.
 
-    Raises ValueError if ``refs`` are not references; NotFound for a lost object, by the name of its bucket;
-    InvalidManifest, QuantizationError, VersionConflict, InsufficientStorage, CommitTimeout; NotReady if the ingest died
-    meanwhile: push again.
+    Args:
+        ingest: the handle of the ingest's deployment.
+        version, label, kv_scales, mode, wait, timeout_s: see ``RolloutClient.push_weights``.
+        refs: ``{name: ray.ObjectRef of a tensor}``, one ``ObjectRef`` of a dict of tensors, or several of such dicts.
+            Each object is a bucket. Names and tensors are those of ``RolloutClient.push_weights``.
+
+    Raises:
+        ValueError: ``refs`` are not references.
+        NotFound: An object is lost; the message names its bucket.
+        InvalidManifest, QuantizationError, VersionConflict, InsufficientStorage, CommitTimeout: See
+            ``RolloutClient.push_weights``.
+        NotReady: The ingest died meanwhile; push again.
     """
     from rollout_service.ingest.sources.ray_objects import buckets_of, push
 

@@ -1,4 +1,4 @@
-"""TRL's asynchronous trainer against this service: its weights go over our upload client instead of NCCL.
+"""TRL's asynchronous trainer with this service: its weights go over our upload client instead of NCCL.
 
     trainer = AsyncGRPOTrainer(
         model="Qwen/Qwen3-8B",
@@ -37,29 +37,30 @@ POLL_S = 0.5
 
 
 class RolloutServiceWeightTransfer:
-    """Satisfies ``WeightTransferProtocol`` of TRL 1.16.0, trl/experimental/async_grpo/async_grpo_trainer.py.
+    """Implements ``WeightTransferProtocol`` of TRL 1.16.0, trl/experimental/async_grpo/async_grpo_trainer.py.
 
-    Each sync of TRL becomes one weight version, whose number the service gives. ``send_weights`` returns once every
-    live replica serves it, so that what TRL samples afterwards is of that version or a newer one. Until then the
-    engines go on with the version before, and close for the moment of the change only: ``pause`` and ``resume``
-    have nothing to do. A rollout that runs across the change goes on with the new weights (``mode="keep"``, as TRL
-    asks of vLLM): TRL labels its group with the version that it began with, and the logprob of each token is that
-    of the version which sampled it.
+    Each sync of TRL becomes one weight version with a number from the service. ``send_weights`` returns once every live
+    replica serves it, so that later samples use that version or a newer one. Until then the engines serve the previous
+    version; ``pause`` and ``resume`` therefore do nothing.
 
-    TRL makes one on every rank and calls that of the main process. The client is opened when it is first needed and
-    closed by ``destroy``; after that, the same object may be used again.
+    A rollout that is running during the update continues with the new weights (``mode="keep"``, as TRL asks of vLLM).
+    TRL labels its group with the version at its start. Each token's logprob is that of the version which sampled the
+    token.
+
+    TRL creates one object on every rank and uses that of the main process. The client opens at first use and closes in
+    ``destroy``; the object can be used again afterwards.
 
     Args:
         url: Address of the service, the same as ``AsyncGRPOConfig.vllm_server_base_url``.
-        token: Bearer token, if the service asks for one. TRL's rollout worker sends none, and needs none.
-        mode: What happens to rollouts that run while a version is loaded, see ``CommitUpload.mode``.
-        quantize: ``trainer`` sends FP8 codes, or BF16 where nothing is quantized, instead of the trainer's own
-            dtype: for an FP32 trainer a quarter or half of the bytes; see ``RolloutClient.push_weights``. None: as
-            ``transport`` needs it, else ``service``.
-        transport: How its bytes go, see ``RolloutClient.push_weights``. ``delta`` sends what has changed since the sync
-            before; ``auto`` does so too if this process quantizes and the service is on another machine.
-        timeout_s: How long a version may take from its commit until every live replica serves it.
-        server_timeout_s: How long ``init_weight_transfer`` waits until the service can serve.
+        token: Bearer token, if the service requires one. TRL's rollout worker sends none, and needs none.
+        mode: The fate of running rollouts while a version is loaded, see ``CommitUpload.mode``.
+        quantize: ``trainer`` sends FP8 codes, and BF16 for unquantized weights, instead of the trainer's own dtype. For
+            an FP32 trainer that is a quarter to half of the bytes; see ``RolloutClient.push_weights``. None:
+            ``trainer`` if ``transport`` needs it, else ``service``.
+        transport: The way to the ingest, see ``RolloutClient.push_weights``. ``delta`` sends the changes since the last
+            sync. ``auto`` does so too if this process quantizes and the service is on another machine.
+        timeout_s: Maximum seconds from a version's commit until every live replica serves it.
+        server_timeout_s: Maximum seconds that ``init_weight_transfer`` waits until the service is ready.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class RolloutServiceWeightTransfer:
 
     @property
     def status(self) -> WeightStatus | None:
-        """The version that was sent last, as the service answered; None before the first."""
+        """The status of the last sent version, as the service answered; None before the first."""
         return self._status
 
     def init_weight_transfer(self) -> None:
-        """Wait until the service can serve.
+        """Wait until the service is ready.
 
-        Raises NotReady after ``server_timeout_s``; Unauthorized, Forbidden if it does not take weights from us.
+        Raises NotReady after ``server_timeout_s``, and Unauthorized or Forbidden if the service does not accept our
+        weights.
         """
         deadline = time.monotonic() + self._server_timeout_s
         while not self._opened().health():
@@ -98,27 +100,27 @@ class RolloutServiceWeightTransfer:
                     "there? Its GET /health says why; a model that takes longer needs a larger server_timeout_s"
                 )
             time.sleep(POLL_S)
-        self._opened().weights()  # who may not see versions may not push one either
+        self._opened().weights()  # a caller that may not list versions may not push one either
 
     def pause(self) -> None:
-        """Nothing: engines serve the version before while the next one is sent."""
+        """Do nothing: engines serve the previous version while the next one is sent."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Upload the pairs of ``iterator`` as the next version; returns once every live replica serves it.
+        """Upload the pairs of ``iterator`` as the next version; return once every live replica serves it.
 
-        The first time, the tensors are copied to host memory until names and shapes of all are known; after that, one
-        is held at a time. Parameters are not copied, and must not change until this returns.
+        The first call copies the tensors to host memory until all names and shapes are known. Later calls hold one
+        tensor at a time. Parameters are not copied, and must not change until this returns.
 
-        ``iterator`` is read to its end on other ranks too (FSDP: each tensor is gathered by all). If sending fails,
-        this rank takes part in the gathers that are left before it raises, so that no other rank hangs in one.
+        With FSDP, all ranks gather each tensor, so ``iterator`` is read to its end on the other ranks too. If sending
+        fails, this rank joins the remaining gathers before it raises, so that no other rank hangs.
 
-        Raises as ``RolloutClient.push_weights``.
+        Raises the errors of ``RolloutClient.push_weights``.
         """
         began = time.perf_counter()
         try:
             self._status = self._push(iterator)
         except Exception:
-            self._table = None  # the next attempt learns it anew
+            self._table = None  # the next attempt builds the table again
             if other_ranks_gather():
                 drain(iterator)
             raise
@@ -128,10 +130,10 @@ class RolloutServiceWeightTransfer:
         )  # fmt: skip
 
     def resume(self) -> None:
-        """Nothing: no engine was paused."""
+        """Do nothing: no engine was paused."""
 
     def destroy(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         if self._client is not None:
             self._client.close()
         self._client = self._table = None

@@ -25,33 +25,34 @@ Named = tuple[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class SentVersion:
-    """What a rollout worker receives: the number of the version. The weights went to the service."""
+    """The version number, which a rollout worker receives instead of weights. The weights went to the service."""
 
     version: int
 
     async def __aiter__(self) -> AsyncIterator[Named]:
-        """No tensor at all."""
+        """Yield no tensors."""
         nothing: tuple[Named, ...] = ()
         for pair in nothing:
             yield pair
 
 
 class RolloutServiceCheckpointEngine(CheckpointEngine):
-    """``checkpoint_engine.backend=rollout_service`` of verl 0.9.1, verl/checkpoint_engine/base.py.
+    """Implements ``checkpoint_engine.backend=rollout_service`` of verl 0.9.1, verl/checkpoint_engine/base.py.
 
-    Each update is one weight version, the newest of the service plus one. All members of an update learn its number
-    when verl builds the topology, so that rollout workers can tell which of verl's ``global_steps`` it stands for.
+    Each update is one weight version, numbered one above the service's newest. All members of an update learn the
+    number when verl builds the topology. Rollout workers use it to map the version to verl's ``global_steps``.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: object) -> None:
-        """``bucket_size`` is not used: parts have the size that the service asks for. ``settings``: ServiceSettings."""
+        """Store the settings. ``bucket_size`` is unused: the service sets the size of parts. ``settings``:
+        ServiceSettings."""
         self._settings = ServiceSettings.model_validate(settings)
         self._is_master = is_master
         self._version: int | None = None
         self._table: list[UploadTensor] | None = None
 
     def prepare(self) -> dict[str, int]:
-        """The number of the next version, on rank 0 of the trainer; nothing elsewhere."""
+        """Return the number of the next version on rank 0 of the trainer, and nothing on other ranks."""
         if not self._is_master:
             return {}
         with self._settings.blocking_client() as client:
@@ -61,23 +62,24 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, int]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Tell everyone the number. There is no group to build: bytes travel over HTTP."""
+        """Distribute the version number to all members. There is no group to build: weights travel over HTTP."""
         (version,) = {each["version"] for each in metadata if "version" in each}
         return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
 
     def init_process_group(self, version: int) -> None:
-        """Take in the number."""
+        """Store the version number."""
         self._version = version
 
     def finalize(self) -> None:
-        """Forget it."""
+        """Forget the version number."""
         self._version = None
 
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, float]:
-        """Upload on rank 0, and take part in the gathers on all ranks; returns once every live replica has loaded it.
+        """Upload on rank 0, and join the gathers on all ranks; return once every live replica has loaded the version.
 
-        The first time, rank 0 holds the tensors in host memory until names and shapes of all are known; after that, one
-        at a time. Raises as ``RolloutClient.push_weights``, after the gathers that are left, so that no rank hangs.
+        The first call holds the tensors in rank 0's host memory until all names and shapes are known. Later calls hold
+        one tensor at a time. Raises the errors of ``RolloutClient.push_weights``, after the remaining gathers, so that
+        no rank hangs.
         """
         iterator = iter(weights)
         if not self._is_master:
@@ -92,7 +94,7 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
             raise
 
     def receive_weights(self, global_steps: int | None = None) -> SentVersion:
-        """The number of the version that is being sent."""
+        """Return the number of the version that is being sent."""
         return SentVersion(self._known())
 
     async def _upload(self, iterator: Iterable[Named], global_steps: int | None) -> dict[str, float]:

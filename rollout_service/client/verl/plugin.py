@@ -1,6 +1,6 @@
-"""What verl imports: registers the rollout, its server adapter and its checkpoint engine as ``rollout_service``.
+"""Register the rollout, its server adapter and its checkpoint engine with verl as ``rollout_service``.
 
-verl loads it at the end of ``import verl``, in every process, and only logs an error at level DEBUG.
+verl loads this module at the end of ``import verl``, in every process. It logs an error only at level DEBUG.
 """
 
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
@@ -19,5 +19,5 @@ def _load_replica() -> type[RolloutReplica]:
 
 RolloutReplicaRegistry.register(NAME, _load_replica)
 CheckpointEngineRegistry.register(NAME)(RolloutServiceCheckpointEngine)
-# verl 0.9.1 has no function for this one
+# verl 0.9.1 has no public function for this registry
 _ROLLOUT_REGISTRY[NAME, "async"] = "rollout_service.client.verl.server_adapter.ServerAdapter"

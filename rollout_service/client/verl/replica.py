@@ -1,4 +1,4 @@
-"""verl's RolloutReplica: one stands for the whole service, however many engines that has."""
+"""verl's RolloutReplica. One replica of verl stands for the whole service, with all its engines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STANDALONE_ONLY = (
 
 
 class RolloutServiceReplica(RolloutReplica):
-    """``rollout.name=rollout_service`` of verl 0.9.1, verl/workers/rollout/replica.py.
+    """Implements ``rollout.name=rollout_service`` of verl 0.9.1, verl/workers/rollout/replica.py.
 
-    It takes no GPU of verl's cluster: one worker without a GPU, which verl's checkpoint manager addresses, and the
-    server. verl makes ``n_gpus_per_node × nnodes / tensor_model_parallel_size`` replicas; that must be one.
+    It takes no GPU of verl's cluster. It has the server, and one worker without a GPU for verl's checkpoint manager.
+    verl creates ``n_gpus_per_node × nnodes / tensor_model_parallel_size`` replicas; that must be one.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class RolloutServiceReplica(RolloutReplica):
         self._settings = settings_of(self.config.checkpoint_engine.engine_kwargs)
 
     async def init_hybrid(self, worker_group: RayWorkerGroup) -> NoReturn:
-        """Not with this service."""
+        """Raise NotImplementedError: the service has its own GPUs."""
         raise NotImplementedError(_STANDALONE_ONLY)
 
     async def init_hybrid_colocated(self, worker_group: RayWorkerGroup, resource_pool: RayResourcePool) -> NoReturn:
-        """Not with this service."""
+        """Raise NotImplementedError: the service has its own GPUs."""
         raise NotImplementedError(_STANDALONE_ONLY)
 
     async def init_colocated(self, resource_pool: RayResourcePool) -> NoReturn:
-        """Not with this service."""
+        """Raise NotImplementedError: the service has its own GPUs."""
         raise NotImplementedError(_STANDALONE_ONLY)
 
     async def init_standalone(self) -> None:
-        """One worker and the server, without a GPU."""
+        """Start one worker and the server, without a GPU."""
         self.rollout_mode = RolloutMode.STANDALONE
         self.resource_pool = RayResourcePool(
             [1], use_gpu=False, max_colocate_count=1, name_prefix=f"{NAME}_{self.replica_rank}"
@@ -75,7 +75,7 @@ class RolloutServiceReplica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """The actor that verl's clients call."""
+        """Start the actor that verl's clients call."""
         server = (
             ray.remote(RolloutServer)
             .options(name=server_name(self.replica_rank), max_concurrency=self.max_concurrency, num_cpus=0)

@@ -1,4 +1,4 @@
-"""The Ray actor that verl's clients call as the server of a replica: each call becomes one of our HTTP client's."""
+"""The Ray actor that verl's clients call as a replica's server. It forwards each call to our HTTP client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _TAKEN = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"}
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
-"""What verl may send and our client does not take; these values change nothing."""
+"""Parameters that verl may send and our client does not support. These values have no effect."""
 _NO_SLEEP = (
     "this plugin is for rollouts on GPUs of their own, which have nothing to free for the trainer: use separate_async, "
     "one_step_off_policy or fully_async, not the hybrid engine"
@@ -24,16 +24,16 @@ _NO_SLEEP = (
 
 
 def server_name(replica_rank: int) -> str:
-    """Of the actor."""
+    """Return the name of the actor."""
     return f"rollout_service_server_{replica_rank}"
 
 
 class RolloutServer:
-    """The methods of verl 0.9.1's vLLMHttpServer that its clients and checkpoint manager call.
+    """Implements the methods of verl 0.9.1's vLLMHttpServer that its clients and checkpoint manager call.
 
-    verl aborts what runs before it sends weights: ``abort_all_requests`` pauses the service with ``mode=abort``, and
-    each running request comes back with the tokens it has and ``stop_reason="aborted"``. FullyAsyncLLMServerClient asks
-    for the rest after ``resume_generation``, which is sampled from the new version, so each segment has one version.
+    verl aborts running requests before it sends weights. ``abort_all_requests`` pauses the service with ``mode=abort``;
+    each request returns its tokens so far and ``stop_reason="aborted"``. After ``resume_generation``,
+    FullyAsyncLLMServerClient requests the rest, which the new version samples. Each segment therefore has one version.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class RolloutServer:
         mm_processor_kwargs: object = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """One completion. ``extra_fields``: ``global_steps`` of its last token, the least and most of all its tokens.
+        """Return one completion. ``extra_fields`` has ``global_steps`` of its last token, and the minimum and maximum
+        of all tokens.
 
-        Raises InvalidRequest for what the service does not take, and as ``RolloutClient.generate``.
+        Raises InvalidRequest for unsupported parameters, and the errors of ``RolloutClient.generate``.
         """
         media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
         if given := [name for name, value in media.items() if value is not None]:
@@ -86,46 +87,47 @@ class RolloutServer:
         )
 
     async def set_global_steps(self, global_steps: int | None, version: int) -> None:
-        """``version`` of the service is what verl calls ``global_steps``."""
+        """Record verl's ``global_steps`` of the service's ``version``."""
         self._steps[version] = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End what runs, with the tokens it has; hold back what comes, or with ``reject_request`` send it away."""
+        """End running requests with their tokens so far. Hold new requests, or with ``reject_request`` refuse them."""
         self._rejecting = reject_request
         await self._opened().pause("abort")
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume the service, and accept requests again."""
         await self._opened().resume()
         self._rejecting = False
 
     async def clear_kv_cache(self) -> None:
-        """Nothing: engines drop their KV cache with each version."""
+        """Do nothing: engines drop their KV cache with each version."""
 
     async def release_kv_cache(self) -> None:
-        """Nothing: verl asks for room on GPUs that it shares, and the service has its own."""
+        """Do nothing: the engines do not share verl's GPUs."""
 
     async def resume_kv_cache(self) -> None:
-        """Nothing: it was not released."""
+        """Do nothing: the KV cache was not released."""
 
     async def sleep(self) -> NoReturn:
-        """Not here."""
+        """Raise NotImplementedError: the engines do not share verl's GPUs."""
         raise NotImplementedError(f"sleep: {_NO_SLEEP}")
 
     async def wake_up(self, tags: list[str] | None = None) -> NoReturn:
-        """Not here."""
+        """Raise NotImplementedError: the engines do not share verl's GPUs."""
         raise NotImplementedError(f"wake_up: {_NO_SLEEP}")
 
     async def start_profile(self, **kwargs: object) -> NoReturn:
-        """Not here."""
+        """Raise NotImplementedError: verl cannot profile the engines."""
         raise NotImplementedError("start_profile: the engines of the rollout service are not profiled from verl")
 
     async def stop_profile(self) -> NoReturn:
-        """Not here."""
+        """Raise NotImplementedError: verl cannot profile the engines."""
         raise NotImplementedError("stop_profile: the engines of the rollout service are not profiled from verl")
 
     def _max_tokens(self, parameters: dict[str, Any], prompt_tokens: int) -> int:
-        """As verl's vLLM server: what the request says, else what both lengths leave; within the context."""
+        """Return the token limit as verl's vLLM server computes it: the request's, else the configured lengths, within
+        the context."""
         named = [parameters.pop(name) for name in ("max_tokens", "max_new_tokens") if name in parameters]
         left = min(self._response_length, self._prompt_length + self._response_length - prompt_tokens)
         wanted = named[0] if named else left
@@ -153,7 +155,8 @@ class RolloutServer:
 
 
 def taken(parameters: Mapping[str, object]) -> dict[str, Any]:
-    """verl's sampling parameters as ``RolloutClient.generate`` takes them. Raises InvalidRequest for others."""
+    """Return verl's sampling parameters as arguments of ``RolloutClient.generate``. Raises InvalidRequest for
+    others."""
     refused = {
         name: value
         for name, value in parameters.items()

@@ -1,4 +1,4 @@
-"""verl's BaseRollout beside each rollout worker: tells the replica's server which version an update has made."""
+"""verl's BaseRollout beside each rollout worker. It tells the replica's server the version of each update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ServerAdapter(BaseRollout):
-    """``rollout.name=rollout_service`` of verl 0.9.1, verl/workers/rollout/base.py."""
+    """Implements ``rollout.name=rollout_service`` of verl 0.9.1, verl/workers/rollout/base.py."""
 
     def __init__(
         self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh, replica_rank: int = 0
@@ -27,7 +27,7 @@ class ServerAdapter(BaseRollout):
         self.is_leader_rank = True
 
     async def update_weights(self, weights: object, wire_format: str = "named_tensors", **kwargs: object) -> None:
-        """Name the version after verl's ``global_steps``. The service has its weights from the trainer itself."""
+        """Map the version to verl's ``global_steps``. The trainer itself has sent the weights to the service."""
         if not isinstance(weights, SentVersion):
             raise TypeError(
                 f"weights came as {type(weights).__name__}: the rollout service takes them from its own checkpoint "
@@ -37,11 +37,11 @@ class ServerAdapter(BaseRollout):
         await server.set_global_steps.remote(kwargs.get("global_steps"), weights.version)
 
     async def resume(self, tags: list[str]) -> NoReturn:
-        """Not here: see ``release``."""
+        """Raise NotImplementedError, see ``release``."""
         raise NotImplementedError(f"resume(tags={tags}): {_SEPARATE}")
 
     async def release(self) -> NoReturn:
-        """Not here: engines have GPUs of their own."""
+        """Raise NotImplementedError: the engines have their own GPUs."""
         raise NotImplementedError(f"release(): {_SEPARATE}")
 
 

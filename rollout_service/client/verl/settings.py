@@ -1,6 +1,6 @@
-"""What a user of verl says about the service, once: ``rollout.checkpoint_engine.engine_kwargs.rollout_service``.
+"""The service's settings in verl's configuration: ``rollout.checkpoint_engine.engine_kwargs.rollout_service``.
 
-verl hands these to the checkpoint engine on every rank of the trainer; the replica reads them from its configuration.
+verl passes them to the checkpoint engine on every rank of the trainer. The replica reads them from its configuration.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from rollout_service.client._upload import Quantize
 from rollout_service.protocol.base import Frozen
 
 NAME = "rollout_service"
-"""Of the rollout and of the checkpoint engine's backend."""
+"""Name of the rollout and of the checkpoint engine's backend."""
 
 
 class ServiceSettings(Frozen):
-    """Where the service is, and how weights are sent to it. Unknown fields are an error."""
+    """Address of the service, and options for sending weights. Unknown fields are an error."""
 
     url: str
     """Address of the gateway, e.g. ``http://10.0.0.5:8000``."""
     token_file: Path | None = None
-    """File with the bearer token, on every node; None: the service asks for none. No token stands in the configuration,
-    because verl prints it."""
+    """File with the bearer token, on every node. None: the service requires none. The configuration itself must not
+    hold the token, because verl prints it."""
     quantize: Quantize = "service"
-    """As for ``RolloutClient.push_weights``."""
+    """See ``RolloutClient.push_weights``."""
     timeout_s: float = 1800.0
-    """How long a version may take from its commit until every live replica serves it."""
+    """Maximum seconds from a version's commit until every live replica serves it."""
 
     def client(self) -> RolloutClient:
-        """For the running event loop; close it."""
+        """Return a client for the running event loop. The caller must close it."""
         return RolloutClient(self.url, token=self._token())
 
     def blocking_client(self) -> SyncRolloutClient:
-        """For code that an event loop runs without ``await``; close it."""
+        """Return a blocking client, for code that an event loop runs without ``await``. The caller must close it."""
         return SyncRolloutClient(self.url, token=self._token())
 
     def _token(self) -> str | None:
@@ -43,7 +43,8 @@ class ServiceSettings(Frozen):
 
 
 def settings_of(engine_kwargs: Mapping[str, Mapping[str, object]]) -> ServiceSettings:
-    """Those of ``rollout.checkpoint_engine.engine_kwargs``. Raises ValueError if they are missing or wrong."""
+    """Return the settings in ``rollout.checkpoint_engine.engine_kwargs``. Raises ValueError if they are missing or
+    invalid."""
     given = engine_kwargs.get(NAME)
     if given is None:
         raise ValueError(
