@@ -1,1 +1,1 @@
-"""HTTP in: one file per surface, validation, authorization. It picks no replica itself."""
+"""HTTP routes with validation and authorization. Each API has its own file; the dispatcher chooses replicas."""

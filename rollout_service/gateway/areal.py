@@ -1,8 +1,8 @@
 """The control routes of AReaL's vLLM backend (cbff54d ``engine/vllm_remote.py``, ``vllm_ext/areal_vllm_server.py``).
 
-Its rollouts come by ``/v1/completions``, and it labels each piece of a completion with its own count of versions as
-that was when it sent the request. A completion that went on over an update would have the wrong label, so this pause
-returns what it aborts to whoever asked for it, on every data route. AReaL then sends prompt and tokens again.
+AReaL sends rollouts to ``/v1/completions``. It labels each segment of a completion with its own version count at the
+time of the request. A completion that continued across an update would get a wrong label. This pause therefore returns
+aborted completions to their callers, on every data route. AReaL then sends the prompt and the tokens again.
 """
 
 from fastapi import APIRouter
@@ -19,7 +19,7 @@ _ANSWERS = {200: {"model": Success}, **documented(MalformedRequest, Overtaken, A
 
 
 class Nothing(Frozen):
-    """``{}``."""
+    """An empty JSON object."""
 
 
 class UpdateWeights(Frozen):
@@ -30,7 +30,8 @@ class UpdateWeights(Frozen):
 
 @router.post("/areal_pause_generation", responses=_ANSWERS)
 async def pause_generation(services: Here, body: Nothing | None = None) -> Success:
-    """Return every running completion as it is. Requests that come later wait for ``/areal_continue_generation``."""
+    """Return every running completion with its tokens so far. Later requests wait for
+    ``/areal_continue_generation``."""
     await services.ingest.set_paused(True, "abort", ControlRoute.waits_s, "return")
     return Success(message="generation is paused")
 
@@ -46,13 +47,13 @@ async def continue_generation(services: Here, body: Nothing | None = None) -> Su
     "/areal_update_weights", responses={200: {"model": Success}, **documented(MalformedRequest, CommitTimeout)}
 )
 async def update_weights(body: UpdateWeights, services: Here) -> Success:
-    """Serve the weights in a folder; answers when every live replica does, or 400 if they cannot be served."""
+    """Serve the weights in a folder. Answers when every live replica serves them, or with 400 if they are unusable."""
     status = await update_from_folder(services, body.model_path)
     return Success(message=f"every replica serves version {status.version}")
 
 
 async def refuse(body: dict[str, object] | None = None) -> Success:
-    """Not implemented: 400."""
+    """Refuse the request with 400: not implemented."""
     raise InvalidRequest(
         "weights over NCCL are not implemented under AReaL's routes: set weight_update_mode: disk there, which sends "
         "/areal_update_weights"

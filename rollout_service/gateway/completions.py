@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: OpenAI's completions with vLLM's extensions for token ids."""
+"""``POST /v1/completions``: OpenAI's completions API with vLLM's extensions for token ids."""
 
 import time
 import uuid
@@ -72,26 +72,26 @@ Prompt = (
 
 
 class CompletionRequest(RolloutOptions, CommonSampling):
-    """One or several prompts, as text or ids; sampling parameters stand beside them."""
+    """One or several prompts, as text or token ids, with the sampling parameters as top-level fields."""
 
     prompt: Prompt
     model: ModelName | None = None
     max_tokens: int | None = Field(default=16, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """OpenAI's newer name of ``max_tokens``, for chats; clients send it here, too."""
+    """OpenAI's newer name of ``max_tokens`` for chats. Some clients send it here, too."""
     logprobs: bool | Annotated[int, Field(ge=0)] | None = None
-    """0 or true returns the sampled tokens' logprobs, a number also those of so many of the likeliest."""
+    """0 or true returns the logprobs of the sampled tokens. A number adds that many top logprobs."""
     stop: StopStrings | StopString | None = ()
     stop_token_ids: StopTokens | None = ()
     add_special_tokens: bool | None = None
     """See ``GenerateRequest.add_special_tokens``."""
     return_token_ids: bool | None = False
-    """Add ``token_ids`` and ``prompt_token_ids`` to each choice."""
+    """True to add ``token_ids`` and ``prompt_token_ids`` to each choice."""
     return_tokens_as_token_ids: bool | None = False
-    """``logprobs.tokens`` reads ``token_id:123`` instead of text."""
+    """True to write ``token_id:123`` instead of text in ``logprobs.tokens``."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     stream: bool | None = False
-    """Server-sent events, while it is made: see ``CompletionChunk``."""
+    """True to stream the completions as server-sent events, see ``CompletionChunk``."""
     stream_options: StreamOptions | None = None
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
@@ -116,13 +116,13 @@ class CompletionRequest(RolloutOptions, CommonSampling):
 
     @property
     def candidates(self) -> int | None:
-        """How many of the likeliest tokens the reply has beside each; None: no logprobs at all."""
+        """The number of top logprobs per token in the reply. None: no logprobs at all."""
         if isinstance(self.logprobs, bool):
             return 0 if self.logprobs else None
         return self.logprobs
 
     def sampling(self) -> Sampling:
-        """The sampling parameters alone."""
+        """Return the sampling parameters of the request."""
         fields = {name: getattr(self, name) for name in CommonSampling.model_fields}
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
@@ -131,13 +131,13 @@ class CompletionRequest(RolloutOptions, CommonSampling):
 
 
 class CompletionLogprobs(BaseModel):
-    """OpenAI's form."""
+    """Logprobs in OpenAI's format."""
 
     tokens: list[str]
     token_logprobs: list[float]
     text_offset: list[int]
     top_logprobs: list[dict[str, float]]
-    """For each token itself and the likeliest others; two ids whose text is the same are one entry."""
+    """Logprobs of the sampled token and of the top tokens, by text. Two ids with the same text share one entry."""
 
 
 class CompletionChoice(BaseModel):
@@ -157,7 +157,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """Documents the reply, which is made without it."""
+    """Schema of the reply, for the documentation. The reply is built without it."""
 
     id: str
     object: Literal["text_completion"]
@@ -170,7 +170,7 @@ class CompletionReply(BaseModel):
 
 
 class StreamedCompletionChoice(BaseModel):
-    """More of one completion."""
+    """New tokens of one completion."""
 
     index: int
     text: str
@@ -178,25 +178,25 @@ class StreamedCompletionChoice(BaseModel):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     weight_versions: list[Span]
-    """Of the chunk's tokens, counted from the completion's first; all of the completion's where it ends."""
+    """Spans of the chunk's tokens, with indices from the completion's first token. The last chunk has all spans."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    """In a choice's first chunk."""
+    """Set in the first chunk of a choice."""
     packed_sampling_mask: list[str] | None = None
 
 
 class CompletionChunk(BaseModel):
-    """Documents an event of a stream."""
+    """Schema of a stream event, for the documentation."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[StreamedCompletionChoice]
-    """None in the last one, which ``stream_options.include_usage`` asks for."""
+    """Empty in the last chunk, which ``stream_options.include_usage`` requests."""
     usage: Usage | None = None
     attempts: int | None = None
-    """In the last one, like ``truncated_sampling``."""
+    """Set in the last chunk, like ``truncated_sampling``."""
     truncated_sampling: bool | None = None
 
 
@@ -208,7 +208,7 @@ class CompletionChunk(BaseModel):
 async def completions(
     body: CompletionRequest, services: Here, x_session_id: SessionHeader = None
 ) -> dict[str, object] | Response:
-    """The completions of all prompts; choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
+    """Complete all prompts. Choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
     model = model_name(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling, options = body.sampling(), body.options(x_session_id)
@@ -251,7 +251,7 @@ async def _chunks(
     options: RolloutOptions,
     services: Services,
 ) -> AsyncGenerator[dict[str, object]]:
-    """See ``CompletionChunk``."""
+    """Yield the events of a stream, see ``CompletionChunk``."""
     wanted, rollouts = body.stream_options or StreamOptions(), list[Rollout]()
     streams = [
         live_pieces(prompt, sampling, services, options.model_copy(update={"request_id": f"{common['id']}-{i}"}))
@@ -280,7 +280,7 @@ async def _chunks(
 
 
 class _StreamedChoice:
-    """What a choice's chunks have to know of those before."""
+    """The state of a choice between its chunks."""
 
     def __init__(
         self, index: int, prompt: tuple[int, ...], body: CompletionRequest, sampling: Sampling, services: Services
@@ -289,10 +289,10 @@ class _StreamedChoice:
         self._text, self._spans = TextStream(prompt, sampling, services.tokenizer), Spans()
         self._names = _names(prompt, body, services)
         self._characters = 0
-        """The number of characters in the strings of the tokens so far."""
+        """The number of characters in the token strings so far."""
 
     def more(self, piece: LivePiece) -> dict[str, object]:
-        """The choice of a chunk."""
+        """Return the choice of the next chunk."""
         made = self._spans.of(piece)
         choice: dict[str, object] = {
             "index": self._index,
@@ -315,7 +315,7 @@ class _StreamedChoice:
 
 
 async def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises InvalidRequest for more completions than one request may ask for."""
+    """Return the token ids of each prompt. Raises InvalidRequest for more completions than one request may have."""
     prompts = (body.prompt,) if isinstance(body.prompt, str) else body.prompt
     ids = tuple(token for token in prompts if isinstance(token, int))
     if ids or not prompts:
@@ -375,7 +375,7 @@ def _names(prompt: tuple[int, ...], body: CompletionRequest, services: Services)
 
 
 def _logprobs(completion: Completion, names: TokenStrings | _TokenIds) -> dict[str, Any]:
-    """``names``: those of the tokens that follow what came before; they follow these tokens afterwards."""
+    """Return logprobs in OpenAI's format. ``names`` advances past the tokens of ``completion``."""
     tokens, offsets, top, position = list[str](), list[int](), list[dict[str, float]](), 0
     likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
     for token, logprob, others in zip(completion.token_ids, completion.logprobs, likeliest, strict=True):

@@ -1,4 +1,4 @@
-"""The control routes: pause, resume, fleet. All need authorization."""
+"""The control routes: pause, resume and fleet. All need authorization."""
 
 from typing import Annotated
 
@@ -19,11 +19,13 @@ TimeoutS = Annotated[float, Query(gt=0, allow_inf_nan=False)]
 async def pause(
     services: Here, mode: PauseMode = "keep", timeout_s: TimeoutS = 600.0, clear_cache: bool = True
 ) -> dict[str, str]:
-    """Pause every replica, and those that start later, until ``/resume``. Requests queue meanwhile.
+    """Pause all current and future replicas until ``/resume``. Requests are queued meanwhile.
 
-    Takes over from a pause with another mode. 409 if something else is asked for before every replica has obeyed.
-    ``clear_cache``: vLLM's; the KV cache is dropped in any case, and false, by which prime-rl and SkyRL allow it to be
-    kept, changes nothing but that what ran computes it anew.
+    A pause replaces an earlier pause with another mode. Answers 409 if another command arrives before every replica has
+    paused.
+
+    ``clear_cache`` exists for compatibility with vLLM; prime-rl and SkyRL send false. The KV cache is always dropped,
+    and paused rollouts recompute theirs.
     """
     await services.ingest.set_paused(True, mode, timeout_s)
     return {"status": "paused"}
@@ -31,18 +33,19 @@ async def pause(
 
 @router.post("/resume", responses=documented(InvalidRequest, Overtaken, Asleep))
 async def resume(services: Here, timeout_s: TimeoutS = 600.0) -> dict[str, str]:
-    """Resume every replica, also while it waits for running rollouts. 409 as for ``/pause``."""
+    """Resume all replicas, even if a pause still waits for running rollouts. Answers 409 as ``/pause`` does."""
     await services.ingest.set_paused(False, "keep", timeout_s)
     return {"status": "resumed"}
 
 
 @router.get("/is_paused")
 async def is_paused(services: Here) -> dict[str, bool]:
-    """True when a pause was asked for and every live replica has obeyed."""
+    """Return true if a pause was requested and every live replica is paused."""
     return {"is_paused": await services.ingest.is_paused()}
 
 
 @router.get("/v1/fleet")
 async def fleet(services: Here) -> Fleet:
-    """The live replicas beside the newest committed version. 503 with the reason if the ingest does not answer."""
+    """Return the live replicas and the newest committed version. Answers 503 with the reason if the ingest does not
+    reply."""
     return await known_fleet(services.ingest, services.not_running)

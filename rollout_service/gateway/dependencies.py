@@ -1,4 +1,4 @@
-"""What the gateway's routes stand on: the served model's facts and the clients of the other deployments."""
+"""Dependencies of the gateway's routes: properties of the served model, and clients of the other deployments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,19 +37,19 @@ from rollout_service.tls import PinnedCertificates
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
-"""At once, to the ingest; more wait."""
+"""Maximum number of concurrent part uploads to the ingest; more wait."""
 
 
 class Chats(Protocol):
-    """What answers chats: ``gateway/openai/serving.py``, which imports this file."""
+    """The interface of ``gateway/openai/serving.py``, which imports this file."""
 
     async def get(self, services: "Services") -> Any:
-        """Its ``Serving``."""
+        """Return its ``Serving``."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """Made once per gateway replica."""
+    """The dependencies of all routes, created once per gateway replica."""
 
     name: str
     """The model's name in requests."""
@@ -57,42 +57,42 @@ class Services:
     max_model_len: int
     tokenizer: PreTrainedTokenizerBase | None
     dispatcher: Dispatcher
-    """To the engines."""
+    """Sends requests to the engines."""
     ingest: IngestCalls
     authorizer: Authorizer
     http: httpx.AsyncClient
-    """To the ingest's upload listener."""
+    """HTTP client of the ingest's upload listener."""
     monitor: MonitorCalls
     feed: RolloutFeed
-    """Tells the monitor of rollouts."""
+    """Reports rollouts to the monitor."""
     shadow: ShadowFeed
-    """Has some of them scored."""
+    """Selects rollouts to be scored by the shadow engine."""
     pinned: PinnedCertificates = field(default_factory=PinnedCertificates)
-    """Whom ``http`` trusts."""
+    """The certificates that ``http`` trusts."""
     aliases: tuple[str, ...] = ()
-    """More names for it."""
+    """Additional names of the model."""
     chats: "Chats | None" = None
-    """Answers them. None: there are none."""
+    """Answers chat requests. None: chats are not available."""
     sessions: SessionCalls = field(default_factory=Sessions)
-    """What agents said."""
+    """The sessions of agents."""
     detached: DetachedRollouts = field(default_factory=DetachedRollouts)
-    """Rollouts that nobody waits for."""
+    """Detached rollouts of this gateway."""
     num_gateways: int = 1
-    """``scaling.gateways``."""
+    """The setting ``scaling.gateways``."""
     returns_masks: bool = False
-    """``engine.return_sampling_mask``."""
+    """The setting ``engine.return_sampling_mask``."""
     returns_experts: bool = False
-    """``engine.return_routed_experts``."""
+    """The setting ``engine.return_routed_experts``."""
     max_logprobs: int = 20
     """Maximum number of top logprobs that a request may ask for: ``engine.extra.max_logprobs``."""
     may_sleep: bool = False
-    """``engine.enable_sleep_mode``."""
+    """The setting ``engine.enable_sleep_mode``."""
     not_running: Callable[[], dict[str, str]] = dict
-    """What Serve says of deployments that do not run; see ``fleet/serve_status.py``."""
+    """Returns Serve's messages about deployments that are not running, see ``fleet/serve_status.py``."""
     tensor_parallel_size: int = 1
-    """GPUs of an engine."""
+    """Number of GPUs per engine."""
     node_id: str | None = None
-    """Of this process in the Ray cluster; None: it is in none."""
+    """Ray node of this process. None: the process is not in a Ray cluster."""
 
     @classmethod
     def create(
@@ -104,11 +104,13 @@ class Services:
         shadow: DeploymentHandle | None,
         sessions: DeploymentHandle | None,
     ) -> "Services":
-        """Read the model's facts and the token.
+        """Read the model's properties and the token.
 
         Args:
-            shadow: None if there is none.
-            sessions: None if this process is to keep them.
+            config: the service's configuration.
+            engine, ingest, monitor: handles of the deployments.
+            shadow: None if there is no shadow deployment.
+            sessions: None to keep sessions in this process.
         """
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
@@ -129,7 +131,7 @@ class Services:
             ),
             ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),
-            http=httpx.AsyncClient(  # callers go away in the middle of a part, and none may take a connection along
+            http=httpx.AsyncClient(  # a client that disconnects during an upload must not break a shared connection
                 timeout=httpx.Timeout(300.0, connect=10.0),
                 transport=ManyConnections(MAX_FORWARDED_PARTS, pinned.context),
             ),
@@ -150,13 +152,14 @@ class Services:
         )
 
 
-async def _services(request: Request) -> Services:  # or FastAPI asks a thread for it, at every request
+# async, because FastAPI runs a plain function in a thread at every request
+async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 
 
 Here = Annotated[Services, Depends(_services)]
-"""Parameter of every route. Who may call it is a matter of the router's ``route_class``: ``gateway/routes.py``."""
+"""Parameter of every route. The router's ``route_class`` handles authorization, see ``gateway/routes.py``."""
 
 SessionHeader = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]
-"""Parameter of a data route: the session, for clients that name it in a header."""
+"""Parameter of a data route: the session id, for clients that send it as a header."""

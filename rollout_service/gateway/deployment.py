@@ -1,4 +1,4 @@
-"""The gateway as a Serve deployment: the application's HTTP ingress."""
+"""The gateway as a Serve deployment: the HTTP ingress of the application."""
 
 import asyncio
 import logging
@@ -44,12 +44,13 @@ SURFACES = (
     *(weights, update_weights, vllm_weights, server_info, mismatch, control, sleep, metrics),
     *(sglang, areal),
 )
-"""What callers find: data routes, then those that need authorization, the metrics, and other servers' routes."""
+"""All route modules: data routes, routes that need authorization, metrics, and the APIs of other servers."""
 
 
 def create_app(services: Services) -> FastAPI:
-    """All routes."""
-    routes = [route for surface in SURFACES for route in surface.router.routes]  # include_router would make them anew
+    """Return the FastAPI application with all routes."""
+    # include_router would create each route again
+    routes = [route for surface in SURFACES for route in surface.router.routes]
     app = FastAPI(title="rollout service", version=__version__, routes=routes)
     app.state.services = services
     install_error_handlers(app)
@@ -58,7 +59,7 @@ def create_app(services: Services) -> FastAPI:
 
 @serve.ingress()
 class GatewayReplica:
-    """Holds the handles; the routes do the rest."""
+    """The Serve replica of the gateway. It owns the deployment handles; the routes handle requests."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class GatewayReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when this process is to end."""
+        """Fail Serve's health check once this process is draining."""
         self._removal.asked()
         self._drain.check_health()
 

@@ -1,4 +1,4 @@
-"""Rollouts that nobody waits for: they are made, and kept until they are collected, for a while."""
+"""Detached rollouts: generated without a waiting client, and kept for a limited time."""
 
 import asyncio
 import time
@@ -10,12 +10,12 @@ from rollout_service.errors import NotFound, Overloaded, VersionConflict
 
 Reply = dict[str, object]
 KEPT_S = 3600.0
-"""After its end, and again after it was last collected."""
+"""Seconds that a rollout is kept after its end, and again after each ``collect``."""
 MOST_ROLLOUTS = 16384
-"""Under way or kept."""
+"""Maximum number of rollouts that are running or kept."""
 MOST_TOKENS = 1 << 26
-"""Of prompts and completions, and candidates beside them, kept or asked for: about 10 GB of replies with flat logprobs,
-and three times that with logprobs in vLLM's form."""
+"""Maximum number of tokens of prompts, completions and top logprobs, kept or requested. The replies take about 10 GB
+with flat logprobs, and three times that in vLLM's format."""
 
 
 @dataclass
@@ -24,11 +24,11 @@ class _Detached:
     tokens: int
     ended_at: float | None = None
     expiry: asyncio.TimerHandle | None = None
-    """Looks whether its time is over."""
+    """The timer that drops the rollout when it has expired."""
 
 
 class DetachedRollouts:
-    """Of one gateway, in its memory."""
+    """The detached rollouts of one gateway, in memory."""
 
     def __init__(
         self,
@@ -36,14 +36,19 @@ class DetachedRollouts:
         most: int = MOST_ROLLOUTS,
         most_tokens: int = MOST_TOKENS,
     ) -> None:
-        """``clock``: in seconds."""
+        """Create the store. ``clock`` returns seconds."""
         self._clock, self._most, self._most_tokens = clock, most, most_tokens
         self._detached: dict[str, _Detached] = {}
 
     def begin(self, work: Coroutine[object, None, Reply], tokens: int, name: str | None = None) -> str:
-        """Have ``work`` done; the id by which it is collected. ``tokens``: the most that its reply may hold.
+        """Start ``work`` and return the id for ``collect``.
 
-        Raises VersionConflict if there is one of that name, Overloaded if there are too many.
+        Raises VersionConflict if the name is in use, Overloaded at a limit.
+
+        Args:
+            work: generates the rollout.
+            tokens: maximum number of tokens that the reply may hold.
+            name: the id. None: a new one.
         """
         try:
             self._require_place(tokens, name)
@@ -57,11 +62,11 @@ class DetachedRollouts:
         return rollout_id
 
     def __len__(self) -> int:
-        """Under way or kept."""
+        """Return the number of rollouts that are running or kept."""
         return len(self._detached)
 
     def forget_expired(self) -> None:
-        """Those whose time is over. Is called by itself."""
+        """Drop expired rollouts. Called by a timer."""
         for rollout_id, each in list(self._detached.items()):
             if each.ended_at is not None and self._clock() - each.ended_at > KEPT_S:
                 del self._detached[rollout_id]
@@ -88,12 +93,12 @@ class DetachedRollouts:
     def _end(self, detached: _Detached) -> None:
         self._keep_from_now(detached)
         if not detached.making.cancelled():
-            detached.making.exception()  # else asyncio complains of one that nobody collects
+            detached.making.exception()  # marks the exception as retrieved, so that asyncio does not log it
 
     async def collect(self, rollout_id: str, wait_s: float) -> Reply | None:
-        """Its reply; None: it is still made after ``wait_s`` seconds. It is kept for whoever asks again.
+        """Return the reply, or None if the rollout still runs after ``wait_s`` seconds. The reply stays available.
 
-        Raises NotFound, and what the rollout raised.
+        Raises NotFound, or the error of the rollout.
         """
         self.forget_expired()
         detached = self._detached.get(rollout_id)
@@ -117,7 +122,7 @@ class DetachedRollouts:
         detached.expiry = asyncio.get_running_loop().call_later(KEPT_S + 1, self.forget_expired)
 
     def delete(self, rollout_id: str) -> None:
-        """End it, if it is under way, and forget it. One that is not there is deleted already."""
+        """Cancel a rollout if it is running, and drop it. An unknown id is ignored."""
         detached = self._detached.pop(rollout_id, None)
         if detached is not None:
             detached.making.cancel()

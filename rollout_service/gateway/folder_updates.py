@@ -1,8 +1,8 @@
-"""What the surfaces share whose trainers put a version into a folder and tell the service its path.
+"""Weight updates from a folder, shared by the APIs whose trainers send a folder's path.
 
-The reply to such a call means: the weights in this folder are what every live replica serves, and nothing reads the
-folder any more. The trainer may then delete it. Sources: prime-rl 559b447 ``utils/client.py``, slime 624b824
-``sglang_engine.py``, AReaL cbff54d ``remote_inf_engine.py``.
+A successful reply means that every live replica serves the folder's weights and nothing reads the folder any more. The
+trainer may then delete it. Sources: prime-rl 559b447 ``utils/client.py``, slime 624b824 ``sglang_engine.py``, AReaL
+cbff54d ``remote_inf_engine.py``.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weights import WeightStatus
 
 UPDATE_S = 600.0
-"""Longest wait for a version. prime-rl reads a reply for 720 s, and then sends the call again."""
+"""Maximum wait for a version in seconds. prime-rl waits 720 s for the reply, and then repeats the call."""
 FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
 _NUMBERED = re.compile(r"(?:.*_)?step_(\d{1,15})|weight(?:_update)?_v(\d{1,15})")
 
 
 def number_of(folder: str) -> int | None:
-    """What a trainer calls the version in a folder, by the folder's name; None: that tells no number.
+    """Return the version number in a folder's name, or None if the name has none.
 
-    ``step_7`` (prime-rl), ``weight_v000007`` (slime), ``weight_update_v7`` (AReaL).
+    Recognizes ``step_7`` (prime-rl), ``weight_v000007`` (slime) and ``weight_update_v7`` (AReaL).
     """
     found = _NUMBERED.fullmatch(Path(folder).name)
     return None if found is None else int(found[1] or found[2])
@@ -43,22 +43,27 @@ async def update_from_folder(
     mode: PauseMode = "keep",
     timeout_s: float = UPDATE_S,
 ) -> WeightStatus:
-    """Make what lies in ``folder`` the next version, and return once every live replica serves it.
+    """Make the weights in ``folder`` the next version, and return once every live replica serves it.
 
-    Told again, the same folder with the same files joins what is under way, or is answered at once when it is the
-    newest version: ``Uploads.begin_folder`` says how that is known, also by another gateway or after a restart.
+    A repeated call with the same folder and files joins the running update. If that version is already the newest, the
+    call returns at once. ``Uploads.begin_folder`` explains how repetition is detected, even by another gateway or after
+    a restart.
 
     Args:
-        folder: absolute, below ``weights.source_roots`` as the ingest's node sees it.
-        number: what the trainer calls the version; None: the folder's name may tell it. Where it is not newer than the
-            newest version, the version has the next number: what is told is served, whatever its number, so that a
-            trainer may go back to an earlier checkpoint.
-        label: another name of the version; None: the folder's own, where that may be a label.
-        mode: what becomes of running rollouts.
-        timeout_s: for all of it.
+        services: the gateway's dependencies.
+        folder: absolute path below ``weights.source_roots``, as seen on the ingest's node.
+        number: the trainer's version number. None: taken from the folder's name, if it has one. If the number is not
+            newer than the newest version, the next free number is used. A trainer may therefore return to an earlier
+            checkpoint.
+        label: the label of the version. None: the folder's name, if it is a valid label.
+        mode: the fate of running rollouts.
+        timeout_s: maximum seconds for the whole update.
 
-    Raises InvalidRequest, Forbidden, NotFound, InvalidManifest, QuantizationError, InsufficientStorage,
-    VersionConflict, or CommitTimeout, after which the same call goes on waiting.
+    Raises:
+        InvalidRequest, Forbidden, NotFound: The folder is unusable.
+        InvalidManifest, QuantizationError: The weights are unusable.
+        InsufficientStorage, VersionConflict: The version cannot be stored.
+        CommitTimeout: The update continues; the same call waits for it again.
     """
     if not Path(folder).is_absolute():
         raise InvalidRequest(f"{folder!r} is a relative path, and the ingest runs elsewhere: send an absolute one")
@@ -76,5 +81,5 @@ async def update_from_folder(
 
 
 def is_worth_repeating(error: RolloutServiceError) -> bool:
-    """Whether the same call may succeed if it is only sent again: some clients send it again after any 5xx."""
+    """Return True if the same call may succeed when repeated. Some clients repeat a call after any 5xx."""
     return isinstance(error, NotReady | CommitTimeout) and not isinstance(error, DeploymentFailed)

@@ -1,4 +1,4 @@
-"""``POST /inference/v1/generate``: tokens in, tokens out, as vLLM's clients expect it."""
+"""``POST /inference/v1/generate``: vLLM's token-in, token-out API."""
 
 import base64
 import itertools
@@ -54,7 +54,7 @@ router = APIRouter(tags=["generate"], route_class=PromptsRoute)
 async def generate(
     body: GenerateRequest, services: Here, x_session_id: SessionHeader = None
 ) -> dict[str, object] | Response:
-    """The completions of one prompt, with the logprob and the weight version of every token."""
+    """Complete one prompt. The reply has the logprob and the weight version of every token."""
     model = model_name(body.model, services)
     prompt = body.token_ids or ()
     if body.prompt is not None:
@@ -70,7 +70,7 @@ async def generate(
 def _detach(
     prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
 ) -> Response:
-    """Begin it, and answer at once. What is wrong with the request is said at once, too."""
+    """Start a detached rollout and answer at once. Invalid requests are refused before."""
     if services.num_gateways > 1:
         raise InvalidRequest(
             f"detach is not implemented with scaling.gateways={services.num_gateways}: the one that collects a rollout "
@@ -78,7 +78,8 @@ def _detach(
         )
     check_prompt(prompt, body.sampling_params, services)
     asked = with_experts(prompt, body.sampling_params, services, options.return_routed_experts)
-    body = body.model_copy(update={"return_token_ids": True})  # who collects it may not know what was asked for
+    # the client that collects the rollout may not know its prompt
+    body = body.model_copy(update={"return_token_ids": True})
     work = _reply(prompt, body, services, options, model)
     most = _most_kept(len(prompt), asked, services.max_model_len)
     rollout_id = services.detached.begin(work, most, options.request_id)
@@ -86,12 +87,11 @@ def _detach(
 
 
 _EXPERTS_OF_A_TOKEN = 8
-"""A token's experts take up to 1 KiB in a reply, about as much as so many tokens."""
+"""Size of one token's routed experts in a reply, in tokens. They take up to 1 KiB."""
 
 
 def _most_kept(prompt: int, sampling: Sampling, max_model_len: int) -> int:
-    """The most that a reply may hold, in tokens: those of the prompt and of its completions, and as one token more each
-    of the likeliest beside them."""
+    """Return the maximum size of a reply in tokens. Each top logprob counts as one more token."""
     longest = min(sampling.max_tokens or max_model_len, max_model_len - prompt)
     kept = prompt * (1 + (sampling.prompt_logprobs or 0)) + sampling.n * longest * (1 + (sampling.logprobs or 0))
     start = sampling.routed_experts_prompt_start
@@ -123,7 +123,7 @@ async def _reply(
 async def _chunks(
     prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions
 ) -> AsyncGenerator[dict[str, object]]:
-    """See ``GenerateChunk``."""
+    """Yield the events of a stream, see ``GenerateChunk``."""
     options = options.model_copy(update={"request_id": options.request_id or uuid.uuid4().hex})
     wanted, common = body.stream_options or StreamOptions(), dict[str, object]()
     common |= {"request_id": options.request_id, "output_mode": body.output_mode}
@@ -201,9 +201,9 @@ def _compact_logprobs(completion: Completion, num_top: int) -> CompactLogprobs:
 
 
 def _by_token(completion: Completion) -> list[dict[str, object]]:
-    """vLLM's form of the logprobs, and the one that it had before 0.32, in one: clients of both are in use.
+    """Return logprobs that clients of vLLM 0.32 and of older versions can read.
 
-    Read with renderers 0.1.12 (``token``) and vLLM 0.32 (``token_id``).
+    renderers 0.1.12 reads ``token``, vLLM 0.32 reads ``token_id``.
     """
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     likeliest = completion.top_logprobs or ()
@@ -222,13 +222,14 @@ def _by_token(completion: Completion) -> list[dict[str, object]]:
 
 
 def sampled_first(token: int, logprob: float, likeliest: tuple[Candidate, ...]) -> list[Candidate]:
-    """vLLM's order: the sampled token, then the likeliest others. It has the rank 0 if it is not among them."""
+    """Return candidates in vLLM's order: the sampled token, then the top tokens. Rank 0: the sampled token is not among
+    them."""
     rank = next((each.rank for each in likeliest if each.token_id == token), 0)
     return [Candidate(token, logprob, rank), *(each for each in likeliest if each.token_id != token)]
 
 
 def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None]:
-    """vLLM's form of what is known of the prompt's tokens."""
+    """Return prompt logprobs in vLLM's format."""
     return [
         None if candidates is None else {str(c.token_id): {"logprob": c.logprob, "rank": c.rank} for c in candidates}
         for candidates in rollout.completions[0].prompt_logprobs or ()
@@ -236,7 +237,8 @@ def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None
 
 
 def spans(completion: Completion) -> list[dict[str, object]]:
-    """vLLM's form of the spans, whose versions are strings, with the replica of each, and the label if it has one."""
+    """Return the spans in vLLM's format, with versions as strings. Adds each span's replica, and its label if it has
+    one."""
     return [
         {"version": str(s.version), "start": s.start, "end": s.end, "replica_id": s.replica_id}
         | ({} if s.label is None else {"label": s.label})
@@ -245,24 +247,25 @@ def spans(completion: Completion) -> list[dict[str, object]]:
 
 
 def packed_mask(completion: Completion) -> dict[str, object]:
-    """The sampling mask's chunks, where the deployment returns them. vLLM's own form is several times as long."""
+    """Return the field with the packed sampling mask, if the engine returns masks. vLLM's own format is several times
+    larger."""
     mask = completion.packed_sampling_mask
     return {} if mask is None else {"packed_sampling_mask": mask}
 
 
 def routed_experts(completion: Completion) -> dict[str, object]:
-    """Which experts its tokens went to, if they were asked for."""
+    """Return the field with the routed experts, if they were requested."""
     experts = completion.routed_experts
     return {} if experts is None else {"routed_experts": experts.model_dump()}
 
 
 def usage(rollouts: list[Rollout]) -> dict[str, int]:
-    """Token counts of a reply."""
+    """Return OpenAI's ``usage`` object for a reply."""
     prompt = sum(len(rollout.prompt_token_ids) for rollout in rollouts)
     completion = sum(len(c.token_ids) for rollout in rollouts for c in rollout.completions)
     return token_counts(prompt, completion)
 
 
 def token_counts(prompt: int, completion: int) -> dict[str, int]:
-    """Of so many tokens."""
+    """Return OpenAI's ``usage`` object for these token counts."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

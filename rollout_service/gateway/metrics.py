@@ -1,4 +1,4 @@
-"""``GET /metrics``: the state of the whole for Prometheus, open to everyone; docs/metrics.md."""
+"""``GET /metrics``: the service's state for Prometheus. Open to everyone; see docs/metrics.md."""
 
 import asyncio
 
@@ -16,6 +16,7 @@ router = APIRouter(tags=["metrics"], route_class=OpenRoute)
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(services: Here) -> Response:
-    """What one process knows exactly; what each process counts is at the metrics ports of Ray's agents."""
+    """Return the metrics of the whole service. Ray's agents export the counters of each process on their metrics
+    ports."""
     state, mismatch = await asyncio.gather(services.ingest.state(), table_or_none(services))
     return Response(exposition(state, mismatch.rows, mismatch.truncated), media_type=CONTENT_TYPE_PLAIN_0_0_4)

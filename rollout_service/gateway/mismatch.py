@@ -1,4 +1,4 @@
-"""``/v1/mismatch``: trainers report their logprobs, and read how far the engines were. Both need authorization."""
+"""``/v1/mismatch``: trainers report their logprobs and read the mismatch with the engines. Needs authorization."""
 
 import asyncio
 import logging
@@ -20,15 +20,15 @@ router = APIRouter(prefix="/v1/mismatch", tags=["mismatch"], route_class=Guarded
 logger = logging.getLogger(__name__)
 ANSWER_S = 60.0
 SUSPICIONS_S = 2.0
-"""What is shown of versions is shown without the monitor's part when that takes longer."""
+"""Maximum wait for the monitor in seconds. After it, versions are returned without the monitor's data."""
 _Reply = TypeVar("_Reply")
 
 
 @router.post("", responses=documented(InvalidRequest, NotFound), openapi_extra=body_of(MismatchReport))
 async def report(request: Request, services: Here) -> MismatchReceipt:
-    """Count a ``MismatchReport``. Its JSON is read in the monitor's process: here it would hold up rollouts."""
+    """Count a ``MismatchReport``. The monitor's process parses the JSON, because parsing here would delay rollouts."""
     body = await read_body(request, REPORT_BYTES)
-    await services.feed.flushed()  # a report that names a request id must not overtake its rollout
+    await services.feed.flushed()  # a report by request id must not arrive before its rollout
     return await _answer(services.monitor.report(body, services.feed.others_wait_s), ANSWER_S)
 
 
@@ -39,12 +39,12 @@ async def table(
     replica: str | None = None,
     source: MismatchSource | None = None,
 ) -> MismatchTable:
-    """The statistics per version, replica and source, and merged over replicas."""
+    """Return the statistics per version, replica and source, and merged over replicas."""
     return await _answer(services.monitor.table(version, replica, source), ANSWER_S)
 
 
 async def with_suspicions(versions: Sequence[WeightStatus], services: Services) -> tuple[WeightStatus, ...]:
-    """``versions`` with what the monitor holds against them, or as they are if it does not answer."""
+    """Return ``versions`` with the monitor's suspicions, or unchanged if the monitor does not answer."""
     suspicions = await _answer_if_any(services.monitor.suspicions(), "versions are shown without what is suspect")
     if suspicions is None:
         return tuple(versions)
@@ -52,7 +52,7 @@ async def with_suspicions(versions: Sequence[WeightStatus], services: Services) 
 
 
 async def table_or_none(services: Services) -> MismatchTable:
-    """All that is known, or nothing if the monitor does not answer."""
+    """Return the complete mismatch table, or an empty one if the monitor does not answer."""
     known = await _answer_if_any(services.monitor.per_replica(), "metrics are shown without the mismatch")
     return known or MismatchTable(rows=(), versions=())
 

@@ -14,7 +14,7 @@ _STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def models(services: Here) -> dict[str, object]:
-    """OpenAI's list: the one served model, under each of its names."""
+    """List the served model under each of its names, in OpenAI's format."""
     data = [
         {
             "id": name,
@@ -31,9 +31,9 @@ async def models(services: Here) -> dict[str, object]:
 
 @router.get("/health")
 async def health(services: Here) -> dict[str, object]:
-    """200 while a replica can serve; 503 otherwise, with the reason of the first start that failed, if one did.
+    """Answer 200 if a replica is ready, else 503 with the reason of the first failed start, if any.
 
-    ``failed_starts`` stays in the reply when a later start went well: how many failed, and why.
+    ``failed_starts`` counts failed starts and has their reasons. It stays in the reply after a later start succeeds.
     """
     failed = await failed_starts(services.ingest, services.not_running)
     return {"status": "ok"} if failed is None else {"status": "ok", "failed_starts": failed.model_dump(mode="json")}

@@ -1,4 +1,5 @@
-"""Requests that are still open when a gateway must end: they are told to come again, and no connection breaks."""
+"""Open requests of a gateway that must end. They are answered with 503 and ``Retry-After``, so that no connection
+breaks."""
 
 import asyncio
 import time
@@ -12,30 +13,30 @@ from rollout_service.web.errors import error_response
 
 _POLL_S = 1.0
 _ANSWERS_S = 2.0
-"""Serve's controller answers within it, unless it has too much to do to ask for anybody's health."""
+"""Timeout in seconds for Serve's controller. A controller that answers later is too busy for health checks."""
 
 
 class OpenRequests:
-    """Those of one gateway."""
+    """The open requests of one gateway."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Task[object]] = set()
         self._refused: set[asyncio.Task[object]] = set()
 
     def refuse(self) -> None:
-        """End them all: each is answered 503 with ``Retry-After``, and what it waited for is cancelled."""
-        unanswered = self._open - self._refused  # an answer that is under way must not be cancelled
+        """Cancel all open requests, and answer each with 503 and ``Retry-After``."""
+        unanswered = self._open - self._refused  # a reply that is being sent must not be cancelled
         self._refused |= unanswered
         for request in unanswered:
             request.cancel()
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """True if there are open requests."""
         return bool(self._open)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """``app`` with its open requests noted."""
+        """Return ``app`` with tracking of its open requests."""
 
         async def noting(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -52,7 +53,7 @@ class OpenRequests:
         async def noting_send(message: Message) -> None:
             nonlocal answered
             if not answered and request in self._refused:
-                # vLLM's classes take a cancelled task for a caller that has left, and answer 400
+                # vLLM's classes take a cancelled task for a disconnected client, and answer 400
                 raise asyncio.CancelledError
             answered = True
             await send(message)
@@ -72,10 +73,11 @@ class OpenRequests:
 
 
 class Removal:
-    """Serve removes a gateway without a word: it asks for its health no more, waits for what is open, and kills it.
+    """Detects that Serve is removing this gateway.
 
-    So it does when the application ends (SIGTERM to ``rollout-service serve``, ``serve shutdown``), when another one is
-    deployed in its place, and when its node is drained.
+    Serve removes a gateway without notice: it stops its health checks, waits for open requests, and kills the process.
+    This happens when the application ends (SIGTERM to ``rollout-service serve``, ``serve shutdown``). It also happens
+    on a redeployment and when the node is drained.
     """
 
     def __init__(
@@ -86,28 +88,30 @@ class Removal:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Create the watcher.
+
         Args:
-            open_requests: What is refused.
-            after_s: How long after the removal.
-            controller_answered: Whether Serve's controller answered within so many seconds.
-            clock, sleep: In seconds.
+            open_requests: the requests to refuse.
+            after_s: seconds between the last health check and the refusal.
+            controller_answered: returns True if Serve's controller answers within the given seconds.
+            clock, sleep: the time source, in seconds.
         """
         self._open, self._after_s = open_requests, after_s
         self._controller_answered, self._clock, self._sleep = controller_answered, clock, sleep
         self._since = clock()
 
     def asked(self) -> None:
-        """Serve has just asked for this gateway's health."""
+        """Record a health check by Serve."""
         self._since = self._clock()
 
     async def watch(self) -> None:
-        """Without end: refuse what is open once Serve has not asked for so long, although its controller lives."""
+        """Run until cancelled. Refuse open requests if health checks have stopped for ``after_s`` while the controller
+        lives."""
         while True:
             await self._sleep(_POLL_S)
             if not self._open.any or self._clock() - self._since < 2 * _POLL_S:
                 continue
             if not await self._controller_answered(_ANSWERS_S):
-                self.asked()  # a controller that is started anew has yet to find the replicas
+                self.asked()  # a restarted controller has yet to find its replicas
             elif self._clock() - self._since > self._after_s:
                 self._open.refuse()

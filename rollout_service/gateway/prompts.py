@@ -1,4 +1,4 @@
-"""From what a request says to what an engine can do, or a clear no."""
+"""Check prompts and sampling parameters against the model's limits, and generate rollouts."""
 
 import asyncio
 import uuid
@@ -31,15 +31,15 @@ from rollout_service.web.errors import documented
 DATA_ERRORS = documented(
     ContextTooLong, EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly
 )
-"""Of a data route."""
+"""Error replies of a data route."""
 BYTES_PER_TOKEN = 64
-"""Text with more than this for each token of the context is refused before it is tokenized, which takes seconds for
-megabytes. Only a prompt of almost nothing but runs of one character could be longer and fit."""
+"""Maximum bytes of text per token of the context. Longer text is refused before tokenization, which takes seconds for
+megabytes. Only a text of long runs of one character could be longer and still fit."""
 _tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
 
 
 def model_name(asked: str | None, services: Services) -> str:
-    """The name under which a request asked for the model. Raises NotFound if that is another model's."""
+    """Return the model name in the request, or the default name. Raises NotFound for another model."""
     served = (services.name, *services.aliases)
     if asked is not None and asked not in served:
         names = " and ".join(map(repr, served))
@@ -54,10 +54,11 @@ def model_name(asked: str | None, services: Services) -> str:
 async def tokenize(
     texts: Sequence[str], services: Services, add_special_tokens: bool | None = None
 ) -> list[tuple[int, ...]]:
-    """Token ids of each text, made in a thread: meanwhile this gateway answers other requests.
+    """Return the token ids of each text. Runs in a thread, so that the gateway keeps answering.
 
     ``add_special_tokens``: see ``GenerateRequest``.
-    Raises InvalidRequest if the model has no tokenizer, or a text is longer than its context can hold.
+
+    Raises InvalidRequest if the model has no tokenizer, or if a text is longer than the context can hold.
     """
     tokenizer = services.tokenizer
     if tokenizer is None:
@@ -88,14 +89,14 @@ async def tokenize(
 
 
 def text_of(completion: Completion, sampling: Sampling, services: Services, prompt: Sequence[int] = ()) -> str | None:
-    """Return what a whole completion adds to the text of ``prompt``, or None if the model has no tokenizer."""
+    """Return the text that a whole completion adds to ``prompt``, or None if the model has no tokenizer."""
     if services.tokenizer is None:
         return None
     return TextStream(prompt, sampling, services.tokenizer).add(completion, is_last=True)
 
 
 def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) -> None:
-    """Raise InvalidRequest for a prompt or a length that the model cannot take."""
+    """Raise InvalidRequest for a prompt or a length that the model cannot handle."""
     if not prompt:
         raise InvalidRequest("the prompt is empty: send at least one token")
     _check_length(len(prompt), sampling, services.max_model_len)
@@ -128,9 +129,9 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, services: Services) -> None:
-    """Check all prompts of a request before any is sampled. Raises the error of the first bad prompt, with its index.
+    """Check all prompts of a request before sampling any. Raises the error of the first invalid prompt, with its index.
 
-    ``detail["prompts"]`` has the indices of all bad prompts, so that the caller can send the others at once.
+    ``detail["prompts"]`` has the indices of all invalid prompts, so that the caller can send the others at once.
     """
     first: InvalidRequest | None = None
     bad: list[int] = []
@@ -148,7 +149,7 @@ _Error = TypeVar("_Error", bound=RolloutServiceError)
 
 
 def of_prompt(error: _Error, indices: Sequence[int], count: int) -> _Error:
-    """Return ``error``, the error of prompt ``indices[0]`` of ``count``, with the indices of all prompts that fail."""
+    """Return ``error`` of prompt ``indices[0]`` of ``count``, with the indices of all failed prompts."""
     if count == 1:
         return error
     also = f" (so are prompts {', '.join(map(str, indices[1 : FEW + 1]))})" if len(indices) > 1 else ""
@@ -165,7 +166,7 @@ async def roll_out_prompt(
     services: Services,
     options: RolloutOptions,
 ) -> Rollout:
-    """``roll_out`` of one of several prompts. An error names the prompt's index."""
+    """Call ``roll_out`` for one of several prompts. Errors name the prompt's index."""
     try:
         return await roll_out(prompts[index], sampling, services, options)
     except RolloutServiceError as error:
@@ -173,7 +174,7 @@ async def roll_out_prompt(
 
 
 def within_context(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> Sampling:
-    """Return ``sampling`` with ``max_tokens`` bounded by what the prompt leaves of the context, as vLLM bounds it."""
+    """Return ``sampling`` with ``max_tokens`` limited to the rest of the context, as in vLLM."""
     left = max_model_len - prompt_tokens
     if sampling.max_tokens is not None and sampling.max_tokens <= left:
         return sampling
@@ -198,7 +199,7 @@ def _check_length(prompt_tokens: int, sampling: Sampling, max_model_len: int) ->
 
 
 def _check_mask(sampling: Sampling) -> None:
-    """What vLLM's ``return_sampling_mask``, which holds for every request of an engine, asks of each."""
+    """Raise InvalidRequest unless the request meets the conditions of vLLM's ``return_sampling_mask``."""
     needed = {"top_k": sampling.top_k >= 1, "temperature": sampling.temperature > 0}
     wrong = {name: getattr(sampling, name) for name, holds in needed.items() if not holds}
     if wrong:
@@ -211,9 +212,9 @@ def _check_mask(sampling: Sampling) -> None:
 
 
 def with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, asked: bool) -> Sampling:
-    """``sampling`` with the token from which on experts are to be told; None: they are not.
+    """Return ``sampling`` with the first token whose experts are returned, or None to return none.
 
-    Raises InvalidRequest where they cannot be.
+    Raises InvalidRequest if experts cannot be returned.
     """
     start = sampling.routed_experts_prompt_start
     if not services.returns_experts:
@@ -234,7 +235,8 @@ def with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, 
 def _from_partial(
     prompt: tuple[int, ...], partial: tuple[int, ...], sampling: Sampling, services: Services
 ) -> tuple[tuple[int, ...], Sampling]:
-    """What is asked of an engine that goes on from tokens. Raises InvalidRequest where it cannot."""
+    """Return the prompt and the sampling parameters to continue from ``partial``. Raises InvalidRequest if not
+    possible."""
     if not prompt:
         raise InvalidRequest("the prompt is empty: send the tokens before partial_token_ids, at least one")
     if (why := services.dispatcher.why_not_from_tokens(sampling)) is not None:
@@ -243,7 +245,7 @@ def _from_partial(
 
 
 async def _number_of(version: int | str | None, services: Services) -> int | None:
-    """Of a version that may be given by its label. Raises NotFound for one that no version has."""
+    """Return the number of a version given by number or label. Raises NotFound for an unknown label."""
     return await services.ingest.version_of(version) if isinstance(version, str) else version
 
 
@@ -257,9 +259,12 @@ async def roll_out(
     live: LiveRollout | None = None,
     partial: tuple[int, ...] = (),
 ) -> Rollout:
-    """Check one prompt and have an engine complete it. ``live``: for who reads along.
+    """Check one prompt and complete it on an engine.
 
-    ``partial``: see ``GenerateRequest.partial_token_ids``; in the rollout they are the end of the prompt.
+    Args:
+        prompt, sampling, services, options, reasoning: the request.
+        live: receives the tokens during generation.
+        partial: see ``GenerateRequest.partial_token_ids``. The rollout has these tokens at the end of its prompt.
     """
     if partial:
         prompt, sampling = _from_partial(prompt, partial, sampling, services)

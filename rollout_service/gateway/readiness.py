@@ -1,4 +1,4 @@
-"""The fleet as the ingest knows it, and whether a replica can serve; if it cannot be known or none can, why."""
+"""Readiness of the fleet as the ingest knows it, with the reason if no replica is ready."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,28 +8,29 @@ from rollout_service.protocol.fleet import FailedStarts, Fleet
 from rollout_service.rpc import IngestCalls
 
 INGEST_ANSWERS_S = 5.0
-"""An ingest that cannot start never answers, and nobody should wait for it to hear why."""
+"""Timeout in seconds. An ingest that cannot start never answers, and the caller should learn the reason soon."""
 
 
 async def failed_starts(ingest: IngestCalls, not_running: Callable[[], dict[str, str]]) -> FailedStarts | None:
-    """The starts that failed while a replica can serve; None: none did.
+    """Return the failed starts if a replica is ready, or None if no start failed.
+
+    Raises NotReady, with the reason, if no replica is ready.
 
     Args:
-        ingest: knows the fleet.
-        not_running: what Serve says of deployments, see ``fleet/serve_status.py``.
-
-    Raises NotReady, with the reason, if no replica can serve.
+        ingest: the ingest, which knows the fleet.
+        not_running: Serve's messages about deployments, see ``fleet/serve_status.py``.
     """
     fleet = await known_fleet(ingest, not_running)
     if any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.replicas):
         return fleet.failed_starts
-    if any(replica.state == "asleep" and replica.error is None for replica in fleet.replicas):  # as was asked
+    # requested by the trainer, so the service is ready
+    if any(replica.state == "asleep" and replica.error is None for replica in fleet.replicas):
         return fleet.failed_starts
     raise await _not_ready("no engine replica is live", fleet.failed_starts, not_running)
 
 
 async def known_fleet(ingest: IngestCalls, not_running: Callable[[], dict[str, str]]) -> Fleet:
-    """What the ingest says. Arguments as above. Raises NotReady if it does not answer, with what Serve says of it."""
+    """Return the fleet as the ingest knows it. Raises NotReady with Serve's messages if the ingest does not answer."""
     try:
         async with asyncio.timeout(INGEST_ANSWERS_S):
             return await ingest.fleet()

@@ -1,4 +1,4 @@
-"""``/v1/rollouts``: what was asked for with ``detach``, when it is done."""
+"""``/v1/rollouts``: collect or delete rollouts that were started with ``detach``."""
 
 from typing import Annotated
 
@@ -25,9 +25,9 @@ MOST_WAIT_S = 60.0
 async def collect(
     rollout_id: RolloutId, services: Here, wait_s: Annotated[float, Query(ge=0, le=MOST_WAIT_S)] = 30.0
 ) -> dict[str, object] | Response:
-    """The reply of a detached rollout, as ``/inference/v1/generate`` gives it; 202 while it is made.
+    """Return the reply of a detached rollout in the format of ``/inference/v1/generate``, or 202 while it is running.
 
-    A rollout that failed answers with its error.
+    A failed rollout answers with its error.
     """
     reply = await services.detached.collect(rollout_id, wait_s)
     return JSONResponse({"id": rollout_id}, status_code=202) if reply is None else reply
@@ -35,5 +35,5 @@ async def collect(
 
 @router.delete("/{rollout_id:path}", status_code=204, responses=documented(NotFound))
 async def delete(rollout_id: RolloutId, services: Here) -> None:
-    """End it if it is under way, and forget it."""
+    """Cancel the rollout if it is running, and delete it."""
     services.detached.delete(rollout_id)

@@ -1,7 +1,7 @@
-"""The two kinds of routes: those that anyone may call, and those that need authorization.
+"""Route classes: open routes, and guarded routes that need authorization.
 
-Both bound a request's body and read its JSON before FastAPI does, so that what is wrong with it is said by field; a
-guarded route knows who asks before it reads anything.
+Both limit the size of a request's body and parse its JSON before FastAPI does, so that errors name the field. A guarded
+route authorizes the caller before it reads the body.
 """
 
 import json
@@ -26,21 +26,22 @@ from rollout_service.errors import (
 from rollout_service.web.errors import FieldProblem, documented, validation_error
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads has made characters of pairs
+# ``json.loads`` has already joined surrogate pairs, so any that remain are lone
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class OpenRoute(APIRoute):
-    """A route that anyone may call."""
+    """A route without authorization."""
 
     body_bytes: ClassVar[int] = 8 << 20
-    """Longest JSON body. Reading it holds up every other request of this gateway for a second at most."""
+    """Maximum size of a JSON body in bytes. Parsing it blocks the gateway's other requests for at most a second."""
     most_lists: ClassVar[int] = 1 << 20
-    """Maximum number of lists and objects in a body; brackets in its strings count as well."""
+    """Maximum number of lists and objects in a body. Brackets in strings count, too."""
     errors: ClassVar[tuple[type[RolloutServiceError], ...]] = (RolloutServiceError, NotReady)
-    """What every such route may answer with. The rest stands with each route."""
+    """Error replies of every such route, in addition to those of each route."""
 
     def __init__(self, path: str, endpoint: Callable[..., object], **options: Any) -> None:
-        """FastAPI's; adds ``errors`` to what is documented."""
+        """Create the route, and add ``errors`` to its documentation."""
         errors = self.errors
         if {"POST", "PUT"}.intersection(options.get("methods") or ()):
             errors = (*errors, MalformedRequest, PayloadTooLarge)
@@ -48,7 +49,7 @@ class OpenRoute(APIRoute):
         super().__init__(path, endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """FastAPI's hook: what answers a request."""
+        """Return the function that answers requests. FastAPI calls this."""
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
@@ -62,38 +63,38 @@ class OpenRoute(APIRoute):
         return checked
 
     def admit(self, request: Request) -> None:
-        """Raise what a caller gets that may not call this route."""
+        """Raise an error if the caller may not call this route."""
 
     def check_body(self, request: Request, body: bytes) -> None:
-        """Raise PayloadTooLarge for a body of lists: 8 MiB of ``[],`` take seconds to parse, and 200 MB."""
+        """Raise PayloadTooLarge for too many lists: 8 MiB of ``[],`` take seconds to parse, and 200 MB of memory."""
         _bound(request, "lists and objects", body.count(b"[") + body.count(b"{"), self.most_lists)
 
 
 class PromptsRoute(OpenRoute):
-    """An open route whose body may hold a whole training step's prompts."""
+    """An open route whose body may hold the prompts of a whole training step."""
 
     body_bytes = 64 << 20
-    """Maximum body size: 1024 prompts of 8000 token ids, of up to 8 bytes each."""
+    """Maximum size of a body in bytes: 1024 prompts of 8000 token ids of up to 8 bytes each."""
     most_strings: ClassVar[int] = 2 << 20
-    """Maximum number of strings in a body above ``OpenRoute.body_bytes``."""
+    """Maximum number of strings in a body larger than ``OpenRoute.body_bytes``."""
 
     def check_body(self, request: Request, body: bytes) -> None:
-        """Raise PayloadTooLarge for a body that would take too much memory once it is parsed."""
+        """Raise PayloadTooLarge for a body that would take too much memory when parsed."""
         super().check_body(request, body)
         if len(body) > OpenRoute.body_bytes:
             _bound(request, "strings", body.count(b'"') // 2, self.most_strings)
 
 
 class GuardedRoute(OpenRoute):
-    """A weight, control or mismatch route: ``Authorizer`` says who may call it."""
+    """A weight, control or mismatch route. ``Authorizer`` decides about access."""
 
     body_bytes = 64 << 20
-    """A version of 200 000 tensors has a table of half of that."""
+    """Maximum size of a body in bytes. The table of 200 000 tensors takes half of it."""
     most_lists = 8 << 20
     errors = (*OpenRoute.errors, Unauthorized, Forbidden)
 
     def admit(self, request: Request) -> None:
-        """Raise Unauthorized, Forbidden, or InvalidRequest for a body that a browser sends without asking first."""
+        """Raise Unauthorized or Forbidden, or InvalidRequest for a body that browsers may send across origins."""
         request.app.state.services.authorizer.check(request)
         has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
         if request.method == "POST" and has_body:
@@ -115,7 +116,7 @@ class _ReadRequest(Request):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises PayloadTooLarge above ``limit`` bytes, MalformedRequest if it is cut off."""
+    """Return the whole body. Raises PayloadTooLarge above ``limit`` bytes, MalformedRequest if it is cut off."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -140,12 +141,12 @@ def _bound(request: Request, what: str, number: int, limit: int) -> None:
 
 
 def body_of(model: type[BaseModel]) -> dict[str, object]:
-    """The ``openapi_extra`` of a route that hands its JSON body on unread."""
+    """Return the ``openapi_extra`` of a route that forwards its JSON body without parsing."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(model)}}}}
 
 
 def _inlined(model: type[BaseModel]) -> object:
-    """The model's JSON schema without references, which in OpenAPI would be into the whole document."""
+    """Return the model's JSON schema without references, which would be resolved against the whole OpenAPI document."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -175,7 +176,7 @@ def _parse(request: Request, body: bytes) -> object:
         _refuse_body(request, f"is not UTF-8, at byte {error.start}", error)
     except RecursionError as error:
         _refuse_body(request, "is nested too deeply", error)
-    except ValueError as error:  # Python's limit on the digits of an integer
+    except ValueError as error:  # Python limits the digits of an integer
         _refuse_body(request, f"has a number that is too long ({error})", error)
     return value
 

@@ -1,4 +1,4 @@
-"""``GET /server_info``, by which trainers ask SGLang and vLLM alike: ``config_format`` is vLLM's."""
+"""``GET /server_info``, which clients of SGLang and of vLLM both call. Only vLLM's send ``config_format``."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ router = APIRouter(tags=["trainers"], route_class=GuardedRoute)
 
 @router.get("/server_info", responses=documented(InvalidRequest))
 async def server_info(services: Here, config_format: Literal["text", "json"] | None = None) -> dict[str, object]:
-    """vLLM's ``vllm_config`` with ``config_format=json``; SGLang's arguments without."""
+    """Return vLLM's ``vllm_config`` with ``config_format=json``, and SGLang's arguments without it."""
     if config_format is None:
         return await sglang_server_info(services)
     if config_format == "text":

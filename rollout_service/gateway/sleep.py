@@ -1,7 +1,7 @@
 """vLLM's sleep routes, for trainers that share GPUs with the engines. All need authorization.
 
-Paths, parameters and replies are vLLM 0.32's: ``entrypoints/serve/dev/sleep/api_router.py``. What sleeping means here:
-``engine/sleeping.py``.
+Paths, parameters and replies follow vLLM 0.32: ``entrypoints/serve/dev/sleep/api_router.py``. ``engine/sleeping.py``
+describes what an engine does.
 """
 
 from typing import Annotated, Literal
@@ -32,7 +32,7 @@ class WokeUp(Frozen):
 
     status: Literal["awake", "sleeping"]
     tags: tuple[SleepTag, ...] | None
-    """Those of the request; None: all."""
+    """The tags of the request. None: all."""
 
 
 class IsSleeping(Frozen):
@@ -45,11 +45,11 @@ class IsSleeping(Frozen):
 async def sleep(
     services: Here, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort", timeout_s: TimeoutS = 600.0
 ) -> FellAsleep:
-    """Have every engine give back the memory of its weights, staging area and KV cache; answers when all have.
+    """Free the weights, the staging buffer and the KV cache of every engine; answers when all are freed.
 
-    ``level`` 1 and 2 are the same: weights come back from the log of versions. ``mode``: what becomes of what runs, as
-    for ``/pause``. Requests queue until ``/wake_up``, and versions may be pushed meanwhile. 409 if something else is
-    asked for before every replica has obeyed.
+    ``level`` 1 and 2 are the same, because weights are reloaded from the version log. ``mode`` decides the fate of
+    running rollouts, as for ``/pause``. Requests are queued until ``/wake_up``; versions may be pushed meanwhile.
+    Answers 409 if another command arrives before every replica has obeyed.
     """
     _require_sleep_mode(services)
     if level == 0:
@@ -64,10 +64,10 @@ async def wake_up(
     tags: Annotated[list[SleepTag] | None, Query(max_length=len(SLEEP_TAGS))] = None,
     timeout_s: TimeoutS = 600.0,
 ) -> WokeUp:
-    """Have every engine take its memory again, load the newest version and go on; answers when all serve it.
+    """Reallocate the memory of every engine, load the newest version and resume; answers when all serve it.
 
-    ``tags``: ask for a part only. Engines sleep until they were asked for all: weights that a trainer sends between the
-    two go into the log, for which no engine has to be awake.
+    ``tags``: wake up only a part. Engines stay asleep until all tags were requested. Weights pushed before that go into
+    the log, which needs no awake engine.
     """
     _require_sleep_mode(services)
     awake = await services.ingest.wake_up(tuple(tags or SLEEP_TAGS), timeout_s)
@@ -76,7 +76,7 @@ async def wake_up(
 
 @router.get("/is_sleeping")
 async def is_sleeping(services: Here) -> IsSleeping:
-    """True when the engines were put to sleep and every live one is."""
+    """Return true if sleep was requested and every live engine is asleep."""
     return IsSleeping(is_sleeping=await services.ingest.is_sleeping())
 
 

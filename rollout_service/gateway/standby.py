@@ -1,8 +1,8 @@
-"""A gateway answers at the HTTP port of its node itself while Serve's proxy there does not.
+"""A standby for Serve's HTTP proxy: the gateway answers at the node's HTTP port while the proxy does not.
 
-A node has one proxy. After its death Serve needs seconds, and a controller that lives, to start another. Linux gives
-the connections of a port to all processes that listen with ``SO_REUSEPORT``, as the proxy does, so the next proxy and
-the gateways can share it.
+A node has one proxy. When it dies, Serve needs seconds and a live controller to start another. Linux distributes the
+connections of a port among all listeners with ``SO_REUSEPORT``. The proxy sets this option, so the next proxy and the
+gateways can share the port.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.25
 ANSWER_S = 1.0
-"""A proxy that takes longer for its health check gets help. Help that it did not need does no harm."""
+"""Timeout of the proxy's health check in seconds. Taking over without need does no harm."""
 MARK = "X-Rollout-Standby"
-"""Header by which a standby's answer differs from the proxy's."""
+"""Header that distinguishes a standby's answer from the proxy's."""
 
 
 class Standby:
-    """Listens at a node's HTTP port while nobody else answers there."""
+    """Listens at a node's HTTP port while no proxy answers there."""
 
     def __init__(
         self,
@@ -38,11 +38,12 @@ class Standby:
         options: Callable[[], Awaitable[HTTPOptions]] = http_options,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Create the standby.
+
         Args:
-            app: Answers the requests.
-            options: Returns where Serve's proxies listen, once the controller says so.
-            sleep: Wait for seconds.
+            app: answers the requests.
+            options: returns the address of Serve's proxies once the controller knows it.
+            sleep: waits for the given seconds.
         """
         self._app, self._options_of, self._sleep = app, options, sleep
         self._server: uvicorn.Server | None = None
@@ -50,16 +51,17 @@ class Standby:
         self._closed = False
 
     async def watch(self) -> None:
-        """Open and close the listener as the proxy comes and goes, until cancelled."""
+        """Open the listener when the proxy stops answering, and close it when it answers again. Runs until
+        cancelled."""
         options = await self._options_of()
         if options.ssl_ca_certs is not None:
             logger.info("clients need a certificate here, so no gateway can check the proxy: it has no standby")
             return
         scheme = "http" if options.ssl_certfile is None else "https"
         url = f"{scheme}://{_reachable(options.host or '')}:{options.port}{HEALTH_PATH}"
-        # a kept connection would say nothing of the port; the certificate names the service, not this address
+        # a kept-alive connection would bypass the listeners; the certificate names the service, not this address
         limits = httpx.Limits(max_keepalive_connections=0)
-        has_answered = False  # where no proxy ever was, nobody expects an answer
+        has_answered = False  # without a first answer there is no proxy on this node to replace
         async with httpx.AsyncClient(verify=False, timeout=ANSWER_S, limits=limits, trust_env=False) as http:
             while True:
                 if await _proxy_answers(http, url):
@@ -70,7 +72,7 @@ class Standby:
                 await self._sleep(PERIOD_S)
 
     def close(self) -> None:
-        """Take no more connections: this gateway ends."""
+        """Close the listener for good, because this gateway ends."""
         self._closed = True
         self._stop_listening()
 
@@ -88,7 +90,7 @@ class Standby:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._answer,
-                interface="asgi3",  # uvicorn takes a bound method for an app of ASGI 2
+                interface="asgi3",  # uvicorn takes a bound method for an ASGI 2 app
                 root_path=options.root_path,
                 timeout_keep_alive=options.keep_alive_timeout_s,
                 lifespan="off",
@@ -104,21 +106,21 @@ class Standby:
         task.add_done_callback(self._serving.discard)
 
     def _stop_listening(self) -> None:
-        """Close the listener. Requests that are open are answered."""
+        """Close the listener. Open requests are still answered."""
         if self._server is not None:
             logger.info("Serve's proxy answers again, or this gateway ends: no request comes here directly any more")
             self._server.should_exit = True
             self._server = None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == HEALTH_PATH:  # load balancers ask for it, too
+        if scope["type"] == "http" and scope["path"] == HEALTH_PATH:  # load balancers call the health route, too
             await PlainTextResponse("success", headers={MARK: "1"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
 async def _proxy_answers(http: httpx.AsyncClient, url: str) -> bool:
-    """Return whether the proxy has routes. False, too, if a standby answers: then nothing is known of the proxy."""
+    """Return True if the proxy is healthy. Return False if a standby answers: then the proxy's state is unknown."""
     try:
         answer = await http.get(url)
     except httpx.TransportError:
@@ -127,7 +129,7 @@ async def _proxy_answers(http: httpx.AsyncClient, url: str) -> bool:
 
 
 def _reachable(host: str) -> str:
-    """Return an address by which this node reaches a server that listens at ``host``, as a URL spells it."""
+    """Return an address, in URL form, at which this node reaches a server that listens at ``host``."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Server-sent events of rollouts while they are made, for the routes that send tokens."""
+"""Server-sent events of running rollouts, for the routes that stream tokens."""
 
 import asyncio
 import json
@@ -18,17 +18,18 @@ from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.tasks import raise_first_failure
 
 EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {}}}
-"""Of a route's documented reply. OpenAPI 3.1 has no schema for events; their classes say what each holds."""
+"""OpenAPI entry of a streaming reply. OpenAPI 3.1 has no schema for events; their classes describe them."""
 
 
 class Spans:
-    """Those of one completion, gathered from its pieces."""
+    """Collects the spans of one completion from its pieces."""
 
     def __init__(self) -> None:
         self._gathered: list[Span] = []
 
     def of(self, piece: LivePiece) -> Completion:
-        """The piece with spans that count from the completion's first token; the last piece has all of them."""
+        """Return the piece with spans whose indices count from the completion's first token. The last piece has all
+        spans."""
         own = [span.moved(piece.start) for span in piece.made.spans]
         self._gathered[-1:] = merged([*self._gathered[-1:], *own])
         return piece.made.model_copy(update={"spans": tuple(self._gathered if piece.is_last else own)})
@@ -42,7 +43,7 @@ async def live_pieces(
     reasoning: Reasoning | None = None,
     partial: tuple[int, ...] = (),
 ) -> AsyncGenerator[LivePiece | Rollout]:
-    """What ``roll_out`` makes, as it is made, and then all of it. Closing this ends the work."""
+    """Yield the pieces of ``roll_out`` as they arrive, and then the rollout. Closing the generator cancels the work."""
     if services.returns_experts and sampling.routed_experts_prompt_start is not None:
         raise InvalidRequest(
             f"routed_experts_prompt_start={sampling.routed_experts_prompt_start}: routed experts are known when a "
@@ -59,7 +60,8 @@ async def live_pieces(
 async def side_by_side(
     streams: Sequence[AsyncGenerator[LivePiece | Rollout]],
 ) -> AsyncGenerator[tuple[int, LivePiece | Rollout]]:
-    """What several streams yield, with the number of each; none is read further before it was taken here."""
+    """Yield the items of several streams with the index of each stream. Reads an item only after the previous one was
+    taken."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for one in only:
@@ -80,7 +82,7 @@ async def side_by_side(
             async with raise_first_failure() as group:
                 for number, stream in enumerate(streams):
                     group.create_task(read(number, stream))
-        except Exception:  # and not when nobody takes anything any more
+        except Exception:  # not for GeneratorExit or CancelledError, when nothing takes items any more
             await taken.put(None)
             raise
         await taken.put(None)
@@ -96,9 +98,9 @@ async def side_by_side(
 
 
 async def event_stream(chunks: AsyncGenerator[dict[str, object]]) -> StreamingResponse:
-    """The reply. It begins with the first chunk, so that an error before that is an HTTP error.
+    """Return the streaming reply after the first chunk has arrived, so that an earlier error becomes an HTTP error.
 
-    One that comes later is an event with the error in the service's form, in place of the rest.
+    A later error is sent as the last event, in the service's error format.
     """
     first = await anext(chunks)
 

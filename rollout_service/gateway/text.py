@@ -1,4 +1,4 @@
-"""The text of completions while they are made, and the names of their tokens."""
+"""Incremental text of running completions, and the text of single tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,24 @@ from rollout_service.protocol.sampling import Sampling
 
 
 def token_strings(prompt: Sequence[int], tokenizer: Any) -> TokenStrings:
-    """Return the names of the tokens that follow ``prompt``."""
+    """Return the strings of the tokens that follow ``prompt``."""
     return TokenStrings(decoder_of(tokenizer), prompt)
 
 
 class TextStream:
-    """The text of one completion, piece by piece, as vLLM makes it: what its tokens add to the text of the prompt.
+    """The text of one completion, piece by piece, as in vLLM: the text that its tokens add to the prompt's text.
 
-    It ends before the stop string or stop token that ended the completion, or with it. vLLM looks for stop strings from
-    the last place at which one can begin that ends in the newest token.
+    The text ends before the stop string or stop token, or after it if the request keeps it. Like vLLM, it searches only
+    for stop strings that end in the newest token.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, tokenizer: Any, partial: Sequence[int] = ()) -> None:
-        """``tokenizer``: None if the model has none; there is no text then.
+        """Create the stream.
 
-        ``partial``: tokens before the first piece, whose text comes with it.
+        Args:
+            prompt, sampling: the request.
+            tokenizer: None if the model has none; the text is then empty.
+            partial: tokens before the first piece. The first piece includes their text.
         """
         self._detokenizer = None
         if tokenizer is not None:
@@ -33,14 +36,14 @@ class TextStream:
         self._tail = "" if self._detokenizer is None else self._detokenizer.add(partial)
         """The end of the text, in which a stop string may begin."""
         self._returned = 0
-        """Characters of the tail that were returned."""
+        """Number of characters of the tail that were returned."""
         self._before_last = len(self._tail)
-        """Characters of the tail before the newest token."""
+        """Number of characters of the tail before the newest token."""
 
     def add(self, made: Completion, is_last: bool) -> str:
-        """Return the text that is new with the next tokens, but for the beginning of what may be a stop string.
+        """Return the new text of the next tokens. Holds back characters that may begin a stop string.
 
-        ``made``: these tokens alone.
+        ``made``: the completion with only these tokens.
         """
         if self._detokenizer is None:
             return ""

@@ -1,10 +1,10 @@
-"""``POST /update_weights``, which two kinds of clients call with different bodies under one path.
+"""``POST /update_weights``, which two kinds of clients call with different bodies.
 
     {"weight_dir": "…/broadcasts/step_N"}   prime-rl's admin plane (559b447, ``utils/client.py``)
     {"update_info": …}                      vLLM's weight transfer in four phases
 
-prime-rl calls ``/pause?mode=keep&clear_cache=false``, this, and ``/resume``. It sends a call that failed with a 5xx
-again, up to ten times, and takes any other failure for final.
+prime-rl calls ``/pause?mode=keep&clear_cache=false``, this route, and ``/resume``. It repeats a call that failed with a
+5xx up to ten times, and treats any other failure as final.
 """
 
 from typing import Any, Self
@@ -34,12 +34,12 @@ router = APIRouter(tags=["trainers"], route_class=GuardedRoute)
 
 
 class UpdateWeights(Frozen):
-    """Either body."""
+    """The body of either client."""
 
     weight_dir: FolderPath | None = None
     """A Hugging Face folder of safetensors below ``weights.source_roots``."""
     update_info: Any = None
-    """``TensorsToCome``: what a trainer is about to broadcast; see ``vllm_weights.py``."""
+    """``TensorsToCome``: the tensors that a trainer will broadcast, see ``vllm_weights.py``."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -49,14 +49,14 @@ class UpdateWeights(Frozen):
 
 
 class Updated(BaseModel):
-    """Every live replica serves the version of a folder."""
+    """Reply once every live replica serves the folder's version."""
 
     status: str
     version: int
 
 
 class Received(BaseModel):
-    """All that was announced has been broadcast and received."""
+    """Reply once all announced tensors were received."""
 
     message: str
 
@@ -77,10 +77,10 @@ class Received(BaseModel):
     },
 )
 async def update_weights(body: UpdateWeights, services: Here) -> Response:
-    """Serve the weights in a folder, or receive what a trainer broadcasts.
+    """Serve the weights in a folder, or receive the tensors that a trainer broadcasts.
 
-    Answers when every live replica serves the folder's, or when all tensors have come. The same call again is answered
-    the same way.
+    Answers when every live replica serves the folder's weights, or when all tensors were received. A repeated call gets
+    the same answer.
     """
     if "update_info" in body.model_fields_set:
         return JSONResponse(await update_from_broadcast(body.update_info, services))

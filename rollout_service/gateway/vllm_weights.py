@@ -1,13 +1,13 @@
-"""vLLM's weight-transfer routes, and those that its trainers ask beside them. All need authorization.
+"""vLLM's weight-transfer routes, and other vLLM routes that trainers use with them. All need authorization.
 
-For the trainers that drive vLLM by these: TRL 1.16 (``trl/generation/vllm_client.py``, ``experimental/async_grpo``),
-SkyRL 0.4.0 (``weight_sync/control_plane.py``) and vLLM 0.32's own ``HTTPVLLMWeightSyncClient``. Paths, bodies and
-replies are vLLM's: ``entrypoints/rl/online/api_router.py`` and ``entrypoints/serve/dev``. What happens behind them:
-``ingest/weight_transfer.py``. ``POST /update_weights`` and ``GET /server_info`` are in files of their own: other
-servers have routes of these names.
+They serve trainers that drive vLLM this way: TRL 1.16 (``trl/generation/vllm_client.py``, ``experimental/async_grpo``),
+SkyRL 0.4.0 (``weight_sync/control_plane.py``) and vLLM 0.32's ``HTTPVLLMWeightSyncClient``. Paths, bodies and replies
+follow vLLM: ``entrypoints/rl/online/api_router.py`` and ``entrypoints/serve/dev``. ``ingest/weight_transfer.py``
+implements them. ``POST /update_weights`` and ``GET /server_info`` are in files of their own, because other servers have
+routes of these names.
 
-None answers 503 or 500 once a trainer broadcasts, because TRL sends those again: what the ingest cannot answer any more
-is 409 there.
+During a broadcast no route answers 503 or 500, because TRL would repeat the call. It answers 409 if the ingest cannot
+reply.
 """
 
 from typing import Literal
@@ -43,7 +43,7 @@ class InitTransfer(Frozen):
 
 
 class ResetPrefixCache(Frozen):
-    """Body of ``POST /reset_prefix_cache`` as SkyRL sends it; vLLM takes these as query parameters."""
+    """Body of ``POST /reset_prefix_cache`` as SkyRL sends it. vLLM takes these fields as query parameters."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
@@ -58,7 +58,7 @@ class CheckWeights(Frozen):
 
 @router.post("/init_weight_transfer_engine", responses=documented(InvalidRequest, WeightTransferFailed))
 async def init_weight_transfer_engine(body: InitTransfer, services: Here) -> dict[str, str]:
-    """Join a trainer's group as one rank; answers when the group is there."""
+    """Join a trainer's process group as one rank. Answers when the group exists."""
     await services.ingest.init_weight_transfer(body.init_info)
     return {"message": "Weight transfer initialized"}
 
@@ -72,7 +72,7 @@ async def start_weight_update(services: Here, body: StartUpdate | None = None) -
 
 @router.post("/start_draft_weight_update", responses=documented(InvalidRequest))
 async def start_draft_weight_update(services: Here) -> dict[str, str]:
-    """Refused: no engine here has a draft model."""
+    """Refuse the request: no engine here has a draft model."""
     raise InvalidRequest(
         "POST /start_draft_weight_update is not implemented: engines here have no draft model for speculative "
         "decoding; POST /start_weight_update updates the model that is served"
@@ -80,7 +80,7 @@ async def start_draft_weight_update(services: Here) -> dict[str, str]:
 
 
 async def update_from_broadcast(update_info: object, services: Services) -> dict[str, str]:
-    """What ``POST /update_weights`` does with ``update_info``."""
+    """Receive a broadcast, for ``POST /update_weights`` with ``update_info``."""
     try:
         await services.ingest.update_weights(update_info)
     except NotReady as error:
@@ -102,7 +102,7 @@ async def update_from_broadcast(update_info: object, services: Services) -> dict
     ),
 )
 async def finish_weight_update(services: Here, body: FinishUpdate | None = None) -> dict[str, str]:
-    """Commit what was broadcast; answers when every live replica serves it, and says which version it became."""
+    """Commit the broadcast tensors. Answers with the new version when every live replica serves it."""
     try:
         status = await services.ingest.finish_weight_update(None if body is None else body.weight_version)
     except NotReady as error:
@@ -112,19 +112,19 @@ async def finish_weight_update(services: Here, body: FinishUpdate | None = None)
 
 @router.post("/shutdown_weight_transfer_engine")
 async def shutdown_weight_transfer_engine(services: Here) -> dict[str, str]:
-    """Leave the trainer's group, and drop what was not finished."""
+    """Leave the trainer's process group, and drop an unfinished version."""
     await services.ingest.shutdown_weight_transfer()
     return {"message": "Weight transfer shut down"}
 
 
 @router.get("/get_world_size", responses=documented(InvalidRequest))
 async def get_world_size(services: Here, include_dp: bool = True) -> dict[str, int]:
-    """How many ranks of a trainer's group are the service's: one, however many engines there are."""
+    """Return the service's number of ranks in a trainer's process group: one, for any number of engines."""
     return {"world_size": 1}
 
 
 async def vllm_server_info(services: Services) -> dict[str, object]:
-    """What trainers read of vLLM's configuration, and where the weight transfer stands: ``server_info.py``."""
+    """Return the fields of vLLM's configuration that trainers read, and the state of the weight transfer."""
     transfer = await services.ingest.weight_transfer()
     model = {
         "model": services.name,
@@ -137,7 +137,7 @@ async def vllm_server_info(services: Services) -> dict[str, object]:
         "model_config": model,
         "weight_transfer_config": {"backend": transfer.backend},
         "lora_config": None,
-        # as a trainer sees the service: one server, whose replicas it does not reach one by one
+        # to a trainer the service is one server, whose replicas are not addressed separately
         "parallel_config": {"world_size": 1, "data_parallel_size": 1},
     }
     return {
@@ -150,7 +150,7 @@ async def vllm_server_info(services: Services) -> dict[str, object]:
 
 @router.get("/weight_info")
 async def weight_info(services: Here) -> dict[str, str]:
-    """The version that every live replica serves, or a newer one."""
+    """Return the oldest version that a live replica serves."""
     fleet = await known_fleet(services.ingest, services.not_running)
     return {"weight_version": str(min(_served(fleet), default=fleet.latest_version))}
 
@@ -162,9 +162,9 @@ async def reset_prefix_cache(
     reset_running_requests: bool = False,
     reset_external: bool = False,
 ) -> dict[str, bool]:
-    """Whether no replica has an entry of other weights than the newest version's, running requests' included.
+    """Confirm that no replica has prefix-cache entries of weights older than the newest version's.
 
-    Each has dropped its whole cache when it loaded the version that it serves, and recomputes that of running requests.
+    Each replica drops its whole KV cache when it loads a version, and recomputes that of running requests.
     """
     if reset_external or (body is not None and body.reset_external):
         raise InvalidRequest("reset_external is not implemented: engines here have no external prefix cache")
@@ -174,9 +174,9 @@ async def reset_prefix_cache(
 
 @router.post("/weight_checker", responses=documented(InvalidRequest, WeightTransferFailed))
 async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object]:
-    """xxh3-128 of each tensor that every live replica has loaded, or how they differ from a ``baseline`` of these.
+    """Return the xxh3-128 of each loaded tensor, or compare the digests with a ``baseline``.
 
-    They are those of the version's manifest, against which a replica checks the bytes that it loads.
+    The digests are those in the version's manifest. Each replica checks loaded bytes against them.
     """
     if body.action == "reset":
         raise InvalidRequest("weight_checker: reset is not implemented: weights change by a new version alone")

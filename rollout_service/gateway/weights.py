@@ -64,9 +64,9 @@ class Versions(Frozen):
     versions: tuple[WeightStatus, ...]
 
 
-@router.get("/recipe")  # before /{version}, which would take it for a number
+@router.get("/recipe")  # before /{version}, which would match "recipe"
 async def recipe(services: Here) -> TrainerRecipe:
-    """What becomes of each tensor, for a trainer that quantizes itself."""
+    """Return the conversion of each tensor, for a trainer that quantizes."""
     return await services.ingest.recipe()
 
 
@@ -75,7 +75,7 @@ async def recipe(services: Here) -> TrainerRecipe:
 )
 async def begin(body: Announcement, request: Request, services: Here) -> UploadPlan:
     """Start or resume the upload of a version."""
-    reached = request.scope.get("server")  # where the proxy took the connection
+    reached = request.scope.get("server")  # the address at which the proxy accepted the connection
     return await services.ingest.begin(body, reached and reached[0])
 
 
@@ -88,9 +88,9 @@ async def begin(body: Announcement, request: Request, services: Here) -> UploadP
     openapi_extra=_PART,
 )
 async def put_part(version: WeightVersion, part: int, request: Request, services: Here) -> Response:
-    """Take one part and pass it on to the ingest's own address, which some callers may use directly.
+    """Forward one part to the ingest's own address, which some clients use directly.
 
-    Serve's proxy holds what the ingest has not taken yet: up to a part for each of these calls.
+    Serve's proxy buffers bytes that the ingest has not read yet, up to one part per call.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > LARGEST_PART_BYTES:
@@ -120,7 +120,7 @@ async def put_part(version: WeightVersion, part: int, request: Request, services
     responses=documented(InvalidRequest, QuantizationError, NotFound, NotShared, VersionConflict),
 )
 async def take_shared(version: WeightVersion, body: SharedTensors, services: Here) -> None:
-    """Read tensors from memory that the trainer shares; answered when the memory may be written again."""
+    """Read tensors from memory that the trainer shares. Answers when the memory may be overwritten."""
     await services.ingest.take_shared(version, body)
 
 
@@ -145,24 +145,24 @@ async def commit(version: WeightVersion, services: Here, body: CommitUpload | No
     "/rollback", responses=documented(InvalidRequest, NotFound, VersionConflict, CommitTimeout, InsufficientStorage)
 )
 async def roll_back(body: RollBack, services: Here) -> WeightStatus:
-    """Make a kept version the newest again, under a new number. The same call again changes nothing."""
+    """Make a kept version the newest again, under a new number. A repeated call changes nothing."""
     return await services.ingest.roll_back(body)
 
 
 @router.get("")
 async def versions(services: Here) -> Versions:
-    """All versions."""
+    """List all versions."""
     return Versions(versions=await with_suspicions(await services.ingest.versions(), services))
 
 
 @router.get("/{version}", responses=documented(InvalidRequest, NotFound))
 async def status(version: WeightVersion, services: Here) -> WeightStatus:
-    """Where one version stands, and which replicas serve it."""
+    """Return the state of one version, and the replicas that serve it."""
     (found,) = await with_suspicions([await services.ingest.status(version)], services)
     return found
 
 
 @router.delete("/{version}", status_code=204, responses=documented(InvalidRequest, NotFound, VersionConflict))
 async def discard(version: WeightVersion, services: Here) -> None:
-    """Drop a staged version."""
+    """Delete a staged version."""
     await services.ingest.discard(version)

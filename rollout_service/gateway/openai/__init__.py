@@ -1,1 +1,1 @@
-"""Chats as OpenAI and Anthropic define them: vLLM's own server classes over this service's dispatcher."""
+"""OpenAI's and Anthropic's chat APIs: vLLM's server classes on top of this service's dispatcher."""

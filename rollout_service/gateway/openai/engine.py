@@ -1,6 +1,6 @@
-"""The engine that vLLM's server classes see: every replica of the service, behind the dispatcher.
+"""An ``EngineClient`` for vLLM's server classes. It represents all replicas, behind the dispatcher.
 
-Imports vLLM's server: see ``vllm_serving.py``.
+Imports vLLM's server, see ``vllm_serving.py``.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -35,13 +35,13 @@ _AS_THEY_ARE = frozenset(Sampling.model_fields) & frozenset(SamplingParams.__str
     "extra_args",
     "routed_experts_prompt_start",
 }
-"""Sampling parameters that both sides have, in the same form."""
+"""Sampling parameters that vLLM and this service share, in the same format."""
 _OF_THE_REPLY = frozenset(
     {"output_kind", "stream_interval", "flat_logprobs", "skip_clone", "output_text_buffer_length"}
 )
-"""What says in which pieces vLLM's engine answers."""
+"""Parameters that control the chunks of the engine's output."""
 _VLLMS_OWN = frozenset({"skip_reading_prefix_cache", "routed_experts_prompt_start"})
-"""What vLLM sets in every request, or beside another field; no request of a chat can ask for the former."""
+"""Parameters that vLLM always sets, or sets with another field. No chat request can set the former."""
 _AS_REQUESTED = {"extra_args": "vllm_xargs, kv_transfer_params or ec_transfer_params"}
 _DEFAULTS = SamplingParams()
 
@@ -54,13 +54,13 @@ def _not_here(name: str) -> Callable[..., NoReturn]:
 
 
 class DispatchedEngine(EngineClient):
-    """vLLM's client of an engine, as far as its server classes for chats use one: ``generate``."""
+    """The part of vLLM's ``EngineClient`` that its chat classes use: ``generate``."""
 
     def __init__(self, services: Services, vllm_config: VllmConfig, renderer: Any) -> None:
-        """``renderer``: vLLM's, which has the tokenizer and the chat template."""
+        """Create the client. ``renderer``: vLLM's renderer, with the tokenizer and the chat template."""
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
         self.renderer = renderer
-        self.input_processor = None  # for prompts with images, which are refused
+        self.input_processor = None  # used for prompts with images, which are refused
         self._services = services
 
     is_running = property(lambda self: True)
@@ -81,10 +81,11 @@ class DispatchedEngine(EngineClient):
         trace_headers: object = None,
         **others: object,
     ) -> AsyncGenerator[RequestOutput]:
-        """Outputs as vLLM's ``output_kind`` asks: of what is new each time, or one when all completions are done.
+        """Yield outputs as ``output_kind`` requires: the new tokens each time, or one output when all completions are
+        done.
 
-        The ends of completions come when all are done, with what a reply says as a whole. Tracing headers are not
-        passed on.
+        A stream reports the ends of all completions together, with the fields of the whole reply. Tracing headers are
+        not forwarded.
         """
         exchange = current.get()
         try:
@@ -97,7 +98,7 @@ class DispatchedEngine(EngineClient):
                 priority=priority,
                 session_id=session_id or exchange.options.session_id,
                 cache_salt=prompt.get("cache_salt"),
-            ).model_copy(update={"request_id": request_id})  # longer than a caller's by vLLM's prefix
+            ).model_copy(update={"request_id": request_id})  # longer than a caller's, by vLLM's prefix
             reasoning = Reasoning(ended=reasoning_ended, parser_kwargs=reasoning_parser_kwargs or {})
             token_ids = _token_ids(prompt)
             if sampling_params.output_kind == RequestOutputKind.DELTA:
@@ -108,7 +109,7 @@ class DispatchedEngine(EngineClient):
                 return
             rollout = await roll_out(token_ids, sampling, self._services, options, reasoning)
         except RolloutServiceError as error:
-            # OpenAI and Anthropic define a 400 for what other routes answer with 422
+            # OpenAI and Anthropic define 400 where other routes answer 422
             refusal = BadRequest(error.message, error.detail) if type(error) is InvalidRequest else error
             exchange.error = refusal
             raise refusal from error
@@ -125,7 +126,7 @@ class DispatchedEngine(EngineClient):
         sampling: Sampling,
         params: SamplingParams,
     ) -> AsyncGenerator[RequestOutput]:
-        """vLLM's outputs of what is new each time."""
+        """Yield vLLM outputs with the new tokens each time."""
         exchange, ends = current.get(), list[CompletionOutput]()
         tokenizer = self._services.tokenizer
         texts = [TextStream(prompt, sampling, tokenizer) for _ in range(sampling.n)]
@@ -168,7 +169,8 @@ class DispatchedEngine(EngineClient):
 
 
 def _with_options(options: RolloutOptions, **changes: object) -> RolloutOptions:
-    """``options`` with values that vLLM took from the body or a header. Raises BadRequest for one out of bounds."""
+    """Return ``options`` with the values that vLLM read from the body or a header. Raises BadRequest if one is
+    invalid."""
     try:
         return RolloutOptions.model_validate({**options.model_dump(), **changes})
     except ValidationError as error:
@@ -176,9 +178,10 @@ def _with_options(options: RolloutOptions, **changes: object) -> RolloutOptions:
 
 
 def sampling_of(params: SamplingParams, stop: tuple[str, ...] = ()) -> Sampling:
-    """Ours of vLLM's, and ``stop``. Raises BadRequest for what is set and not implemented here, by name.
+    """Return vLLM's sampling parameters and ``stop`` in this service's format. Raises BadRequest and names unsupported
+    ones.
 
-    vLLM's request models take and drop what they do not know; what they do know ends here, or is refused.
+    vLLM's request models silently drop unknown fields. Known but unsupported parameters are refused here.
     """
     unknown = [
         _AS_REQUESTED.get(name, name)
@@ -248,7 +251,7 @@ def _request_output(
 def _completion_output(
     completion: Completion, text: str, has_ended: bool, params: SamplingParams, names: TokenStrings
 ) -> CompletionOutput:
-    """``names``: those of the tokens that follow what came before; they follow these tokens afterwards."""
+    """Return a completion in vLLM's format. ``names`` advances past the completion's tokens."""
     logprobs: list[dict[int, Logprob]] | None = None
     if params.logprobs is not None:
         logprobs, likeliest = [], completion.top_logprobs or ((),) * len(completion.token_ids)

@@ -1,4 +1,4 @@
-"""What one HTTP request to vLLM's server classes brings along to the dispatcher, and what that leaves for its reply."""
+"""Per-request state that bypasses vLLM's server classes, between the HTTP route and the dispatcher."""
 
 import logging
 from contextvars import ContextVar
@@ -16,31 +16,32 @@ from rollout_service.rpc import SessionCalls
 from rollout_service.sessions.template import REASONS, Branch
 
 BRANCH_HEADER = "X-Session-Branch"
-"""Header of a reply whose turn continues no earlier turn of its session: the reason."""
+"""Reply header with the reason why a turn continues no earlier turn of its session."""
 _log = logging.getLogger(__name__)
 _SAID: set[Branch] = set()
-"""Reasons that this process has logged."""
+"""Reasons that this process has already logged."""
 
 
 @dataclass
 class Exchange:
-    """vLLM's classes know neither weight versions nor this service's options and errors: they pass beside them."""
+    """State of one request. vLLM's classes do not know weight versions, or this service's options and errors."""
 
     options: RolloutOptions = RolloutOptions()  # noqa: RUF009  # frozen
     rollouts: list[Rollout] = field(default_factory=list)
-    """Those that answered the request, in order."""
+    """The rollouts of the request, in order."""
     begun: bool = False
-    """Whether a stream has its first tokens."""
+    """True once a stream has its first tokens."""
     stop: tuple[str, ...] = ()
-    """Stop strings of the request. vLLM's own bound on their number is another one than this service's."""
+    """Stop strings of the request. They bypass vLLM's classes, whose limit on their number differs from this
+    service's."""
     texts: list[str] = field(default_factory=list)
-    """The whole text of each completion, before tool calls and reasoning are taken out of it."""
+    """The complete text of each completion, before tool calls and reasoning are extracted."""
     session: "SessionTurn | None" = None
-    """The session that the reply is a turn of."""
+    """The session turn that the reply belongs to."""
     replies: list[Message] = field(default_factory=list)
-    """What the agent is told, one message for each choice: the turns of ``session``, once the reply is made."""
+    """The reply of each choice, as sent to the agent. ``session`` records them once the reply is complete."""
     error: RolloutServiceError | None = None
-    """What the dispatcher raised. vLLM's classes make a text of it when they stream."""
+    """The error of the dispatcher. vLLM's classes turn it into text when they stream."""
 
     @property
     def completions(self) -> list[Completion]:
@@ -48,7 +49,7 @@ class Exchange:
         return [completion for rollout in self.rollouts for completion in rollout.completions]
 
     async def keep_turn(self) -> None:
-        """Add the reply to its session. Called when nothing can go wrong any more before the agent is told."""
+        """Record the reply in its session. Called when only sending the reply remains."""
         if self.session is not None and self.replies:
             await self.session.end(self.rollouts, self.replies)
             self.replies = []
@@ -56,27 +57,27 @@ class Exchange:
 
 @dataclass
 class SessionTurn:
-    """A turn of a session while it is made."""
+    """A session turn in progress."""
 
     session_id: str
     sessions: SessionCalls
     num_turns: int
-    """Turns that the session had when the request came."""
+    """Number of turns in the session when the request arrived."""
     messages: list[Message] = field(default_factory=list)
-    """What the agent sent."""
+    """The messages that the agent sent."""
     context: object = None
     """See ``SessionStore.prefix``."""
     parent: int | None = None
     branch: Branch | None = None
-    """Why it continues no earlier turn; None: it does, or is the first."""
+    """The reason why the turn continues no earlier turn. None: it continues one, or is the first."""
 
     @classmethod
     async def of(cls, session_id: str, sessions: SessionCalls) -> "SessionTurn":
-        """Raises NotFound if there is no such session."""
+        """Create a turn of an open session. Raises NotFound if there is no such session."""
         return cls(session_id, sessions, await sessions.num_turns(session_id))
 
     async def find(self, messages: list[Message], context: object) -> Prefix | None:
-        """Return the turn that is continued, if there is one, and remember what was sent."""
+        """Return the turn that ``messages`` continue, or None. Remembers ``messages`` and ``context``."""
         self.messages, self.context = messages, context
         found = await self.sessions.prefix(self.session_id, messages, context)
         self.parent = None if found is None else found.turn
@@ -85,7 +86,7 @@ class SessionTurn:
         return found
 
     def begin_branch(self, why: Branch) -> None:
-        """Continue no turn, and say so."""
+        """Mark the turn as the start of a branch, and log the reason once."""
         self.parent, self.branch = None, why
         if why not in _SAID:
             _SAID.add(why)
@@ -99,17 +100,17 @@ class SessionTurn:
             )
 
     def add_header(self, response: Response) -> Response:
-        """Return the response, which says why the turn continues no other."""
+        """Return the response with the branch header, if the turn begins a branch."""
         if self.branch is not None:
             response.headers[BRANCH_HEADER] = self.branch
         return response
 
     async def end(self, rollouts: list[Rollout], replies: list[Message]) -> None:
-        """Add what the model said, one turn for each choice."""
+        """Record the replies, one turn per choice."""
         choices = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
         turns = [
             Turn(
-                index=0,  # the store numbers them
+                index=0,  # the store assigns the index
                 parent=self.parent,
                 branch=self.branch,
                 request_id=rollout.request_id,
@@ -129,4 +130,4 @@ class SessionTurn:
 
 
 current: ContextVar[Exchange] = ContextVar("exchange")
-"""Of the request that is being answered."""
+"""The exchange of the current request."""

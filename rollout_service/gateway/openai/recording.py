@@ -1,7 +1,7 @@
-"""vLLM's server classes for chats, whose turns of a session go on from tokens and are kept.
+"""vLLM's chat server classes, extended to continue and record session turns token by token.
 
-A turn that continues another is not tokenized anew: text that a model sampled rarely becomes the same tokens again, and
-a trainer would then learn from tokens that the model never read. Imports vLLM's server: see ``vllm_serving.py``.
+A continued turn keeps the sampled tokens. Tokenizing sampled text again rarely gives the same tokens, and a trainer
+would learn from tokens that the model never read. Imports vLLM's server, see ``vllm_serving.py``.
 """
 
 import json
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 class ContinuingRenderer(OnlineRenderer):
-    """Renders a conversation as the continuation of a turn of its session, where it is one."""
+    """Renders a conversation as the continuation of a session turn, if it continues one."""
 
     async def render_chat(self, request: Any, **options: Any) -> Any:
-        """Call vLLM's. A model whose conversations vLLM writes with Harmony begins a branch each time."""
+        """Call vLLM's method. A model that uses Harmony begins a branch at each turn."""
         if self.use_harmony and (turn := current.get().session) is not None:
             await turn.find([dict(message) for message in request.messages], None)
             turn.begin_branch("harmony")
         return await super().render_chat(request, **options)
 
     async def render_responses(self, request: Any, **options: Any) -> Any:
-        """Call vLLM's; see ``render_chat``."""
+        """Call vLLM's method, see ``render_chat``."""
         if self.use_harmony and (turn := current.get().session) is not None:
             await turn.find([], None)
             turn.begin_branch("harmony")
@@ -60,7 +60,7 @@ class ContinuingRenderer(OnlineRenderer):
     async def preprocess_chat(
         self, request: Any, messages: list[Any], *arguments: Any, **options: Any
     ) -> tuple[Any, list[Any]]:
-        """Call vLLM's, and replace the prompt's tokens if it continues a turn."""
+        """Call vLLM's method. If the conversation continues a turn, replace the prompt's tokens."""
         turn = current.get().session
         if turn is None:
             return await super().preprocess_chat(request, messages, *arguments, **options)
@@ -81,7 +81,7 @@ class ContinuingRenderer(OnlineRenderer):
     async def _continued(
         self, request: Any, params: ChatParams, messages: list[Message], prefix: Prefix, whole: list[int]
     ) -> list[int]:
-        """Return the tokens of ``prefix`` and of what the template writes after them. Raises BeginsBranch."""
+        """Return the tokens of ``prefix`` and of the text that the template writes after them. Raises BeginsBranch."""
         if params.chat_template_kwargs.get("continue_final_message"):
             raise BeginsBranch("partial_reply")
         if request.build_tok_params(self.model_config).truncate_prompt_tokens is not None:
@@ -112,21 +112,22 @@ class ContinuingRenderer(OnlineRenderer):
         tool_dicts: list[dict[str, Any]] | None = None,
         **_: object,
     ) -> ChatParams:
-        """Return what vLLM's ``preprocess_chat`` makes of its arguments."""
+        """Return the ``ChatParams`` that vLLM's ``preprocess_chat`` builds from its arguments."""
         params: ChatParams = request.build_chat_params(default_template, default_template_content_format)
         tokenize = is_mistral_tokenizer(self.renderer.tokenizer)
         return params.with_defaults({**(default_template_kwargs or {}), "tools": tool_dicts, "tokenize": tokenize})
 
     def _context(self, params: ChatParams) -> dict[str, Any]:
-        """Return what the prompt depends on besides the messages: tools, documents and all else a template is given."""
+        """Return all inputs of the prompt besides the messages: tools, documents and other template arguments."""
         given = {name: value for name, value in params.chat_template_kwargs.items() if value not in (None, False)}
         context = {"arguments": given, "template": params.chat_template}
-        if not isinstance(self.renderer, HfRenderer):  # writes them into the prompt: Kimi K3
+        # these renderers, such as Kimi K3's, write both fields into the prompt
+        if not isinstance(self.renderer, HfRenderer):
             context |= {"tool_choice": params.tool_choice, "response_format": params.response_format}
         return context
 
     async def _written(self, params: ChatParams, wanted: Rendering) -> str | None:
-        """Return the conversation as the chat template writes it; None if the template refuses it."""
+        """Return the conversation as rendered by the chat template, or None if the template refuses it."""
         if not wanted.with_generation_prompt:
             params = replace(
                 params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
@@ -139,9 +140,9 @@ class ContinuingRenderer(OnlineRenderer):
         return self._text(prompt["prompt_token_ids"]) if text is None else str(text)
 
     async def _tokens(self, text: str, last: int, end: str | None) -> list[int]:
-        """Return the tokens of ``text`` where it follows the token ``last``, of the text ``end``."""
+        """Return the tokens of ``text`` after the token ``last``, whose text is ``end``."""
         params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
-        if end is not None:  # a tokenizer may add a space to the beginning of a text, and not behind a special token
+        if end is not None:  # a tokenizer may add a space at the start of a text, but not after a special token
             found = await self.renderer.tokenize_prompt_async(TextPrompt(prompt=end + text), params)
             if found["prompt_token_ids"][:1] == [last]:
                 return list(found["prompt_token_ids"][1:])
@@ -153,16 +154,17 @@ class ContinuingRenderer(OnlineRenderer):
 
     @cached_property
     def _ends(self) -> dict[int, str]:
-        """The tokens at which vLLM ends a reply, with their texts."""
+        """The ids of the tokens that end a reply in vLLM, with their texts."""
         of_model = self.model_config.try_get_generation_config().get("eos_token_id")
         found = {self.renderer.get_eos_token_id(), *(of_model if isinstance(of_model, list) else [of_model])}
         return {token: self._text([token]) for token in found if token is not None}
 
 
 def _copy(message: Message) -> Message:
-    """Return the message with tool calls of its own.
+    """Return the message with its own copy of the tool calls.
 
-    vLLM replaces their arguments: what is no JSON object becomes ``{}``, and no longer equals what the agent was told.
+    vLLM replaces arguments that are no JSON object by ``{}``. The message would then differ from the reply that the
+    agent got.
     """
     copied = dict(message)
     if copied.get("tool_calls"):
@@ -171,27 +173,27 @@ def _copy(message: Message) -> Message:
 
 
 class _Forgiving(Parser):
-    """A parser of vLLM's that gives the plain text where it fails on what the model said.
+    """A vLLM parser that returns plain text if parsing the model's output fails.
 
-    At the beginning of a run models often write calls that are cut, nested without end, or no JSON. The caller has to
-    see these samples: an error would select the others.
+    Early in training, models often write tool calls that are cut off, endlessly nested, or invalid JSON. The caller
+    must see these samples, because an error would bias the selection.
     """
 
     _has_failed = False
 
     def parse(self, model_output: str, *arguments: Any, **options: Any) -> Any:
-        """vLLM's."""
+        """Call vLLM's method. Return the output as plain text after an error."""
         try:
             reasoning, content, calls = super().parse(model_output, *arguments, **options)
             for call in calls or ():
-                call.arguments.encode()  # a reply cannot hold half a character, which JSON can spell
+                call.arguments.encode()  # JSON can spell a lone surrogate, which a reply cannot encode
             return reasoning, content, calls
         except Exception as error:  # noqa: BLE001 - of any parser of vLLM's, on any text
             self._note(error)
             return None, model_output, []
 
     def parse_delta(self, delta_text: str, *arguments: Any, **options: Any) -> Any:
-        """vLLM's; after an error all text that comes."""
+        """Call vLLM's method. After an error, return all further text unparsed."""
         if self._has_failed:
             return DeltaMessage(content=delta_text)
         try:
@@ -210,32 +212,32 @@ def _forgiving(parser: type[Parser] | None) -> type[Parser] | None:
 
 
 class _KeepsTurns(OpenAIServingChat):
-    """Says of each choice how its completion ended, and notes each reply for its session, as the agent is told it."""
+    """Reports how each completion ended, and records each reply for its session as sent to the agent."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.parser_cls = _forgiving(self.parser_cls)  # type: ignore[has-type]
 
     async def chat_completion_full_generator(self, *arguments: object, **options: object) -> object:
-        """vLLM's."""
+        """Call vLLM's method, correct the finish reasons, and note the replies."""
         reply = await super().chat_completion_full_generator(*arguments, **options)
         exchange = current.get()
         if not isinstance(reply, ChatCompletionResponse):
             return reply
         for choice, completion, text in zip(reply.choices, exchange.completions, exchange.texts, strict=True):
-            if completion.finish_reason != "stop":  # vLLM says "tool_calls" of a reply that was cut after a call, too
+            if completion.finish_reason != "stop":  # vLLM says "tool_calls" even if the reply was cut off after a call
                 choice.finish_reason = completion.finish_reason
             self._fit(choice, text)
         exchange.replies = [choice.message.model_dump(mode="json", exclude_none=True) for choice in reply.choices]
         return reply
 
     def _fit(self, choice: Any, text: str) -> None:
-        """Change what the API's reply has no form for. ``text``: all that the model said."""
+        """Adapt the choice to the limits of the API's reply. ``text``: the complete output of the model."""
 
     async def chat_completion_stream_generator(
         self, *arguments: object, **options: object
     ) -> AsyncGenerator[str, None]:
-        """vLLM's. The turn is kept before the agent hears that it is over."""
+        """Call vLLM's method. Record the turn before the agent receives the end of the stream."""
         exchange = current.get()
         told: dict[int, Message] = {}
         ended: set[int] = set()
@@ -246,7 +248,7 @@ class _KeepsTurns(OpenAIServingChat):
             _add(told, chunk)
             ended |= {choice["index"] for choice in chunk.get("choices", ()) if choice.get("finish_reason")}
             if not chunk.get("choices") and exchange.rollouts and exchange.error is None:
-                # vLLM does not say how a completion without a token ended
+                # vLLM does not report the end of a completion without tokens
                 for index, completion in enumerate(exchange.completions):
                     if index not in ended and last:
                         told.setdefault(index, {"role": "assistant", "content": ""})
@@ -261,7 +263,7 @@ class _KeepsTurns(OpenAIServingChat):
 
 
 def _add(told: dict[int, Message], chunk: Message) -> None:
-    """Add a chunk of a stream to the messages that it is a part of."""
+    """Append a stream chunk to the messages in ``told``."""
     for choice in chunk.get("choices", ()):
         message, delta = told.setdefault(choice["index"], {"role": "assistant", "content": ""}), choice["delta"]
         message["content"] += delta.get("content") or ""
@@ -277,27 +279,29 @@ def _add(told: dict[int, Message], chunk: Message) -> None:
 
 
 class RecordedChat(_KeepsTurns):
-    """OpenAI's chat."""
+    """OpenAI's Chat Completions API."""
 
 
 class RecordedMessages(_KeepsTurns, AnthropicServingMessages):
-    """Anthropic's, which vLLM makes a chat of."""
+    """Anthropic's Messages API, which vLLM maps to chat completions."""
 
     def _fit(self, choice: Any, text: str) -> None:
-        """Anthropic's calls have an object for arguments, and its replies no end "abort"."""
+        """Fall back to text if the arguments of a call are no JSON object. Map the finish reason "abort", which
+        Anthropic lacks."""
         if not all(_is_object(call.function.arguments) for call in choice.message.tool_calls or ()):
             choice.message.content, choice.message.tool_calls, choice.message.reasoning = text, [], None
             choice.finish_reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason
         choice.finish_reason = _ANTHROPIC_ENDS.get(choice.finish_reason, choice.finish_reason)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """vLLM's."""
+        """Call vLLM's method with Anthropic's finish reasons."""
         async for line in super().message_stream_converter(_with_anthropics_ends(generator)):
             yield line
 
 
 _ANTHROPIC_ENDS = {"abort": "length"}
-"""A completion that was cut short ends "max_tokens" in Anthropic's API: agents know by it that the rest is missing."""
+"""Finish reasons for Anthropic's API. An aborted completion ends with "max_tokens", which tells agents that it is
+incomplete."""
 
 
 async def _with_anthropics_ends(lines: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -315,27 +319,28 @@ async def _with_anthropics_ends(lines: AsyncGenerator[str, None]) -> AsyncGenera
 def _is_object(arguments: str) -> bool:
     try:
         parsed = json.loads(arguments)
-        json.dumps(parsed, allow_nan=False)  # NaN would reach the agent as null
+        json.dumps(parsed, allow_nan=False)  # refuses NaN, which would reach the agent as null
         return isinstance(parsed, dict)
     except (ValueError, RecursionError):
         return False
 
 
 class RecordedResponses(OpenAIServingResponses):
-    """OpenAI's responses."""
+    """OpenAI's Responses API."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.parser = _forgiving(self.parser)  # type: ignore[has-type]
 
     async def responses_full_generator(self, *arguments: Any, **options: Any) -> object:
-        """vLLM's, which also makes what the last event of a stream holds. The turn is kept before that is sent."""
+        """Call vLLM's method. For a stream, its result is in the last event, so the turn is recorded before that
+        event."""
         request = arguments[0] if arguments else options["request"]
         reply = await super().responses_full_generator(*arguments, **options)
         exchange = current.get()
         if not isinstance(reply, ResponsesResponse):
             return reply
-        if not reply.output:  # an agent sends back the items: of none it would leave the turn out
+        if not reply.output:  # an agent sends the items back; a reply without items would be lost
             reply.output = [
                 ResponseOutputMessage(
                     id=f"msg_{uuid.uuid4().hex}", content=[], role="assistant", status="completed", type="message"
@@ -343,7 +348,7 @@ class RecordedResponses(OpenAIServingResponses):
             ]
         if any(completion.finish_reason != "stop" for completion in exchange.completions):
             reply.status = "incomplete"
-            # OpenAI has no other reason for a reply whose end is missing; finish_reason beside it says "abort"
+            # OpenAI defines no other reason for an incomplete reply; ``finish_reason`` says "abort"
             reply.incomplete_details = IncompleteDetails(reason="max_output_tokens")
             if reply.output and hasattr(reply.output[-1], "status"):
                 reply.output[-1].status = "incomplete"
@@ -353,7 +358,7 @@ class RecordedResponses(OpenAIServingResponses):
         return reply
 
     async def responses_stream_generator(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        """Call vLLM's. The message of a reply without text has its events, too."""
+        """Call vLLM's method. Add the events for the message of a reply without text."""
         has_items = False
         async for event in super().responses_stream_generator(*arguments, **options):
             has_items = has_items or event.type == "response.output_item.added"
@@ -369,6 +374,6 @@ class RecordedResponses(OpenAIServingResponses):
 
 
 def _as_sent_back(output: Sequence[Any]) -> Message:
-    """The message that vLLM will make of a reply's items when an agent sends them back."""
+    """Return the message that vLLM builds when an agent sends the reply's items back."""
     items = [item for item in output if item.type != "message" or item.content]
     return as_one_message([dict(message) for message in construct_chat_messages_with_tool_call(items)])

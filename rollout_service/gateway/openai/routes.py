@@ -1,8 +1,9 @@
-"""The routes of OpenAI's and Anthropic's chats, and ``/tokenize`` and ``/detokenize``: vLLM's server answers them.
+"""The routes of OpenAI's and Anthropic's chat APIs, ``/tokenize`` and ``/detokenize``, answered by vLLM's server
+classes.
 
-What this service adds to a reply: ``weight_versions`` of each choice (in vLLM's form; of a reply without choices, its
-own), ``weight_version`` if all tokens are of one, ``attempts`` and ``truncated_sampling``. What vLLM's request models
-would take and drop is refused by name.
+This service adds fields to each reply: ``weight_versions`` of each choice in vLLM's format, and ``attempts`` and
+``truncated_sampling``. It adds ``weight_version`` if all tokens have one version. In a reply without choices,
+``weight_versions`` is at the top level. Fields that vLLM would silently drop are refused by name.
 """
 
 import json
@@ -29,7 +30,7 @@ router = APIRouter(tags=["chat"], route_class=OpenRoute)
 _ERRORS = DATA_ERRORS | documented(BadRequest)
 
 OURS = ("min_weight_version", "on_abort")
-"""Options of this service that a body may have beside what the API defines."""
+"""Options of this service that a body may contain in addition to the API's fields."""
 IDLE = frozenset(
     {
         *(
@@ -44,16 +45,16 @@ IDLE = frozenset(
         *("cache_control", "context_management", "inference_geo"),
     }
 )
-"""What clients send to other servers and what changes no token: accounting, hints for caches and for NVIDIA Dynamo, and
-edits of a conversation's messages that keep all (``_refuse_of_anthropics`` refuses others)."""
+"""Fields for other servers that change no token: accounting, cache hints, NVIDIA Dynamo's hints, and message edits that
+keep everything. ``_refuse_of_anthropics`` refuses other edits."""
 OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "store")
-"""Fields of OpenAI's responses for what a server keeps between requests."""
+"""Fields of the Responses API that need a server to store responses."""
 TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
-"""Kinds of tools of OpenAI's responses that the caller runs itself. All others are a server's own."""
+"""Tool types of the Responses API that the caller runs. The server runs all others."""
 MAX_PARTS = 16384
 """Maximum number of objects and lists in a chat's body. An agent's turn has about eight."""
 _STOPS = frozenset({"stop", "stop_sequences"})
-"""Names of the stop strings, which vLLM bounds by a number of its own: they pass beside its classes."""
+"""Names of the stop strings. They bypass vLLM's classes, which have another limit on their number."""
 _MAX_REQUEST_ID = 256
 _Name = Annotated[str, Field(max_length=1024)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -65,13 +66,14 @@ JsonObject = dict[str, Any]
 async def chat_completions(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
-    """OpenAI's chat: messages, tools, structured outputs, ``n``, logprobs, and vLLM's ``return_token_ids``."""
+    """Answer OpenAI's chat API: messages, tools, structured outputs, ``n``, logprobs, and vLLM's
+    ``return_token_ids``."""
     exchange = await _named_in_header(x_session_id, services)
     return with_branch(await chat(request, services, body, exchange), exchange)
 
 
 async def chat(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
-    """The reply to a chat of OpenAI's."""
+    """Return the reply to a request of OpenAI's chat API."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ChatCompletionRequest, body, request, services)
     _begin(exchange, body, request, services)
@@ -85,13 +87,13 @@ async def chat(request: Request, services: Services, body: JsonObject, exchange:
 async def responses(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
-    """OpenAI's Responses API. Nothing is stored: send the whole conversation."""
+    """Answer OpenAI's Responses API. Nothing is stored: send the whole conversation."""
     exchange = await _named_in_header(x_session_id, services)
     return with_branch(await respond(request, services, body, exchange), exchange)
 
 
 async def respond(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
-    """The reply to a request of OpenAI's Responses API."""
+    """Return the reply to a request of OpenAI's Responses API."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request, services)
     _refuse_tools_that_nobody_runs(parsed.tools)
@@ -106,13 +108,13 @@ async def respond(request: Request, services: Services, body: JsonObject, exchan
 async def messages(
     request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
 ) -> Response:
-    """Anthropic's Messages API."""
+    """Answer Anthropic's Messages API."""
     exchange = await _named_in_header(x_session_id, services)
     return with_branch(await anthropic(request, services, body, exchange), exchange)
 
 
 async def anthropic(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
-    """The reply to messages of Anthropic's."""
+    """Return the reply to a request of Anthropic's Messages API."""
     serving, vllm = await _serving(services)
     _refuse_of_anthropics(body)
     parsed = _parse(vllm.AnthropicMessagesRequest, body, request, services)
@@ -125,7 +127,7 @@ async def anthropic(request: Request, services: Services, body: JsonObject, exch
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
 async def count_tokens(request: Request, services: Here, body: JsonObject = Body()) -> Response:
-    """How many tokens Anthropic's messages are."""
+    """Count the tokens of Anthropic's messages."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.AnthropicCountTokensRequest, body, request, services)
     current.set(exchange := Exchange())
@@ -135,7 +137,7 @@ async def count_tokens(request: Request, services: Here, body: JsonObject = Body
 
 @router.post("/tokenize", responses=_ERRORS)
 async def tokenize(request: Request, services: Here, body: JsonObject = Body()) -> Response:
-    """The token ids of a prompt, or of messages as the chat template writes them."""
+    """Return the token ids of a prompt, or of messages in the chat template."""
     serving, vllm = await _serving(services)
     model = vllm.TokenizeChatRequest if "messages" in body else vllm.TokenizeCompletionRequest
     current.set(exchange := Exchange())
@@ -146,7 +148,7 @@ async def tokenize(request: Request, services: Here, body: JsonObject = Body()) 
 
 @router.post("/detokenize", responses=_ERRORS)
 async def detokenize(request: Request, services: Here, body: JsonObject = Body()) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.DetokenizeRequest, body, request, services)
     reply = await _answer(serving.tokenization.create_detokenize(parsed, request), Exchange())
@@ -154,7 +156,7 @@ async def detokenize(request: Request, services: Here, body: JsonObject = Body()
 
 
 async def _serving(services: Services) -> tuple[Serving, Any]:
-    """vLLM's objects, and the module with its request models."""
+    """Return vLLM's server objects, and the module with its request models."""
     assert services.chats is not None
     serving: Serving = await services.chats.get(services)
     from rollout_service import vllm_serving
@@ -163,7 +165,7 @@ async def _serving(services: Services) -> tuple[Serving, Any]:
 
 
 def _parse(model: type[Any], body: JsonObject, request: Request, services: Services) -> Any:
-    """Raises BadRequest for a body that the API does not define, or that has more than is implemented, by name."""
+    """Parse the body. Raises BadRequest and names fields that the API does not define or that are not implemented."""
     route = f"{request.method} {request.url.path}"
     _require_bounded(route, body, services)
     try:
@@ -171,17 +173,17 @@ def _parse(model: type[Any], body: JsonObject, request: Request, services: Servi
         parsed = model.model_validate({name: value for name, value in body.items() if name not in _STOPS})
     except ValidationError as error:
         raise bad_request(route, error) from error
-    except Exception as error:  # vLLM's validators raise its own
+    except Exception as error:  # vLLM's validators raise their own errors
         raise _as_ours(error) from error
-    if getattr(parsed, "use_beam_search", False):  # vLLM would drive it through what an engine in the process has
+    if getattr(parsed, "use_beam_search", False):  # beam search needs the engine in this process
         raise BadRequest(f"{route}: use_beam_search is not implemented: leave it out")
     for name in _LENGTHS:
-        if (asked := vars(parsed).get(name)) is not None:  # getattr warns that the older name is deprecated
+        if (asked := vars(parsed).get(name)) is not None:  # not getattr, which warns that the older name is deprecated
             if asked < 1:
                 raise BadRequest(
                     f"{route}: {name}={asked}: a completion has at least 1 token: raise it, or leave it out"
                 )
-            # vLLM bounds a length by what the prompt leaves of the context, but refuses one above the context itself
+            # vLLM limits a length to the rest of the context, but refuses one above the whole context
             parsed = parsed.model_copy(update={name: min(asked, services.max_model_len)})
     known = {name for field, of in model.model_fields.items() for name in (field, of.alias)}
     extra = {name for name, value in body.items() if value is not None} - known
@@ -196,7 +198,7 @@ def _parse(model: type[Any], body: JsonObject, request: Request, services: Servi
 
 
 def _without_a_store(body: JsonObject) -> JsonObject:
-    """A body of OpenAI's responses as vLLM takes it. Raises BadRequest for what needs earlier responses to be kept."""
+    """Return a Responses body that vLLM accepts. Raises BadRequest if it needs stored responses."""
     asked = [name for name in OF_A_STORE if body.get(name)]
     if asked:
         raise BadRequest(
@@ -211,7 +213,7 @@ def _without_a_store(body: JsonObject) -> JsonObject:
 
 
 def _reply_as_text(item: object) -> object:
-    """A reply whose content is a string or has no parts, in OpenAI's short form: on the long one vLLM 0.32 fails."""
+    """Return a reply item without content parts in OpenAI's short form. vLLM 0.32 fails on the long form."""
     if isinstance(item, dict) and item.get("role") == "assistant":
         content = item.get("content")
         if isinstance(content, str) or content == []:
@@ -220,13 +222,13 @@ def _reply_as_text(item: object) -> object:
 
 
 class _Tool(Protocol):
-    """Of any of the APIs' requests."""
+    """A tool of any API."""
 
     type: str
 
 
 def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
-    """vLLM would leave them out of the prompt and say nothing. Raises BadRequest."""
+    """Raise BadRequest for tools that vLLM would silently leave out of the prompt."""
     unknown = sorted({tool.type for tool in tools} - TOOLS_OF_AGENTS)
     if unknown:
         raise BadRequest(
@@ -236,7 +238,7 @@ def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
 
 
 def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
-    """Raise ContextTooLong for more than a context can hold: vLLM reads a request on the event loop, for seconds."""
+    """Raise ContextTooLong for a body larger than any context. vLLM would read it on the event loop for seconds."""
     most_characters = BYTES_PER_TOKEN * services.max_model_len
     parts = characters = 0
     unread: list[object] = [body]
@@ -269,7 +271,7 @@ def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
 
 
 class _Bounded(RolloutOptions, CommonSampling):
-    """Fields that vLLM would change in silence, or not bound, as the other data routes take them."""
+    """Fields that vLLM would change silently or leave unbounded. They have the limits of the other data routes."""
 
     max_tokens: Any = None
     logprobs: Any = None
@@ -290,7 +292,8 @@ class _Bounded(RolloutOptions, CommonSampling):
 
 
 async def _named_in_header(name: str | None, services: Services) -> Exchange:
-    """Calls that name an open session are its turns; any name brings calls to one replica, whose cache they share."""
+    """Return an exchange for the session in the header. An open session records the turn; any name selects a
+    replica."""
     exchange = Exchange(RolloutOptions(session_id=name or None))
     if name:
         with suppress(NotFound):
@@ -299,12 +302,12 @@ async def _named_in_header(name: str | None, services: Services) -> Exchange:
 
 
 def with_branch(response: Response, exchange: Exchange) -> Response:
-    """Return the response, which says why its turn of a session continues no earlier one."""
+    """Return the response with the branch header, if it belongs to a session."""
     return response if exchange.session is None else exchange.session.add_header(response)
 
 
 def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services) -> None:
-    """Take from the body what passes beside vLLM's classes. Raises BadRequest for a value out of bounds."""
+    """Store the options that bypass vLLM's classes in ``exchange``. Raises BadRequest for an invalid value."""
     route = f"{request.method} {request.url.path}"
     if len(request.headers.get("X-Request-Id", "")) > _MAX_REQUEST_ID:
         raise BadRequest(f"{route}: X-Request-Id has more than {_MAX_REQUEST_ID} characters: shorten it")
@@ -324,7 +327,7 @@ def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Ser
 
 
 def _refuse_of_anthropics(body: JsonObject) -> None:
-    """Raise BadRequest for what vLLM would drop, or refuse under a name that no caller wrote."""
+    """Raise BadRequest for fields that vLLM would drop, or refuse under another name."""
     thinking, management = body.get("thinking"), body.get("context_management")
     if isinstance(thinking, dict) and thinking.get("type") == "enabled":
         raise BadRequest(
@@ -341,7 +344,7 @@ def _refuse_of_anthropics(body: JsonObject) -> None:
 
 
 async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:
-    """vLLM's reply. Its refusals become errors of the service; those of the service itself come through as they are."""
+    """Return vLLM's reply. Its refusals become errors of the service; the service's own errors are raised unchanged."""
     try:
         found = await reply
     except RolloutServiceError:
@@ -349,7 +352,7 @@ async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:
     except Exception as error:
         if exchange.error is not None:
             raise exchange.error from error
-        if exchange.rollouts:  # no fault of the caller's, who may ask again
+        if exchange.rollouts:  # not the caller's fault, so the caller may retry
             raise RolloutServiceError(f"what the model said does not fit into this API's reply: {error}") from error
         raise _as_ours(error) from error
     if exchange.error is not None:
@@ -360,12 +363,13 @@ async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:
 
 
 def _as_ours(error: Exception) -> Exception:
-    """vLLM's own mapping of what its classes raise; what is no caller's fault stays what it is."""
+    """Map errors as vLLM's server does. Errors that are not the caller's fault stay unchanged."""
     from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
     if isinstance(error, VLLMNotFoundError):
         return NotFound(str(error))
-    if getattr(error, "parameter", None) == "max_tokens":  # _parse has refused such values, so the prompt left none
+    # _parse has refused other invalid values, so the prompt left no room
+    if getattr(error, "parameter", None) == "max_tokens":
         return ContextTooLong(
             "the conversation fills this model's maximum context length, and no room is left for a reply: shorten it"
         )
@@ -377,13 +381,13 @@ def _as_ours(error: Exception) -> Exception:
 def _refusal(status: int, message: str) -> RolloutServiceError:
     if status == 404:
         return NotFound(message)
-    if "max_model_len" in message:  # of the Responses API
+    if "max_model_len" in message:  # from the Responses API
         return ContextTooLong(f"no room is left for a reply in this model's maximum context length: {message}")
     return BadRequest(message) if status < 500 else RolloutServiceError(message)
 
 
 async def _told(body: JsonObject, exchange: Exchange) -> Response:
-    """The reply, which is made before its turn is kept: a session has no turn that the agent is not told."""
+    """Build the reply, then record its turn, so that the session has no turn that the agent never gets."""
     response = JSONResponse(body)
     await exchange.keep_turn()
     return response
@@ -396,14 +400,14 @@ def _with_choices(reply: JsonObject, exchange: Exchange, model: str | None) -> J
 
 
 def _with_the_only_choice(reply: JsonObject, exchange: Exchange) -> JsonObject:
-    """A reply that has no list of choices."""
+    """Add the fields of the first choice to a reply without a list of choices."""
     [reply["weight_versions"]] = _versions(exchange)
     reply["finish_reason"] = exchange.completions[0].finish_reason
     return _with_versions(reply, exchange)
 
 
 def _with_versions(reply: JsonObject, exchange: Exchange) -> JsonObject:
-    """What a reply says as a whole."""
+    """Add the fields of the whole reply."""
     found = {span["version"] for versions in _versions(exchange) for span in versions}
     if len(found) == 1:
         reply["weight_version"] = int(found.pop())
@@ -417,7 +421,7 @@ def _versions(exchange: Exchange) -> list[list[JsonObject]]:
 
 
 async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
-    """Server-sent events. They wait for the tokens, so that an error before those can still be an HTTP error."""
+    """Return server-sent events after the first tokens have arrived. Earlier errors become HTTP errors."""
     before: list[str] = []
     async for line in lines:
         before.append(line)
@@ -436,7 +440,7 @@ async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
 
 
 async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
-    """A chat's, with the versions in the chunk that ends a choice."""
+    """Yield the chunks of a chat, with weight versions in the last chunk of each choice."""
     async for line in lines:
         event = line.removeprefix("data: ").strip()
         chunk = None if event == "[DONE]" else json.loads(event)
@@ -450,7 +454,7 @@ async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterato
 
 
 async def _events(events: AsyncIterator[Any], exchange: Exchange) -> AsyncIterator[str]:
-    """Those of OpenAI's responses, with the versions in the one that ends the response."""
+    """Yield the events of OpenAI's Responses API, with weight versions in the last event."""
     async for event in events:
         data = event.model_dump(mode="json", by_alias=True)
         if event.type == "response.completed":
@@ -459,7 +463,7 @@ async def _events(events: AsyncIterator[Any], exchange: Exchange) -> AsyncIterat
 
 
 async def _message_events(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
-    """Those of Anthropic's messages, with the versions in the one that has the stop reason."""
+    """Yield the events of Anthropic's API, with weight versions in the event with the stop reason."""
     ends = "event: message_delta\ndata: "
     async for line in lines:
         if line.startswith(ends):

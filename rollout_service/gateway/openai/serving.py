@@ -1,4 +1,4 @@
-"""vLLM's server classes, made when the first chat comes: importing them takes seconds, and not everybody chats."""
+"""vLLM's server classes, created at the first chat. Importing them takes seconds, and not every service needs chats."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Serving:
-    """One object for each API."""
+    """vLLM's server objects, one per API."""
 
     chat: "OpenAIServingChat"
     responses: "OpenAIServingResponses"
@@ -38,7 +38,7 @@ class Serving:
 
 
 class LazyServing:
-    """Makes them once."""
+    """Creates the server objects once."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -46,13 +46,14 @@ class LazyServing:
         self._making = asyncio.Lock()
 
     def make_if_configured(self, services: "Services") -> None:
-        """Who configures chats will have them: a template or a parser that is not there ends the gateway's start."""
+        """Create the objects now if chats are configured. A missing template or parser then stops the gateway's
+        start."""
         if self._config.chat != ChatConfig():
             _import()
             self._made = make(self._config, services)
 
     async def get(self, services: "Services") -> Serving:
-        """Raises InvalidRequest if the model has no tokenizer."""
+        """Return the server objects. Raises InvalidRequest if the model has no tokenizer."""
         if services.tokenizer is None:
             raise InvalidRequest(f"{services.name} has no tokenizer: send token ids to /inference/v1/generate")
         async with self._making:
@@ -63,13 +64,13 @@ class LazyServing:
 
 
 def _import() -> None:
-    """In a thread: the gateway answers meanwhile, if slowly."""
+    """Import vLLM's server. Runs in a thread, so that the gateway still answers, if slowly."""
     os.environ.update(TELL_VLLM)  # noqa: TID251 - vLLM looks when it is imported
     import rollout_service.gateway.openai.engine  # noqa: F401
 
 
 def make(config: ServiceConfig, services: "Services") -> Serving:
-    """Raises ValueError or KeyError for a template or a parser that vLLM does not know."""
+    """Create the server objects. Raises ValueError or KeyError for a template or a parser that vLLM does not know."""
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
 
@@ -90,11 +91,11 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
         max_logprobs=config.engine.max_logprobs,
         enforce_eager=True,
         language_model_only=True,  # as in the engines: images are refused
-        generation_config="vllm",  # as in the engines: the model's own must not change what a trainer asked for
+        generation_config="vllm",  # as in the engines: the model's own defaults must not override a trainer's request
         reasoning_parser=chat.reasoning_parser or "",
     )
     model_config = args.create_model_config()
-    model_config.quantization = None  # nothing is computed here
+    model_config.quantization = None  # no weights are loaded here
     vllm_config = VllmConfig(
         model_config=model_config, structured_outputs_config=args.create_structured_outputs_config()
     )
@@ -124,7 +125,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
 
 
 def _log_template(services: "Services", template: str | None, model_type: str) -> None:
-    """Log what sessions do with the chat template."""
+    """Log whether sessions can continue turns with the chat template."""
     if model_type == "gpt_oss":
         logger.warning("sessions begin a branch at each turn: %s", REASONS["harmony"])
     elif template is not None or getattr(services.tokenizer, "chat_template", None):

@@ -1,4 +1,4 @@
-"""Sessions: an agent chats at an address of its own, and a trainer reads what the model read and said, in tokens."""
+"""Session routes: an agent chats at its own URL, and a trainer reads the tokens that the model read and sampled."""
 
 from typing import Annotated
 
@@ -32,13 +32,13 @@ async def open_session(services: Here, body: OpenSession | None = None) -> Sessi
 
 @router.get("/{session_id}", responses=_ERRORS)
 async def read_session(session_id: SessionName, services: Here) -> Session:
-    """Its turns so far: exact prompt and completion ids, logprobs, versions."""
+    """Return the turns so far, with exact prompt and completion ids, logprobs and versions."""
     return await services.sessions.get(session_id)
 
 
 @router.delete("/{session_id}", status_code=204, responses=_ERRORS)
 async def close_session(session_id: SessionName, services: Here) -> None:
-    """Forget it."""
+    """Delete the session."""
     await services.sessions.close(session_id)
 
 
@@ -46,7 +46,7 @@ async def close_session(session_id: SessionName, services: Here) -> None:
 async def chat_completions(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
-    """``/v1/chat/completions`` whose replies are turns of the session."""
+    """Answer ``/v1/chat/completions`` and record the reply as a turn."""
     exchange = await _turn(session_id, services)
     return routes.with_branch(await routes.chat(request, services, body, exchange), exchange)
 
@@ -55,7 +55,7 @@ async def chat_completions(
 async def responses(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
-    """``/v1/responses`` whose replies are turns of the session."""
+    """Answer ``/v1/responses`` and record the reply as a turn."""
     exchange = await _turn(session_id, services)
     return routes.with_branch(await routes.respond(request, services, body, exchange), exchange)
 
@@ -64,7 +64,7 @@ async def responses(
 async def messages(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
-    """``/v1/messages`` whose replies are turns of the session."""
+    """Answer ``/v1/messages`` and record the reply as a turn."""
     exchange = await _turn(session_id, services)
     return routes.with_branch(await routes.anthropic(request, services, body, exchange), exchange)
 
@@ -73,14 +73,14 @@ async def messages(
 async def count_tokens(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
-    """``/v1/messages/count_tokens``: agents ask it where they send their messages. No turn."""
+    """Answer ``/v1/messages/count_tokens`` at the session's URL, where agents expect it. Records no turn."""
     await _turn(session_id, services)
     return await routes.count_tokens(request, services, body)
 
 
 @router.get("/{session_id}/v1/models", responses=_ERRORS)
 async def list_models(session_id: SessionName, services: Here) -> dict[str, object]:
-    """``/v1/models``, for the same reason."""
+    """Answer ``/v1/models`` at the session's URL, where agents expect it."""
     await _turn(session_id, services)
     return await models.models(services)
 

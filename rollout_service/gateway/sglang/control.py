@@ -1,4 +1,4 @@
-"""SGLang's pauses and aborts, and what it calls flushing its cache."""
+"""SGLang's routes for pauses, aborts and cache flushes."""
 
 from typing import Any, Literal, Self
 
@@ -21,20 +21,20 @@ _DONE = {200: {"model": Done}, **documented(MalformedRequest, Overtaken, Asleep)
 
 
 class PauseGeneration(Frozen):
-    """``abort`` returns what runs as it is. ``retract`` and ``in_place`` hold it, and it goes on when the pause ends;
-    both compute its KV cache anew."""
+    """``abort`` returns running completions with their tokens so far. ``retract`` and ``in_place`` hold them until the
+    pause ends, and recompute their KV cache."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ContinueGeneration(Frozen):
-    """There is no memory to give back between pauses, so ``torch_empty_cache`` may only be false."""
+    """``torch_empty_cache`` may only be false: a pause leaves no memory to free."""
 
     torch_empty_cache: Literal[False] | None = None
 
 
 class AbortRequest(Frozen):
-    """All, or one by its id, which is not implemented."""
+    """Aborts all requests. Aborting one request by its id is not implemented."""
 
     rid: str | None = None
     abort_all: bool = False
@@ -50,7 +50,7 @@ class AbortRequest(Frozen):
 
 @router.post("/pause_generation", responses=_DONE)
 async def pause_generation(services: Here, body: PauseGeneration | None = None) -> Done:
-    """Pause every replica until ``/continue_generation``. Requests that come meanwhile wait."""
+    """Pause every replica until ``/continue_generation``. New requests wait."""
     mode = (body or PauseGeneration()).mode
     if mode == "abort":
         await services.ingest.set_paused(True, "abort", ControlRoute.waits_s, "return")
@@ -68,7 +68,7 @@ async def continue_generation(services: Here, body: ContinueGeneration | None = 
 
 @router.post("/abort_request", response_class=Response, responses=documented(MalformedRequest))
 async def abort_request(services: Here, body: AbortRequest) -> Response:
-    """Return every running completion as it is, on all replicas. Nothing is paused, and a pause stays one."""
+    """Return every running completion on all replicas with its tokens so far. Does not start or end a pause."""
     await services.ingest.abort_running(ControlRoute.waits_s)
     return Response()
 
@@ -76,7 +76,7 @@ async def abort_request(services: Here, body: AbortRequest) -> Response:
 @router.get("/flush_cache", response_model=None, responses=_FLUSHED)
 @router.post("/flush_cache", response_model=None, responses=_FLUSHED)
 async def flush_cache(services: Here) -> Response:
-    """Whether the KV cache is flushed: a pause and a new version drop it, and nothing else does."""
+    """Confirm that the KV cache is flushed. Only a pause or a new version drops it; otherwise this answers 400."""
     if not await services.ingest.is_paused():
         raise InvalidRequest(
             "the cache is dropped by a pause and by each new version, and generation is not paused: call "

@@ -1,4 +1,4 @@
-"""``POST /generate``: tokens or text in, tokens, logprobs and their weight version out, as SGLang's clients read it."""
+"""``POST /generate``: SGLang's generation API. It returns tokens, logprobs and their weight version."""
 
 import time
 from typing import Annotated, Literal, Self
@@ -32,15 +32,15 @@ router = APIRouter(tags=["sglang"], route_class=DataRoute)
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 _THEIRS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 RoutingKey = Annotated[str | None, Header(alias="X-SMG-Routing-Key", max_length=256)]
-"""slime's name of the session."""
+"""Header in which slime sends the session id."""
 
 
 class SamplingParams(Frozen):
-    """SGLang's, with its defaults. Those that are not here are refused by name."""
+    """SGLang's sampling parameters with its defaults. Unknown ones are refused by name."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
     max_new_tokens: int | None = Field(default=128, ge=1)
-    """None: what the context leaves."""
+    """None: the rest of the context."""
     min_new_tokens: int = Field(default=0, ge=0)
     temperature: Finite = 1.0
     top_p: Finite = 1.0
@@ -57,7 +57,7 @@ class SamplingParams(Frozen):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
-    """Leave what ended a completion at the end of its text: a stop string, a stop token, the end of sequence."""
+    """True to keep the stop string, the stop token or the end of sequence at the end of the text."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +65,7 @@ class SamplingParams(Frozen):
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
 
     def sampling(self) -> Sampling:
-        """The same in our names. Raises ValueError for a value that ``Sampling`` refuses."""
+        """Return the parameters under this service's names. Raises ValueError for a value that ``Sampling`` refuses."""
         return Sampling(
             n=self.n,
             max_tokens=self.max_new_tokens,
@@ -97,15 +97,15 @@ class SamplingParams(Frozen):
 
 
 class SglangGenerate(Frozen):
-    """One prompt or several. What is not here is refused by name."""
+    """One prompt or several. Unknown fields are refused by name."""
 
     input_ids: TokenIds | Annotated[tuple[TokenIds, ...], Field(fail_fast=True)] | None = None
     text: str | Annotated[tuple[str, ...], Field(fail_fast=True)] | None = None
     sampling_params: SamplingParams = SamplingParams()
-    """Of all prompts; a list with one for each is refused."""
+    """Sampling parameters for all prompts. A list with one entry per prompt is refused."""
     return_logprob: bool = False
     logprob_start_len: Literal[-1] | None = None
-    """Logprobs of prompts are not implemented."""
+    """Only -1: logprobs of prompts are not implemented."""
     top_logprobs_num: Literal[0] | None = None
     return_text_in_logprobs: Literal[False] | None = None
     return_routed_experts: Literal[False] | None = None
@@ -116,9 +116,10 @@ class SglangGenerate(Frozen):
     stream: Literal[False] | None = None
     log_metrics: bool | None = None
     no_logs: bool | None = None
-    """Of what SGLang's server counts and logs; nothing here. sglang-router 0.3.2 sends both with every request."""
+    """Statistics and logging options of SGLang's server; ignored here. sglang-router 0.3.2 sends both with every
+    request."""
     rid: RequestId | None = None
-    """The rollout's name in logs; of several prompts, each has its number appended."""
+    """The rollout's name in logs. With several prompts, the prompt's index is appended."""
     lora_path: None = None
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
 
@@ -135,13 +136,13 @@ class SglangGenerate(Frozen):
 
     @property
     def is_batch(self) -> bool:
-        """Whether the reply is a list whatever ``n`` is."""
+        """True if the reply is a list for any ``n``."""
         given = self.input_ids if self.text is None else self.text
         return isinstance(given, tuple) and not (given and isinstance(given[0], int))
 
 
 class SglangChoice(Frozen):
-    """Documents a completion in the reply, which is made without it."""
+    """Schema of a completion, for the documentation. The reply is built without it."""
 
     text: str
     output_ids: tuple[int, ...]
@@ -150,9 +151,9 @@ class SglangChoice(Frozen):
 
 @router.post("/generate", responses={200: {"model": SglangChoice | list[SglangChoice]}, **DATA_ERRORS})
 async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey = None) -> object:
-    """A completion, or a list of them for several prompts or ``n > 1``: all of the first prompt, all of the second…
+    """Return a completion, or a list for several prompts or ``n > 1``, in the order of the prompts.
 
-    What an update, a pause or a lost replica cuts short comes back as it is, with the finish reason "abort".
+    A completion interrupted by an update, a pause or a lost replica is returned with the finish reason "abort".
     """
     began = time.monotonic()
     prompts = await _prompts(body, services)
@@ -181,7 +182,8 @@ def _named(options: RolloutOptions, rid: str | None, index: int, prompts: int) -
 
 
 async def _prompts(body: SglangGenerate, services: Services) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises InvalidRequest for none, or more completions than one request may ask for."""
+    """Return the token ids of each prompt. Raises InvalidRequest for none, or for more completions than one request may
+    have."""
     given = body.input_ids if body.text is None else body.text
     number = len(given) if body.is_batch and given is not None else 1
     if not 1 <= number * body.sampling_params.n <= MOST_COMPLETIONS:
@@ -228,6 +230,6 @@ def _finish_reason(completion: Completion) -> dict[str, object]:
         message = "cut short by a pause, an update of the weights or a lost replica"
         return {"type": "abort", "message": message, "status_code": None, "err_type": None}
     matched = completion.stop_reason
-    if matched is None and completion.token_ids:  # vLLM names no token where it is the model's own end of sequence
+    if matched is None and completion.token_ids:  # vLLM names no token for the model's own end of sequence
         matched = completion.token_ids[-1]
     return {"type": "stop", "matched": matched}

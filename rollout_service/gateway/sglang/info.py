@@ -1,4 +1,4 @@
-"""What SGLang's routes tell of the server: its configuration, model, load and health."""
+"""SGLang's routes about the server: configuration, model, load and health."""
 
 from datetime import UTC, datetime
 from typing import Literal
@@ -18,9 +18,9 @@ open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
 
 @router.get("/get_server_info")
 async def server_info(services: Here) -> dict[str, object]:
-    """The service as one SGLang server: what of its arguments means something here, and each engine's load.
+    """Return the service as one SGLang server: the arguments that apply here, and the load of each engine.
 
-    ``GET /server_info``, the newer name, is in ``gateway/server_info.py``.
+    The newer route ``GET /server_info`` is in ``gateway/server_info.py``.
     """
     fleet = await known_fleet(services.ingest, services.not_running)
     return {
@@ -39,13 +39,13 @@ async def server_info(services: Here) -> dict[str, object]:
 @router.get("/model_info")
 @router.get("/get_model_info")
 async def model_info(services: Here) -> dict[str, object]:
-    """The served model, and the newest version of its weights."""
+    """Return the served model and the newest weight version."""
     return _model(services, await known_fleet(services.ingest, services.not_running))
 
 
 @router.get("/v1/loads")
 async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, object]:
-    """What each engine does, as replicas last reported it, at least every ``weights.poll_s``."""
+    """Return the load of each engine as last reported, at least every ``weights.poll_s`` seconds."""
     ranks = [
         _load(rank, replica)
         for rank, replica in enumerate(_serving(await known_fleet(services.ingest, services.not_running)))
@@ -64,7 +64,7 @@ async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, 
 
 @open_router.get("/health_generate", response_class=Response)
 async def health_generate(services: Here) -> Response:
-    """200 while a replica can serve, else 503, both empty. Each replica's own health checks look after its engine."""
+    """Answer 200 if a replica is ready, else 503, both empty. Each replica checks its own engine."""
     try:
         await failed_starts(services.ingest, services.not_running)
     except NotReady as error:
@@ -87,7 +87,8 @@ def _serving(fleet: Fleet) -> list[ReplicaStatus]:
 
 
 def _load(rank: int, replica: ReplicaStatus) -> dict[str, float]:
-    """In sequences. What a replica has accepted and not answered either runs or waits."""
+    """Return the load of a replica in sequences. An admitted sequence without an answer is either running or
+    waiting."""
     load = replica.load
     running = 0 if load is None else min(load.running, replica.running)
     told: dict[str, float] = {

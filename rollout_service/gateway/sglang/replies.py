@@ -1,4 +1,4 @@
-"""Refusals on SGLang's routes: 400 where ours say 422, and on control routes ``success`` and ``message``."""
+"""Error replies of SGLang's routes: 400 instead of 422, and ``success`` and ``message`` on control routes."""
 
 from collections.abc import Callable, Coroutine
 from typing import ClassVar
@@ -14,24 +14,24 @@ from rollout_service.web.errors import ErrorResponse, validation_error
 
 
 class DataRoute(PromptsRoute):
-    """Anyone may call it. What a request asks for that cannot be done is a 400, as from SGLang."""
+    """An open route that answers 400 for invalid requests, as SGLang does."""
 
     errors = (*PromptsRoute.errors, MalformedRequest)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """FastAPI's hook: what answers a request."""
+        """Return the function that answers requests. FastAPI calls this."""
         return _answering(super().get_route_handler(), _data_refusal)
 
 
 class ControlRoute(GuardedRoute):
-    """Weights and pauses: a refusal says ``success: false`` and ``message``, beside our own form."""
+    """A guarded route whose errors have ``success: false`` and ``message``, in addition to this service's format."""
 
     errors = (*GuardedRoute.errors, MalformedRequest)
     waits_s: ClassVar[float] = 600.0
-    """Longest wait for the fleet to obey."""
+    """Maximum seconds to wait until the fleet has obeyed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """FastAPI's hook: what answers a request."""
+        """Return the function that answers requests. FastAPI calls this."""
         return _answering(super().get_route_handler(), _control_refusal)
 
 
@@ -43,7 +43,7 @@ class Done(BaseModel):
 
 
 class Success(BaseModel):
-    """The reply of its routes that update weights."""
+    """The reply of SGLang's weight-update routes."""
 
     success: bool = True
     message: str

@@ -1,4 +1,4 @@
-"""All of SGLang's routes."""
+"""The router with all SGLang routes."""
 
 from fastapi import APIRouter
 

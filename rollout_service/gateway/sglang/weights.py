@@ -1,4 +1,4 @@
-"""New weights by SGLang's routes: from a folder; its NCCL and in-memory routes are refused by name."""
+"""SGLang's routes for weight updates from a folder. Its NCCL and in-memory routes are refused by name."""
 
 from typing import Literal, TypedDict
 
@@ -15,27 +15,27 @@ router = APIRouter(tags=["sglang"], route_class=ControlRoute)
 
 
 class UpdateWeightsFromDisk(Frozen):
-    """SGLang's ``UpdateWeightFromDiskReqInput``, as far as it is implemented."""
+    """The implemented part of SGLang's ``UpdateWeightFromDiskReqInput``."""
 
     model_path: FolderPath
     """A Hugging Face folder of safetensors below ``weights.source_roots``."""
     weight_version: str | None = None
-    """A decimal number, which becomes the version's if it is newer than the newest, or a label. None: the folder's name
-    may tell."""
+    """A decimal number or a label. A number becomes the version's number if it is newer than the newest. None: the
+    number or label in the folder's name, if any."""
     load_format: Literal["auto", "safetensors"] | None = None
     abort_all_requests: bool = False
-    """Return what runs as it is. Otherwise it goes on with the new weights."""
+    """True to return running completions with their tokens so far. False: they continue with the new weights."""
     flush_cache: bool = True
-    """The KV cache is dropped in any case."""
+    """Ignored: the KV cache is always dropped."""
     keep_pause: Literal[True] | None = None
-    """A pause lasts until ``/continue_generation``."""
+    """Ignored: a pause always lasts until ``/continue_generation``."""
 
 
 class UpdatedFromDisk(Success):
-    """Every live replica serves the version."""
+    """Reply once every live replica serves the version."""
 
     num_paused_requests: int
-    """Sequences that a pause holds."""
+    """Number of sequences that a pause holds."""
     version: int
 
 
@@ -44,9 +44,9 @@ class UpdatedFromDisk(Success):
     responses={200: {"model": UpdatedFromDisk}, **documented(MalformedRequest, CommitTimeout)},
 )
 async def update_weights_from_disk(body: UpdateWeightsFromDisk, services: Here) -> UpdatedFromDisk:
-    """Serve the weights in a folder; answers when every live replica does. The folder may then be deleted.
+    """Serve the weights in a folder. Answers when every live replica serves them; the folder may then be deleted.
 
-    400 if they cannot be served: the version before stays. The same call again is answered the same way.
+    Answers 400 if the weights are unusable; the previous version stays. A repeated call gets the same answer.
     """
     status = await update_from_folder(
         services,
@@ -80,7 +80,7 @@ def _named(weight_version: str | None) -> _Named:
 
 
 async def refuse(body: dict[str, object] | None = None) -> Success:
-    """Not implemented: 400."""
+    """Refuse the request with 400: not implemented."""
     raise InvalidRequest(
         "weights over NCCL, from tensors or by IPC are not implemented under SGLang's routes: write a folder and send "
         "/update_weights_from_disk (slime: --update-weight-transport disk), or push to /v1/weights"
