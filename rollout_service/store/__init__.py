@@ -1,1 +1,1 @@
-"""Weight versions on disk: the log, which is the truth that every replica follows, and copies of it on other nodes."""
+"""Weight versions on disk: the log that every replica follows, and copies of it on other nodes."""

@@ -1,8 +1,8 @@
-"""The ingest's side of distribution: files of committed versions, handed out through Ray's object store.
+"""Serve files of committed versions through Ray's object store, in chunks; the ingest's side of distribution.
 
-A file is handed out in chunks. A chunk is put once while several nodes copy side by side: all get the same reference,
-and Ray lets each of them pull it from any node that has it. The ingest holds few references, and none for long; an
-object lives on for as long as a node that was given it is reading.
+While several nodes copy at once, a chunk is put into the store once. All nodes get the same reference, and Ray lets
+each pull the chunk from any node that has it. The ingest holds few references, and only for a short time; an object
+lives for as long as a node that received it is reading.
 """
 
 import asyncio
@@ -18,15 +18,16 @@ from rollout_service.store.mapped_files import open_version_file
 
 CHUNK_BYTES = 64 << 20
 HELD_CHUNKS = 4
-"""References that the ingest holds at most: this times ``CHUNK_BYTES`` is what it pins of the object store."""
+"""Maximum number of references that the ingest holds. Times ``CHUNK_BYTES``, this is what it pins in the object
+store."""
 HELD_S = 30.0
-"""How long it holds one that nobody asks for."""
+"""Time in seconds after which an unused reference is released."""
 
 _Key = tuple[int, str, int]
 
 
 class ChunkServer:
-    """Hands out the files of one log. Lives in one event loop."""
+    """Serves the files of one log. Lives in one event loop."""
 
     def __init__(self, log: WeightLog, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._log, self._chunk_bytes = log, chunk_bytes
@@ -34,22 +35,23 @@ class ChunkServer:
         self._putting = asyncio.Semaphore(2)
 
     def newest(self) -> Newest:
-        """The newest version, and which log it is in. Raises NotReady before there is one."""
+        """Return the newest version and the identity of its log. Raises NotReady before there is one."""
         origin, head = self._log.origin(), self._log.head()
         if origin is None or head is None:
             raise NotReady("version 0 is still being made from the model's folder")
         return Newest(origin=origin, root=self._log.root, head=head, control=self._log.control())
 
     def files(self, version: int) -> tuple[LogFile, ...]:
-        """All files of a committed version. Raises NotFound."""
-        # hidden: what is being written beside the manifest (KV scales), under this name for milliseconds
+        """Return all files of a committed version. Raises NotFound."""
+        # hidden files are temporary: KV scales while they are being written beside the manifest
         paths = sorted(path for path in self._folder(version).iterdir() if not path.name.startswith("."))
         return tuple(LogFile(name=path.name, nbytes=path.stat().st_size) for path in paths)
 
     async def chunk(self, version: int, file: str, index: int) -> list[ray.ObjectRef]:
-        """One reference to a uint8 array: bytes ``[index, index + 1) * chunk_bytes`` of a file.
+        """Return a reference to a uint8 array: bytes ``[index, index + 1) * chunk_bytes`` of a file.
 
-        In a list, or Ray would send the bytes instead. Raises NotFound, or LogCorrupt if the file cannot be read.
+        The reference is in a list, since Ray would otherwise send the bytes. Raises NotFound, or LogCorrupt if the file
+        cannot be read.
         """
         key = version, file, index
         task = self._held.pop(key, None)
@@ -74,7 +76,7 @@ class ChunkServer:
             return await asyncio.to_thread(self._read_and_put, path, index)
 
     def _read_and_put(self, path: Path, index: int) -> ray.ObjectRef:
-        # not mapped: a file that shrinks under a map kills the process
+        # not mapped: if a mapped file shrinks, the process is killed
         with open(open_version_file(path), "rb") as stream:
             return ray.put(np.fromfile(stream, np.uint8, self._chunk_bytes, offset=index * self._chunk_bytes))
 

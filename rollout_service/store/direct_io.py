@@ -1,8 +1,8 @@
-"""Files written and read around the page cache (``O_DIRECT``), where their file system can.
+"""Read and write files without the page cache (``O_DIRECT``), where the file system supports it.
 
-The parts of an upload are written once and read at most once. In the cache they would cost a fresh page for every
-4 KiB, and the disk's time again whenever the kernel thinks best, and they would push out the versions that replicas
-read. Where a file system refuses, the cache is used after all.
+The parts of an upload are written once and read at most once. In the page cache, each 4 KiB would need a new page and
+an extra disk write later, and parts would evict the versions that replicas read. If a file system refuses O_DIRECT, the
+page cache is used.
 """
 
 import errno
@@ -15,33 +15,33 @@ from pathlib import Path
 from typing import Self
 
 BLOCK_BYTES = 4096
-"""Addresses, offsets and lengths are multiples of this; no disk has larger blocks that O_DIRECT must keep to."""
+"""Alignment of addresses, offsets and lengths. No disk needs larger blocks for O_DIRECT."""
 
 _KEPT_BUFFER_BYTES = 256 << 20
 
 
 def round_up(nbytes: int) -> int:
-    """To whole blocks."""
+    """Round up to whole blocks."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def block_buffer(nbytes: int) -> memoryview:
-    """Zeros at an address that is a multiple of ``BLOCK_BYTES``; at least ``nbytes``, in whole blocks."""
+    """Return zeroed memory, aligned to ``BLOCK_BYTES``, of at least ``nbytes`` in whole blocks."""
     return memoryview(_map(nbytes))
 
 
 class BufferPool:
-    """Buffers of ``limit_bytes`` in all, used again: fresh memory costs more than what is copied into it."""
+    """Reusable buffers of ``limit_bytes`` in total: allocating new memory takes longer than the copy into it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._left_bytes = limit_bytes
         self._free: list[mmap.mmap] = []
-        self._lock = threading.RLock()  # one may come back while this thread takes another
+        self._lock = threading.RLock()  # reentrant: the finalizer of a buffer may run while this thread takes another
 
     def take(self, nbytes: int) -> memoryview | None:
-        """An uninitialised buffer as of ``block_buffer``; None if that would be too much.
+        """Return an uninitialised buffer, aligned as by ``block_buffer``; None if the limit would be exceeded.
 
-        It comes back when nobody refers to this object any more: keep no slice of it for longer.
+        The pool gets it back once nothing refers to this object, so do not keep a slice of it for longer.
         """
         with self._lock:
             memory = next((m for m in self._free if len(m) == round_up(nbytes)), None)
@@ -57,7 +57,7 @@ class BufferPool:
         return buffer
 
     def trim(self) -> None:
-        """Free the memory that is not used."""
+        """Free all unused memory."""
         with self._lock:
             self._left_bytes += sum(map(len, self._free))
             self._free = []
@@ -68,13 +68,13 @@ class BufferPool:
 
 
 class ThreadBuffers:
-    """A buffer as of ``block_buffer`` for each thread, used again by its next ``take``; large ones are not kept."""
+    """A block-aligned buffer for each thread, reused by its next ``take``; large ones are not kept."""
 
     def __init__(self) -> None:
         self._buffers = threading.local()
 
     def take(self, nbytes: int) -> memoryview:
-        """At least ``nbytes``, uninitialised, until this thread's next call."""
+        """Return at least ``nbytes`` of uninitialised memory, valid until this thread's next call."""
         kept: memoryview | None = getattr(self._buffers, "kept", None)
         if kept is not None and kept.nbytes >= nbytes:
             return kept
@@ -88,23 +88,24 @@ def _map(nbytes: int) -> mmap.mmap:
 
 
 class DirectFile:
-    """An open file. A context manager; for one thread at a time. Every method raises OSError."""
+    """An open file and context manager, for one thread at a time. Every method raises OSError."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """An empty file to be written."""
+        """Create an empty file for writing."""
         return cls(_open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """A file to be read."""
+        """Open a file for reading."""
         return cls(_open(path, os.O_RDONLY))
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
-        """The first ``nbytes`` of a ``block_buffer`` at ``offset``, whole blocks; the file ends there if they do not.
+        """Write the first ``nbytes`` of a ``block_buffer`` at ``offset``. If ``nbytes`` is no multiple of a block, the
+        file ends there.
 
         Only the end of a file may be no multiple of ``BLOCK_BYTES``.
         """
@@ -118,9 +119,10 @@ class DirectFile:
             os.ftruncate(self._fd, offset + nbytes)
 
     def read(self, buffer: memoryview, nbytes: int, offset: int) -> bool:
-        """Fill ``buffer`` from ``offset``; whether ``nbytes`` or more came.
+        """Fill ``buffer`` from ``offset``. Return True if at least ``nbytes`` were read.
 
-        Through the cache, unless it is whole blocks of a ``block_buffer``, and ``offset`` a multiple of them.
+        Reads through the page cache, unless the buffer is whole blocks of a ``block_buffer`` and ``offset`` is
+        block-aligned.
         """
         done = 0
         while done < nbytes:
@@ -135,7 +137,7 @@ class DirectFile:
         return True
 
     def sync(self) -> None:
-        """Return once all that was written is on disk."""
+        """Return once all written data is on disk."""
         os.fsync(self._fd)
 
     def __enter__(self) -> Self:
@@ -146,7 +148,7 @@ class DirectFile:
 
     def _use_the_cache(self, error: OSError) -> None:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        # also after a write that ended inside a block, whose rest is at no address that could be taken
+        # a short write that ended inside a block also leads here, since the rest is not aligned
         if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
             raise error
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)

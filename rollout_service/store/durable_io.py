@@ -17,19 +17,19 @@ from rollout_service.errors import InsufficientStorage, LogCorrupt, LogLocked
 logger = logging.getLogger(__name__)
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says when it has no room."""
+"""Error numbers for a full disk."""
 _LOCK_POLL_S = 0.05
 
 
 class WriterLock:
-    """An exclusive lock on a log's root. The kernel takes it back when its process ends, however that comes."""
+    """An exclusive lock on a log's root. The kernel releases it when its process ends, in whatever way."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "LOCK"
         self._fd: int | None = None
 
     def acquire(self, timeout_s: float) -> Self:
-        """Wait at most ``timeout_s`` for another writer to end. Raises LogLocked, naming it."""
+        """Wait at most ``timeout_s`` seconds for another writer to end. Raises LogLocked, which names that writer."""
         make_private(self._path.parent)
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -62,7 +62,7 @@ class WriterLock:
         return self
 
     def release(self) -> None:
-        """Let the next writer in."""
+        """Release the lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -75,16 +75,16 @@ class WriterLock:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user reads, if there is none yet. Raises OSError."""
+    """Create a folder that only this user can read, if it does not exist. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def require_own(path: Path) -> None:
-    """Raise LogLocked if another user may have made ``path``, or a folder on its way.
+    """Raise LogLocked if another user may have created ``path``, or one of its parent folders.
 
-    Where everybody may make files and nobody may remove another user's, as in /dev/shm and /tmp, only those of this
-    user and of root are trusted. Elsewhere owners say nothing: NFS maps them.
+    In folders such as /dev/shm and /tmp, every user may create files and only remove own ones. There, only files of
+    this user and of root are trusted. In other folders owners are not checked, since NFS maps them.
     """
     trusted, shared = {os.geteuid(), 0}, stat.S_IWOTH | stat.S_ISVTX
     path = path.absolute()
@@ -102,7 +102,8 @@ def _private(path: str, flags: int) -> int:
 
 
 def write_synced(path: Path, text: str | bytes) -> None:
-    """Write ``text`` and return once it is on disk. A new file is this user's alone, and no link is followed."""
+    """Write ``text`` and return once it is on disk. A new file is readable for this user only; links are not
+    followed."""
     with open(path, "wb", opener=_private) as stream:
         stream.write(text.encode() if isinstance(text, str) else text)
         stream.flush()
@@ -110,10 +111,10 @@ def write_synced(path: Path, text: str | bytes) -> None:
 
 
 def replace_synced(path: Path, text: str) -> OSError | None:
-    """Replace ``path`` at once by a file of ``text``, durably. Raises OSError if ``path`` is what it was before.
+    """Replace ``path`` by a file with ``text``, atomically and durably. Raises OSError if ``path`` is unchanged.
 
-    Returns the error of a disk that did not confirm the folder afterwards. Every reader sees the new file by then, so
-    it counts; a power failure may bring the old one back.
+    Return the error of a disk that did not confirm the folder afterwards. Readers see the new file by then, so it
+    counts, but a power failure may restore the old one.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     write_synced(temporary, text)
@@ -130,9 +131,9 @@ def replace_synced(path: Path, text: str) -> OSError | None:
 
 
 def remove_tree(path: Path) -> bool:
-    """Remove what can be removed of a folder, or file, that nobody needs; whether all of it is gone.
+    """Remove an unneeded folder or file as far as possible. Return True if all of it is gone.
 
-    On NFS a file that some process has open stays, as ``.nfs…``, until that one closes it.
+    On NFS a file that some process has open stays, as ``.nfs…``, until that process closes it.
     """
     shutil.rmtree(path, ignore_errors=True)
     if not os.path.lexists(path):
@@ -146,12 +147,12 @@ def remove_tree(path: Path) -> bool:
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Replace ``path`` durably and at once by ``text``, one line, and its xxh3-128 on a line of its own."""
+    """Replace ``path`` durably and atomically by ``text``, one line, followed by a line with its xxh3-128."""
     replace_synced(path, f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n")
 
 
 def read_sealed(path: Path) -> str | None:
-    """What ``write_sealed`` wrote; None if there is nothing. Raises LogCorrupt for a damaged file."""
+    """Read the text of ``write_sealed``; None if there is no file. Raises LogCorrupt for a damaged file."""
     try:
         text, _, digest = path.read_text().rstrip("\n").rpartition("\n")
     except FileNotFoundError:
@@ -173,7 +174,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def no_room(what: str, folder: Path, needed_bytes: int) -> InsufficientStorage:
-    """The error for a disk that is full, with the numbers."""
+    """Return the error for a full disk, with needed and free bytes."""
     free_bytes = shutil.disk_usage(folder).free
     return InsufficientStorage(
         f"{what} needs {needed_bytes} bytes, and {folder} has {free_bytes} free: make room there and send it again; "

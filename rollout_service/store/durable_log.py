@@ -1,18 +1,18 @@
-"""A log on a disk behind a log in memory (``weights.durability: behind``): what a host that has crashed begins with.
+"""A second log on a disk, from which a crashed host recovers (``weights.durability: behind``).
 
-Versions are committed and served in memory. Their numbers and digests are on the disk before that (``ServedNumbers``),
-their bytes come behind: each is copied as a whole, checked against its digests on the way, and exists there once its
-folder has been renamed, so that this log only ever holds whole versions. It is a log like any other, and
-``rollout-service log`` reads it.
+Versions are committed and served in memory. Their numbers and digests are written to the disk first
+(``ServedNumbers``), their bytes later. Each version is copied as a whole and checked against its digests. It exists on
+the disk once its folder has been renamed, so this log only ever holds complete versions. It has the format of any log,
+and ``rollout-service log`` can read it.
 
-Which of two logs counts when an ingest starts:
+Which of the two logs counts when an ingest starts:
 
-    versions in memory    the process has ended, the host has not: memory has all that was served, and the copying
-                          goes on. Unless the disk has a newer one: somebody has rolled back there meanwhile.
-    none                  the host has crashed: the newest version on the disk is read into memory. Newer ones were
-                          never said to be durable, and their numbers stand for the digests that they had.
-    older ones            the ingest was on another machine meanwhile, with the same disk: likewise. The disk knows by a
-                          name, in the file MEMORY of both, which log in memory it was behind last.
+    versions in memory    only the process has ended: memory has everything that was served, and copying goes on.
+                          Exception: the disk has a newer version, because it was rolled back meanwhile.
+    none in memory        the host has crashed: the newest version on the disk is read into memory. Newer versions
+                          were never reported as durable, and their numbers stay reserved for their digests.
+    older ones in memory  the ingest ran on another machine meanwhile, with the same disk: as with none. The file
+                          MEMORY of both logs has a name, by which the disk knows its last log in memory.
 """
 
 import logging
@@ -43,25 +43,27 @@ from rollout_service.threads import in_threads
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
-"""Read, checked and written at a time, by each thread."""
+"""Bytes that each thread reads, checks and writes at a time."""
 _SMALL_FILES = ("ORIGIN", "CONTROL", "KV_CACHE", "FLEET", "LABELS", "kv_scales.json")
-"""Of a log; see ``store/log.py``."""
+"""Small files of a log; see ``store/log.py``."""
 _MEMORY = "MEMORY"
-"""In both roots: a name that a log in memory has from its beginning, or from when it was read from the disk."""
+"""File in both roots with the name of a log in memory. The log has it from its creation, or from its restore."""
 
 
 class CopyStopped(Exception):
-    """Whoever asked for a copy wants it no more; nothing of it is left."""
+    """Raised if the caller has cancelled a copy; the partial copy is removed."""
 
 
 def log_to_go_on_with(root: Path, durable_root: Path | None) -> WeightLog:
-    """Of a service that starts: what is in ``root``, or else what a crash of the host has left of it."""
+    """Return the log with which a starting service continues: ``root``, or ``durable_root`` if ``root`` was lost in a
+    crash."""
     lost = not (root / "LATEST").exists()
     return WeightLog(root if durable_root is None or not lost else durable_root)
 
 
 def require_behind(root: Path, durable_root: Path) -> None:
-    """Raise ValueError unless versions in the first folder gain anything from copies in the second. Both must exist."""
+    """Raise ValueError if copies in ``durable_root`` would not make versions in ``root`` safer. Both folders must
+    exist."""
     if is_in_memory(durable_root):
         raise ValueError(
             f"weights.durable_root is {durable_root}, on a tmpfs, which is gone with the machine: name a folder on a "
@@ -76,10 +78,10 @@ def require_behind(root: Path, durable_root: Path) -> None:
 
 
 class DurableLog:
-    """The log behind. Written by one process, of which one thread at a time may change it; any may ask."""
+    """The second log, written by one process. One thread at a time may change it; any thread may query it."""
 
     def __init__(self, root: Path, memory: WeightLog, keep: int) -> None:
-        """``memory``: made with ``disk=root``. ``keep``: how many versions stay on the disk."""
+        """``memory``: a log created with ``disk=root``. ``keep``: number of versions that stay on the disk."""
         self.log = WeightLog(root)
         self.served = ServedNumbers(self.log)
         self._memory, self._keep = memory, keep
@@ -88,12 +90,12 @@ class DurableLog:
 
     @property
     def versions(self) -> frozenset[int]:
-        """What is on the disk, whatever happens to the host."""
+        """Return the versions on the disk, which survive a crash of the host."""
         return self._versions
 
     @property
     def newest(self) -> int | None:
-        """The newest of them."""
+        """Return the newest version on the disk; None if there is none."""
         return max(self._versions, default=None)
 
     def acquire(self, timeout_s: float) -> None:
@@ -101,15 +103,15 @@ class DurableLog:
         self._lock.acquire(timeout_s)
 
     def release(self) -> None:
-        """Let the next writer in."""
+        """Release the lock."""
         self._lock.release()
 
     # --- when an ingest starts
 
     def recover(self) -> None:
-        """Have memory and disk say the same; see the module. Reads a whole version if memory has lost it.
+        """Make memory and disk consistent; see the module's docstring. Reads a whole version if memory has lost it.
 
-        Raises LogCorrupt if they are two different logs, or what is to be read is damaged; InsufficientStorage if the
+        Raises LogCorrupt if they are two different logs, or the version to restore is damaged; InsufficientStorage if
         memory has no room for it; OSError.
         """
         self._remove_half_done()
@@ -132,15 +134,15 @@ class DurableLog:
         make_private(self.log.root)
         remove_tree(uploads_folder(self.log.root))
         if not (self.log.root / "LATEST").exists():
-            # the very first copy may have ended between its two renames; a number that is not in SERVED may have been
-            # said to be durable, and then it is LATEST that is missing
+            # The first copy may have ended between its two renames. A number missing in SERVED may have been reported
+            # as durable, and then LATEST is missing by damage.
             for number in self.log.served().digests:
                 remove_tree(self.log.folder(number))
         self.log.remove_uncommitted()
-        sync_folder(self.log.root)  # the process before may not have come to that
+        sync_folder(self.log.root)  # the previous process may not have reached its sync
 
     def _survived(self, on_disk: Head | None) -> Head | None:
-        """The newest version in memory, if what is there was served last; removes it otherwise."""
+        """Return the newest version in memory, if this memory was served last; otherwise remove its versions."""
         if on_disk is not None and not (self._memory.root / "LATEST").exists():
             remove_tree(self._memory.folder(on_disk.version))  # half restored
         in_memory = self._memory.head()
@@ -206,21 +208,21 @@ class DurableLog:
     # --- while it runs
 
     def copy(self, version: int, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Have a version of the log in memory on the disk, durably, and drop what is too old there.
+        """Copy a version from memory to the disk, durably, and drop old versions there.
 
-        Nobody may drop it from memory meanwhile. ``stopped`` is asked now and then. Raises CopyStopped, NotFound,
-        LogCorrupt if it is damaged in memory, or OSError; what was written is removed then.
+        The version must not be dropped from memory meanwhile. ``stopped`` is polled. Raises CopyStopped, NotFound,
+        LogCorrupt if it is damaged in memory, or OSError; the partial copy is removed then.
         """
         manifest, staged = self._memory.manifest(version), self.log.staging(version)
         remove_tree(staged)
         if version in self.log.versions():
-            self.log.withdraw(version)  # the disk did not confirm it
+            self.log.withdraw(version)  # a copy whose commit the disk did not confirm
         try:
             copy_version(self._memory.folder(version), manifest, staged, stopped)
             unconfirmed = self.log.adopt(self._head_of(manifest), staged)
             if unconfirmed is not None:
                 raise unconfirmed
-            # scales that were measured since their folder was read, and labels of versions that are dropped by now
+            # includes scales measured since the folder was read, and labels of dropped versions
             _copy_missing(self._memory.folder(version), self.log.folder(version))
             _copy_small_files(self._memory.root, self.log.root, ("LABELS",))
         except BaseException:
@@ -238,7 +240,8 @@ class DurableLog:
         return Head(version=manifest.version, digest=manifest.digest, label=manifest.label)
 
     def _drop_old(self, copied: int) -> None:
-        """All but the newest, what the disk did not confirm, and what was copied now: somebody has waited for that."""
+        """Drop all but the newest versions and the one just copied, which a caller may wait for. Also drops unconfirmed
+        ones."""
         head = self.log.head()
         self._versions = frozenset({*sorted(self._versions)[-self._keep :], copied})
         for version in self.log.versions():
@@ -247,11 +250,12 @@ class DurableLog:
 
 
 def copy_version(source: Path, manifest: Manifest, target: Path, stopped: Callable[[], bool]) -> None:
-    """Copy a version's folder, each byte held against its digest on the way, and return once the copy is on disk.
+    """Copy a version, check each byte against its digest, and return once the copy is on disk.
 
-    Around the page cache where the disk can: a commit that syncs a few bytes would wait for all that lies in it.
+    Avoids the page cache where the disk supports it: otherwise a commit that syncs a few bytes would wait for all of
+    the copy.
 
-    Raises CopyStopped, LogCorrupt that names tensor, chunk and file, or OSError; what was written is there still.
+    Raises CopyStopped, LogCorrupt with tensor, chunk and file, or OSError; the partial copy is not removed.
     """
     WeightLog(source.parent).verify_frame(manifest, folder=source)
     target.mkdir(parents=True)
@@ -274,7 +278,7 @@ def _copy_file(
     buffer[: len(header)] = header
     written, held = 0, len(header)
     with DirectFile.create(path) as file:
-        for piece in found:  # they follow one another, and the header
+        for piece in found:  # pieces are contiguous, and the first one follows the header
             if stopped():
                 raise CopyStopped
             rest = held % BLOCK_BYTES
@@ -295,17 +299,17 @@ def _name_in(root: Path) -> str | None:
 
 
 def _copy_missing(source: Path, target: Path) -> None:
-    """The files beside the tensors of a version."""
+    """Copy the files of a version other than its tensors, if missing."""
     for path in sorted(source.iterdir()):
-        # hidden: what is being written under another name
+        # hidden files are temporary
         copy = target / path.name
         if not path.name.startswith(".") and path.suffix != ".safetensors" and not copy.exists():
             replace_synced(copy, path.read_text())
-            os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))  # says when it was committed
+            os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))  # the time of the commit
 
 
 def _copy_small_files(source: Path, target: Path, names: Iterable[str] = _SMALL_FILES) -> None:
-    """Those of a log that are there."""
+    """Copy the existing small files of a log."""
     for name in names:
         if (source / name).exists():
             replace_synced(target / name, (source / name).read_text())

@@ -1,6 +1,6 @@
-"""Where the tensors of a version lie in its files: the same for every version of a model that is quantized alike.
+"""Layout of tensors in the files of a version, the same for every version of a model with the same quantization.
 
-To work it out takes 20 µs a tensor, 0.7 s for the 37 000 of a 30B-A3B, so it is done once.
+Computing it takes 20 µs per tensor, 0.7 s for the 37 000 of a 30B-A3B, so it is done once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,24 +11,25 @@ from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store.tensor_places import TensorPlace, TensorPlaces, safetensors_header
 
 MAX_FILE_BYTES = 1 << 30
-"""Linux lets one thread at a time write into a file: several are written by several."""
+"""Maximum file size in bytes. Linux lets one thread at a time write into a file, so several threads need several
+files."""
 
 
 class LaidOutFile(NamedTuple):
-    """A file that has its header, and room for its tensors."""
+    """A file with its header and space for its tensors."""
 
     name: str
     header: bytes
     nbytes: int
-    """The header's included."""
+    """Size in bytes, including the header."""
 
 
 class Layout:
-    """Of ``slots``, in their order, in files of at most ``max_file_bytes``, unless a tensor is larger."""
+    """Layout of ``slots``, in order, in files of at most ``max_file_bytes``; a larger tensor has a file of its own."""
 
     def __init__(self, slots: Iterable[TensorSlot], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self.places: dict[str, TensorPlace] = {}
-        """By name, in the order of the files."""
+        """Places by tensor name, in the order of the files."""
         self.files: list[LaidOutFile] = []
         for number, group in enumerate(groups_of(slots, max_file_bytes), start=1):
             name = f"weights-{number:05d}.safetensors"
@@ -42,12 +43,12 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(place.nbytes for place in self.places.values())
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Of each tensor, its place in the order of the files."""
+        """Index of each tensor in the order of the files."""
         return {name: number for number, name in enumerate(self.places)}
 
     @cached_property
@@ -65,7 +66,7 @@ _Item = TypeVar("_Item", bound=_Sized)
 
 
 def groups_of(items: Iterable[_Item], most_bytes: int) -> Iterator[list[_Item]]:
-    """All of them, in their order, in lists of at most ``most_bytes``, or of one that is larger."""
+    """Group items, in order, into lists of at most ``most_bytes``; a larger item is a list of its own."""
     group: list[_Item] = []
     size = 0
     for item in items:

@@ -1,26 +1,26 @@
-"""The log of weight versions: the truth that every replica follows.
+"""The log of weight versions, which every replica follows.
 
     <root>/LATEST                      {"version", "digest", "mode", "label"}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
-    <root>/<version>/upload.json       digests of the parts it came in
+    <root>/<version>/upload.json       digests of the parts of its upload
     <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
-    <root>/CONTROL                     {"paused", "mode", "order"}: what the operator last asked of the fleet
-    <root>/kv_scales.json              what was measured last: its version may have been dropped since
+    <root>/CONTROL                     {"paused", "mode", "order"}: the operator's last request to the fleet
+    <root>/kv_scales.json              the last measured scales: their version may have been dropped since
     <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
-    <root>/FLEET                       {"replicas"}: who was live, for an ingest that starts anew
-    <root>/LABELS                      {"through", "labels"}: which version each label means, those of dropped ones too
-    <root>/ORIGIN                      {"log", "writer"}: who reads what the ingest names here shares its log
+    <root>/FLEET                       {"replicas"}: live replicas, for an ingest that restarts
+    <root>/LABELS                      {"through", "labels"}: version of each label, including dropped versions
+    <root>/ORIGIN                      {"log", "writer"}: tells a replica if it sees the same log as the ingest
     <root>/SERVED                      {"digests", "lost"}: versions served before they were here (served_numbers.py)
-    <root>/MEMORY                      of a log in memory and one behind it: its name (durable_log.py)
-    <root>/spare/                      of a log in memory: files of a dropped version, to be written again
-    <root>/copies/<log>/               on a node that does not: a log of the versions that it has fetched
+    <root>/MEMORY                      name of a log in memory, in it and in its second log (durable_log.py)
+    <root>/spare/                      in a log in memory: files of a dropped version, for reuse
+    <root>/copies/<log>/               on a node without the log: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
 
-A version exists once LATEST says so or it is older than what LATEST says. One process writes (the ingest), any number
-read. A folder newer than LATEST is what a crash between the two renames left, and counts as not committed.
+A version exists if LATEST names it or a newer one. One process writes (the ingest), any number read. A folder newer
+than LATEST is left over from a crash between the two renames, and counts as not committed.
 
-A log in memory may have another one behind it, on a disk: see ``store/durable_log.py``.
+A log in memory may have a second log on a disk: see ``store/durable_log.py``.
 """
 
 import errno
@@ -61,26 +61,26 @@ _VERSION = re.compile("0|[1-9][0-9]*")
 
 
 class KnownFleet(Frozen):
-    """What FLEET says."""
+    """Content of FLEET."""
 
     replicas: frozenset[str] = frozenset()
 
 
 class KnownLabels(Frozen):
-    """What LABELS says; see ``store/labels.py``."""
+    """Content of LABELS; see ``store/labels.py``."""
 
     through: int = -1
-    """The last version that was noted; of newer ones, only their manifests say."""
+    """The last recorded version; labels of newer ones are only in their manifests."""
     labels: dict[str, int] = Field(default_factory=dict)
 
 
 class KnownServed(Frozen):
-    """What SERVED says; see ``store/served_numbers.py``."""
+    """Content of SERVED; see ``store/served_numbers.py``."""
 
     digests: dict[int, str] = Field(default_factory=dict)
-    """Of each number."""
+    """Digest of each number."""
     lost: frozenset[int] = frozenset()
-    """Those that are in no memory any more."""
+    """Versions that no memory has any more."""
 
 
 _Model = TypeVar("_Model", bound=Frozen)
@@ -94,22 +94,21 @@ def log_at(folder: Path) -> Path:
 
 
 class WeightLog:
-    """Reads and writes a log; see the module's docstring for the layout."""
+    """Reads and writes a log; see the module's docstring for its files."""
 
     def __init__(self, root: Path, disk: Path | None = None) -> None:
-        """``disk``: root of the log behind this one, which is in memory. What the operator and the replicas have said,
-        and which log it is, is written there, too, and there first; versions are not.
-        """
+        """``disk``: root of the second log; this log is then in memory. The small files (CONTROL, FLEET, KV_CACHE,
+        ORIGIN) are written there, too, and there first; versions are not."""
         self.root = root
         self.roots = (root,) if disk is None else (disk, root)
-        """Of every log that keeps the small files, in the order in which they are written."""
+        """Roots of every log that has the small files, in the order of writing."""
         self.unconfirmed: dict[int, OSError] = {}
-        """Versions that this process has committed, and what the disk said instead of that LATEST is durable."""
+        """Versions that this process has committed, with the error of a disk that did not confirm LATEST as durable."""
 
     def head(self) -> Head | None:
-        """The newest committed version, or None in an empty log. Raises LogCorrupt."""
+        """Return the newest committed version, or None for an empty log. Raises LogCorrupt."""
         head = self._read("LATEST", Head)
-        # the first commit is version 0: its folder alone may be what a crash left
+        # the first commit is version 0: its folder alone may be left over from a crash
         if head is None and any(version > 0 for version in self._folders()):
             raise LogCorrupt(
                 f"{self.root} holds the versions {self._folders()} but no LATEST: put it back, or name another "
@@ -118,91 +117,92 @@ class WeightLog:
         return head
 
     def control(self) -> Control:
-        """What the operator last asked of the fleet. Raises LogCorrupt."""
+        """Return the operator's last request to the fleet. Raises LogCorrupt."""
         return self._read("CONTROL", Control) or Control()
 
     def fleet(self) -> frozenset[str]:
-        """Names of the replicas that were live when they were last noted. Raises LogCorrupt."""
+        """Return the names of the replicas that were live when last recorded. Raises LogCorrupt."""
         return (self._read("FLEET", KnownFleet) or KnownFleet()).replicas
 
     def kv_cache(self) -> KVCacheChoice | None:
-        """What was chosen for the KV cache; None before it was measured. Raises LogCorrupt."""
+        """Return the dtype chosen for the KV cache; None before it was measured. Raises LogCorrupt."""
         return self._read("KV_CACHE", KVCacheChoice)
 
     def set_kv_cache(self, choice: KVCacheChoice) -> None:
-        """Keep a choice, durably: replicas that start later make the same."""
+        """Store the choice durably, so that replicas that start later make the same."""
         self._replace("KV_CACHE", choice)
 
     def origin(self) -> Origin | None:
-        """Which log this is; None before an ingest has signed it. Raises LogCorrupt."""
+        """Return the identity of the log; None before an ingest has signed it. Raises LogCorrupt."""
         return self._read("ORIGIN", Origin)
 
     def sign(self) -> Origin:
-        """Say durably that this process writes the log."""
+        """Record durably that this process writes the log."""
         known = self.origin()
         origin = Origin(log=known.log if known else uuid.uuid4().hex, writer=uuid.uuid4().hex)
         self._replace("ORIGIN", origin)
         return origin
 
     def labels(self) -> KnownLabels:
-        """Which version each label means, as far as it was noted. Raises LogCorrupt."""
+        """Return the recorded labels. Raises LogCorrupt."""
         return self._read("LABELS", KnownLabels) or KnownLabels()
 
     def set_labels(self, labels: KnownLabels) -> None:
-        """Note them. They reach the log behind this one with the next version."""
+        """Store the labels. They reach the second log with the next version."""
         replace_synced(self.root / "LABELS", labels.model_dump_json())
 
     def served(self) -> KnownServed:
-        """Versions that were served before they were in this log. Raises LogCorrupt."""
+        """Return the versions that were served before they were in this log. Raises LogCorrupt."""
         return self._read("SERVED", KnownServed) or KnownServed()
 
     def set_served(self, served: KnownServed) -> None:
-        """Note them, durably. Raises OSError, also if the disk does not confirm them."""
+        """Store them durably. Raises OSError, also if the disk does not confirm them."""
         make_private(self.root)
         unconfirmed = replace_synced(self.root / "SERVED", served.model_dump_json())
         if unconfirmed is not None:
             raise unconfirmed
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
-        """Note who is live, durably: an ingest that starts waits for them before it says what all serve."""
+        """Record the live replicas durably: an ingest that restarts waits for them before it says what all serve."""
         self._replace("FLEET", KnownFleet(replicas=replicas))
 
     def set_control(self, control: Control) -> None:
-        """Remember what the operator asked, durably."""
+        """Store the operator's request durably."""
         self._replace("CONTROL", control)
 
     def clear_control(self) -> None:
-        """Forget what the operator asked, durably and also on a full disk. Raises OSError."""
+        """Remove the operator's request durably, also on a full disk. Raises OSError."""
         for root in self.roots:
             (root / "CONTROL").unlink(missing_ok=True)
             sync_folder(root)
 
     def folder(self, version: int) -> Path:
-        """Where a committed version lies."""
+        """Return the folder of a committed version."""
         return self.root / str(version)
 
     def folders(self, version: int) -> Iterator[Path]:
-        """Where a committed version lies: here, whether it still does or not, and in the log behind, if it does."""
+        """Yield the folders of a committed version: in this log, even if it is gone, and in the second log, if it
+        exists."""
         yield self.folder(version)
         for root in self.roots:
             if root != self.root and (root / str(version)).is_dir():
                 yield root / str(version)
 
     def staging(self, version: int) -> Path:
-        """Where an upload of ``version`` lies until it is committed."""
+        """Return the folder of an upload of ``version`` until it is committed."""
         return uploads_folder(self.root) / str(version)
 
     def versions(self) -> list[int]:
-        """Committed versions still on disk, oldest first."""
+        """Return the committed versions that are still on disk, oldest first."""
         head = self.head()
         if head is None:
             return []
         return [version for version in self._folders() if version <= head.version]
 
     def manifest(self, version: int, digest: str | None = None) -> Manifest:
-        """The manifest of a committed version. Raises NotFound or LogCorrupt.
+        """Return the manifest of a committed version. Raises NotFound or LogCorrupt.
 
-        ``digest``: what LATEST said of it; None: what it says now, if it is the newest.
+        ``digest``: the digest that LATEST had for it; None: LATEST's current one, if it is the newest.
         """
         if version not in self.versions():
             raise NotFound(
@@ -225,10 +225,11 @@ class WeightLog:
         return manifest
 
     def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None = None) -> Head:
-        """Make the staged ``manifest.version`` the newest. Its files must be complete and synced already.
+        """Commit the staged ``manifest.version`` as the newest. Its files must already be complete and synced.
 
-        ``record``: how it came. Raises OSError; the version is staged then, as before. Once LATEST names it, it is
-        committed, whatever the disk says afterwards: replicas may have read it; see ``unconfirmed``.
+        ``record``: the record of its upload. Raises OSError, and then the version is still staged. Once LATEST names
+        it, it is committed, even if the disk reports an error afterwards, since replicas may have read it; see
+        ``unconfirmed``.
         """
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
         text = manifest.to_json()
@@ -247,14 +248,14 @@ class WeightLog:
             if self.head() != head:
                 os.rename(folder, staged)
                 raise
-            unconfirmed = None  # the rename was done all the same
+            unconfirmed = None  # the rename has succeeded nevertheless
         self.unconfirmed = {} if unconfirmed is None else {**self.unconfirmed, manifest.version: unconfirmed}
         return head
 
     def remove_uncommitted(self) -> None:
-        """Remove the folders that a crash left before LATEST was replaced; their parts are staged still.
+        """Remove the folders that a crash left before LATEST was replaced; their parts are still staged.
 
-        What cannot be removed yet is no version any more, and is tried again at the next call. Raises OSError.
+        A folder that cannot be removed yet is renamed first, and tried again at the next call. Raises OSError.
         """
         committed = self.versions()
         for version in self._folders():
@@ -265,7 +266,7 @@ class WeightLog:
     def drop(self, version: int, spare: SpareFiles | None = None) -> None:
         """Remove a committed version that is not the newest. Raises ValueError for the newest, OSError.
 
-        ``spare``: keeps its files for a version to come.
+        ``spare``: keeps its files for reuse by a later version.
         """
         head = self.head()
         if head is not None and head.version == version:
@@ -276,7 +277,7 @@ class WeightLog:
         self._remove_set_aside()
 
     def clear(self) -> None:
-        """Remove every version and what is staged. Raises OSError."""
+        """Remove all versions and staged uploads. Raises OSError."""
         (self.root / "LATEST").unlink(missing_ok=True)
         for version in self._folders():
             self._set_aside(version)
@@ -284,10 +285,11 @@ class WeightLog:
         self._remove_set_aside()
 
     def adopt(self, head: Head, staged: Path) -> OSError | None:
-        """Take in ``head.version`` from a folder as it was committed elsewhere; LATEST never goes back to an older one.
+        """Take in ``head.version`` from a folder that was committed elsewhere. LATEST never goes back to an older
+        version.
 
-        Its files must be complete and synced already. Raises OSError; returns what the disk said instead of that LATEST
-        is durable.
+        The files must already be complete and synced. Raises OSError. Return the error of a disk that did not confirm
+        LATEST as durable.
         """
         self.remove_uncommitted()
         known = self.head()
@@ -298,9 +300,9 @@ class WeightLog:
         return None
 
     def withdraw(self, version: int) -> None:
-        """Remove a version that was adopted, the newest too: LATEST then names the one before, if there is one.
+        """Remove an adopted version, even the newest: LATEST then names the one before, if there is one.
 
-        Raises OSError, or ManifestDamaged for the manifest of that one.
+        Raises OSError, or ManifestDamaged for the manifest of the one before.
         """
         self._set_aside(version)
         head, left = self.head(), self.versions()
@@ -316,17 +318,17 @@ class WeightLog:
     ) -> None:
         """Read every byte of a version and compare its digests: tensors, headers, manifest and record.
 
-        ``progress`` is called with the bytes of each tensor. ``folder``: where it lies, if not committed yet. Raises
-        LogCorrupt naming tensor, chunk and file, or OSError.
+        ``progress`` is called with the size of each tensor in bytes. ``folder``: its folder, if not committed yet.
+        Raises LogCorrupt with tensor, chunk and file, or OSError.
         """
         folder = folder or self.folder(manifest.version)
         verify_tensors(manifest, folder, progress)
         self.verify_frame(manifest, folder=folder)
 
     def verify_frame(self, manifest: Manifest, *, folder: Path | None = None) -> None:
-        """The same for all but the bytes of the tensors, which whoever loads them checks: little is read.
+        """Verify everything but the bytes of tensors, which are checked when they are loaded. Reads little.
 
-        Raises LogCorrupt naming the file, or OSError.
+        Raises LogCorrupt with the file, or OSError.
         """
         folder = folder or self.folder(manifest.version)
         digest, text = recorded_manifest_digest(folder), (folder / MANIFEST_FILE).read_bytes()
@@ -340,7 +342,8 @@ class WeightLog:
                 _verify_layout(stream.fileno(), file, header, manifest.version)
 
     def _set_aside(self, version: int) -> Path:
-        # at once, so that no reader takes the half of it for damage; another one of its number may be there still
+        # rename atomically, so that no reader takes a half-removed version for damage; an earlier one of that number
+        # may still be there
         dropped = self.root / f"{_DROPPED}{version}-{uuid.uuid4().hex}"
         os.rename(self.folder(version), dropped)
         return dropped
@@ -372,9 +375,9 @@ class WeightLog:
 
 
 def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:
-    """Return what ``read`` does, or ``missing`` if nothing is there. Raises LogUnreadable.
+    """Return the result of ``read``, or ``missing`` if the file does not exist. Raises LogUnreadable.
 
-    NFS answers ESTALE for a file that was replaced while it was opened: the next attempt opens the new one.
+    NFS returns ESTALE for a file that was replaced while it was opened; the next attempt opens the new one.
     """
     for attempts_left in (2, 1, 0):
         try:
@@ -388,7 +391,8 @@ def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:
 
 
 def uploads_folder(root: Path) -> Path:
-    """Of the log in ``root``, that of the uploads, each by its version, until they are committed."""
+    """Return the folder of the uploads in the log ``root``; each is in a subfolder by its version until it is
+    committed."""
     return root / "staging"
 
 
@@ -406,12 +410,12 @@ def _verify_layout(fd: int, file: str, header: FileHeader, version: int) -> None
 def verify_tensors(manifest: Manifest, folder: Path, progress: Callable[[int], None] = lambda _: None) -> None:
     """Read every byte of a version's tensors and compare their digests; ``progress`` as for ``WeightLog.verify``.
 
-    Raises LogCorrupt naming tensor, chunk and file, or OSError.
+    Raises LogCorrupt with tensor, chunk and file, or OSError.
     """
     buffers = threading.local()
 
     def check(tensor: StoredTensor) -> int:
-        if not hasattr(buffers, "mine"):  # fresh memory at each read would cost more than the reading
+        if not hasattr(buffers, "mine"):  # allocating new memory for each read would take longer than reading
             buffers.mine = memoryview(bytearray(CHUNK_BYTES))
         return reader.check(tensor, buffers.mine)
 

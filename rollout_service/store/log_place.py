@@ -1,7 +1,7 @@
-"""The folder of the log where ``weights.root`` is ``auto``: in memory where the host has room, else ``disk_root``.
+"""Choose the log's folder for ``weights.root: auto``: in memory if the host has room, else ``disk_root``.
 
-The ingest decides, since the log lies on its node. A log that exists is continued wherever it lies. A file in
-``disk_root`` names the folder in memory: a log in memory whose ``disk_root`` was removed is removed, too.
+The ingest chooses, since the log lies on its node. An existing log is continued wherever it lies. A file in
+``disk_root`` names the folder in memory; if ``disk_root`` was removed, the log in memory is removed, too.
 """
 
 import os
@@ -62,9 +62,10 @@ def log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> Log
 
 
 def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) -> LogPlace:
-    """Return ``log_place``, with its folder made, in memory private to the user.
+    """Return ``log_place`` after creating its folder; a folder in memory is private to the user.
 
-    Raises what ``log_place`` raises; OSError, or LogLocked if the log's ``disk_root`` was removed under a service.
+    Raises the errors of ``log_place``; OSError, or LogLocked if the log's ``disk_root`` was removed under a running
+    service.
     """
     place = log_place(config, shared_memory)
     if config.weights.root != AUTO or not place.root.is_relative_to(shared_memory):
@@ -81,7 +82,7 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
 
 
 def bytes_in_memory(config: ServiceConfig) -> int:
-    """Return the bytes that the log takes at most: the versions kept, one being written, and one upload."""
+    """Return the log's maximum size in bytes: the kept versions, one being written, and one upload."""
     model = ServedModel.of(config.model)
     plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
     version = sum(model.stored_bytes(name, plan) for name in model.stored)
@@ -91,7 +92,7 @@ def bytes_in_memory(config: ServiceConfig) -> int:
 
 
 def _free_bytes(shared_memory: Path) -> int:
-    """Return the bytes that a log may take of /dev/shm, and of the memory beside ``_FREE_SHARE``."""
+    """Return the bytes that a log may take: limited by /dev/shm, and by the memory beyond ``_FREE_SHARE``."""
     has = memory()
     try:
         of_folder = shutil.disk_usage(shared_memory).free
@@ -101,7 +102,7 @@ def _free_bytes(shared_memory: Path) -> int:
 
 
 def _is_removed_at_logout() -> bool:
-    """Return True where logind's RemoveIPC, which is on by default, empties this user's /dev/shm at the last logout."""
+    """Return True if logind's RemoveIPC, which is on by default, empties this user's /dev/shm at the last logout."""
     user = os.geteuid()
     if user < _FIRST_USER or not Path("/run/systemd/system").is_dir():
         return False

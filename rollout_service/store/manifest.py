@@ -1,4 +1,4 @@
-"""What a committed weight version consists of: ``manifest.json`` beside its safetensors files. Needs no torch."""
+"""Manifest of a committed weight version: ``manifest.json`` beside its safetensors files. Needs no torch."""
 
 import functools
 import json
@@ -17,16 +17,16 @@ from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 MANIFEST_FILE = "manifest.json"
 
 CHUNK_BYTES = 1 << 20
-"""Of a tensor, that one digest covers: a worker that needs a part of a large tensor checks no more than that part."""
+"""Bytes of a tensor that one digest covers: a worker that needs a part of a large tensor only checks that part."""
 DIGEST_BYTES = 16
-"""Of xxh3-128."""
+"""Size of xxh3-128 in bytes."""
 
 
 class Chunk(NamedTuple):
-    """Bytes of a tensor with a digest of their own."""
+    """A range of bytes of a tensor with its own digest."""
 
     start: int
-    """First byte, counted from the tensor's first."""
+    """Offset in the tensor, in bytes."""
     nbytes: int
     digest: bytes
     """xxh3-128."""
@@ -35,28 +35,28 @@ class Chunk(NamedTuple):
 class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One tensor of a version as the engines load it.
 
-    A version may have 40 000, made or parsed while a new version is waited for: so it is no pydantic model, and is
-    checked where a manifest is read.
+    Not a pydantic model, for speed: a version may have 40 000, which are created or parsed while a new version is
+    waited for. Its values are checked when a manifest is read.
     """
 
     name: str
-    """Hugging Face's name; scales stand under ``<weight>_scale_inv``, those of channels under ``<weight>_scale``."""
+    """Hugging Face's name. Block scales have the name ``<weight>_scale_inv``, channel scales ``<weight>_scale``."""
     dtype: StoredDtype
     shape: tuple[int, ...]
     file: str
     """Name of the safetensors file in the version's folder."""
     offset: int
-    """First byte in that file, counted from its start."""
+    """Offset in that file, from its start, in bytes."""
     nbytes: int
     digest: str
-    """xxh3-128 in hex: of the bytes, or, of a tensor with ``chunk_digests``, of these one after the other."""
+    """xxh3-128 in hex of the bytes; for a tensor with ``chunk_digests``, of these digests in order."""
     chunk_digests: bytes = b""
-    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last ones may be fewer), one after the other. Empty where
-    ``digest`` covers all: in tensors of at most that size, and in versions written before there were chunks. In base64
-    in the file."""
+    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last chunk may be shorter), concatenated. Empty if ``digest``
+    covers all bytes: for tensors of at most that size, and in versions written before there were chunks. Base64 in the
+    file."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """All bytes of the tensor, in order: a single chunk if only ``digest`` covers them."""
+        """Yield the chunks of all bytes, in order; a single chunk if only ``digest`` covers them."""
         digests = self.digests_of_chunks()
         if not self.chunk_digests:
             yield Chunk(0, self.nbytes, digests)
@@ -66,12 +66,12 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
             yield Chunk(start, min(CHUNK_BYTES, self.nbytes - start), digest)
 
     def digests_of_chunks(self) -> bytes:
-        """``DIGEST_BYTES`` of each of ``chunks``, one after the other."""
+        """Return the digests of ``chunks``, ``DIGEST_BYTES`` each, concatenated."""
         return self.chunk_digests or bytes.fromhex(self.digest)
 
 
 def tensor_digests(data: memoryview) -> tuple[str, bytes]:
-    """``digest`` and ``chunk_digests`` of a ``StoredTensor`` with these bytes."""
+    """Return ``digest`` and ``chunk_digests`` of a ``StoredTensor`` with these bytes."""
     data = data.cast("B")
     if data.nbytes <= CHUNK_BYTES:
         return xxhash.xxh3_128_hexdigest(data), b""
@@ -81,7 +81,7 @@ def tensor_digests(data: memoryview) -> tuple[str, bytes]:
 
 
 def joined_digests(digests: bytes) -> tuple[str, bytes]:
-    """``digest`` and ``chunk_digests`` of a tensor whose chunks have these digests, one after the other."""
+    """Return ``digest`` and ``chunk_digests`` of a tensor from the concatenated digests of its chunks."""
     if len(digests) == DIGEST_BYTES:
         return digests.hex(), b""
     return xxhash.xxh3_128_hexdigest(digests), digests
@@ -93,88 +93,90 @@ def _chunk_digests(data: memoryview) -> bytes:
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the version was quantized."""
+    """Quantization of a version."""
 
     weights: QuantWeights
     scales: Literal["fp32", "power_of_two"] = "fp32"
     block: tuple[int, int] | None = (128, 128)
-    """Rows and columns that share a scale; None: those of an output channel do."""
+    """Rows and columns that share a scale; None: each output channel has one."""
     not_converted: tuple[str, ...] = ()
     """Linear modules left in BF16."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A version, complete. Immutable once committed."""
+    """A complete version. Immutable once committed."""
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     fingerprint: str
-    """Of the model it belongs to: engines of another model refuse it."""
+    """Fingerprint of its model: engines of another model refuse the version."""
     recipe: Recipe
     tensors: tuple[StoredTensor, ...]
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere, or they come later."""
     kv_scales_from: KVScalesFrom = "unit"
-    """Where they come from, see kv_scales/coordinator.py. ``trainer``: with the version. ``calibrate``: measured by the
-    first replica that loads it, and kept beside the manifest. ``reuse``: it came without, and these are those of the
-    version before. ``unit``: it came without, and has none."""
+    """Origin of the KV scales, see kv_scales/coordinator.py. ``trainer``: sent with the version. ``calibrate``:
+    measured by the first replica that loads it, and stored beside the manifest. ``reuse``: none were sent, and those of
+    the previous version are used. ``unit``: none were sent, and it has none."""
     delta_of: None = None
-    """Every version in a log is complete by itself: of one that came as a delta, the upload's record tells what it was
-    applied to. The field stays, because it is part of every digest."""
+    """Always None: every version in a log is complete, and the upload's record has the base of a delta. The field
+    stays, because it is part of every digest."""
     label: str | None = None
-    """What the trainer calls it; not part of ``digest``, nor is the next."""
+    """The trainer's label; like the next field, not part of ``digest``."""
     rollback_of: int | None = None
-    """The version whose files these are again."""
+    """The version whose files were restored by a rollback."""
 
     @property
     def awaits_kv_scales(self) -> bool:
-        """Whether its scales are not in it, but beside it once they are measured."""
+        """Return True if its scales are to be measured, and are stored beside the manifest."""
         return self.kv_scales is None and self.kv_scales_from == "calibrate"
 
     def replace(self, **changes: Any) -> Self:
-        """A copy in which these fields are others."""
+        """Return a copy with other values of these fields."""
         copy = msgspec.structs.replace(self, **changes)
         if "tensors" not in changes:
             copy.__dict__["places"] = self.places
         return copy
 
     def to_json(self) -> bytes:
-        """As ``read_manifest`` reads it."""
+        """Return JSON for ``read_manifest``."""
         return msgspec.json.encode(self)
 
     @functools.cached_property
     def places(self) -> TensorPlaces:
-        """What the tensors are and where they lie: one object for all versions that agree in it."""
+        """Return the names, dtypes, shapes and places of the tensors: one object for all versions in which they are
+        equal."""
         return TensorPlaces.of(self.tensors)
 
     @functools.cached_property
     def digest(self) -> str:
-        """xxh3-128 over what the engines get: equal for equal content, whatever the version or the file layout."""
+        """Return xxh3-128 over the content for the engines: equal for equal content, whatever the version or the file
+        layout."""
         recipe = msgspec.to_builtins(self.recipe)
         if self.recipe.scales == "fp32":
-            del recipe["scales"]  # logs written before there was a choice of scales keep their digests
+            del recipe["scales"]  # logs from before scales were configurable keep their digests
         content = {
             "fingerprint": self.fingerprint,
             "recipe": recipe,
             "kv_scales": "calibrate" if self.awaits_kv_scales else self.kv_scales,
             "delta_of": self.delta_of,
         }
-        # of a JSON object with sorted keys, in which "tensors" comes last
+        # the rest of a JSON object with sorted keys, in which "tensors" comes last
         text = json.dumps(content, sort_keys=True)[:-1]
         tensors = self.places.with_digests_as_json([tensor.digest for tensor in self.tensors])
         return xxhash.xxh3_128_hexdigest(f'{text}, "tensors": {tensors}}}'.encode())
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return self.places.nbytes
 
     def in_order(self) -> tuple[StoredTensor, ...]:
-        """The tensors in the order of the files, and in each of their offsets."""
+        """Return the tensors in the order of the files and of their offsets."""
         places = self.places
         return self.tensors if places.is_in_order else tuple(self.tensors[number] for number in places.order)
 
     def files(self) -> dict[str, tuple[StoredTensor, ...]]:
-        """The tensors of each file, in the order of their offsets."""
+        """Return the tensors of each file, in the order of their offsets."""
         tensors = self.in_order()
         return {file: tensors[part] for file, part in self.places.files.items()}
 
@@ -183,20 +185,20 @@ _DECODER = msgspec.json.Decoder(Manifest)
 
 
 class ManifestDamaged(ValueError):
-    """What should be a manifest is none; the message says why."""
+    """Raised if a manifest is invalid; the message has the reason."""
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a version's folder. Raises OSError or ManifestDamaged."""
+    """Read the manifest in a version's folder. Raises OSError or ManifestDamaged."""
     return manifest_of_json((folder / MANIFEST_FILE).read_bytes())
 
 
 def manifest_of_json(text: bytes) -> Manifest:
-    """What ``Manifest.to_json`` has written, in this release or an older one. Raises ManifestDamaged."""
+    """Parse the output of ``Manifest.to_json`` of this release or an older one. Raises ManifestDamaged."""
     try:
         manifest = _DECODER.decode(text)
-        _ = manifest.places  # refuses a name that is there twice
-    except ValueError as error:  # of msgspec all are, and of text that is not UTF-8
+        _ = manifest.places  # raises ValueError for a duplicate name
+    except ValueError as error:  # all errors of msgspec are ValueErrors, and so are those of invalid UTF-8
         raise ManifestDamaged(str(error)) from error
     for tensor in manifest.tensors:
         if digests := tensor.chunk_digests:

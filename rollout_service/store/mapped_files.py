@@ -1,9 +1,9 @@
-"""Files of a log in memory (on a tmpfs), mapped: a version is written, checked and copied to a GPU where it lies.
+"""Mapped files of a log in memory (on a tmpfs): versions are written, checked and copied to a GPU in place.
 
-A process keeps the mapping of a file for as long as the file exists, under whatever name: ``SpareFiles`` has each of
-them written again by a later version. Whoever passes ``registered`` has the memory registered with CUDA, once a file.
-Linux makes the pages of new files in a tmpfs at 2.4 GB/s, and CUDA registers 3.6 GB/s of them, where a GPU then copies
-55 GB/s (2 H200 of one host, November 2026): neither is worth it for a file that is used once.
+A process keeps the mapping of a file for as long as the file exists, even if it is renamed: ``SpareFiles`` reuses files
+for later versions. With ``registered``, the memory is registered with CUDA, once per file. Linux allocates the pages of
+new files in a tmpfs at 2.4 GB/s, and CUDA registers 3.6 GB/s, while a GPU then copies 55 GB/s (2 H200 of one host,
+November 2026). Neither pays off for a file that is used once.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from typing import NamedTuple
 import psutil
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-"""File systems whose pages are the files: nothing is written back, or read again, behind a mapping."""
+"""File systems in memory: nothing is written back, or read again, behind a mapping."""
 
 Registered = Callable[[memoryview], Callable[[], None]]
-"""Registers memory with a device; what it returns takes that back. Raises OSError."""
+"""Registers memory with a device. Returns a function that unregisters it. Raises OSError."""
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether a file or folder lies on a tmpfs. Raises OSError if it does not exist."""
+    """Return True if a file or folder lies on a tmpfs. Raises OSError if it does not exist."""
     place = path.resolve(strict=True)
     while not place.is_mount():
         place = place.parent
-    # of several on one place, the last one is seen
+    # of several mounts on one path, the last one is visible
     kinds = [mount.fstype for mount in psutil.disk_partitions(all=True) if mount.mountpoint == str(place)]
     return bool(kinds) and kinds[-1] in IN_MEMORY
 
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What network file systems answer that have none. Their files are not written again."""
+"""Error numbers of network file systems without locks. Their files are not reused."""
 
 
 class _Mapping(NamedTuple):
@@ -46,7 +46,7 @@ class _Mapping(NamedTuple):
 
 
 class MappedFiles:
-    """The mappings of one process. Threads may share it."""
+    """The mappings of one process. Thread-safe."""
 
     def __init__(self, registered: Registered | None = None) -> None:
         self._registered = registered
@@ -55,13 +55,13 @@ class MappedFiles:
 
     @property
     def are_registered(self) -> bool:
-        """Whether files are registered with a device."""
+        """Return True if files are registered with a device."""
         return self._registered is not None
 
     def of(self, fd: int) -> memoryview:
-        """All bytes of an open file, which may be read and written. Raises OSError.
+        """Return the bytes of an open file, for reading and writing. Raises OSError.
 
-        The file must not shrink: Linux ends a process that reads a page which is gone.
+        The file must not shrink: Linux kills a process that reads a removed page.
         """
         stat = os.fstat(fd)
         with self._lock:
@@ -86,7 +86,7 @@ class MappedFiles:
                     os.close(fd)
 
     def prune(self) -> None:
-        """Let go of files that have no name any more. Nobody may be copying from them to a device."""
+        """Unmap removed files. No copy from them to a device may be running."""
         with self._lock:
             for key, held in list(self._held.items()):
                 if os.fstat(held.fd).st_nlink == 0:
@@ -94,14 +94,14 @@ class MappedFiles:
                     _unmap(held)
 
     def close(self) -> None:
-        """Let go of all files. Nobody may be copying from them to a device."""
+        """Unmap all files. No copy from them to a device may be running."""
         with self._lock:
             for held in self._held.values():
                 _unmap(held)
             self._held = {}
 
     def _map(self, fd: int, nbytes: int) -> _Mapping:
-        # the number of a file that is mapped is given to no other: what is held under its key is the same file
+        # the inode of a mapped file is not reused, so a mapping with this key is of the same file
         memory = memoryview(mmap.mmap(fd, nbytes))
         unregister = None if self._registered is None else self._registered(memory)
         return _Mapping(memory, os.dup(fd), unregister)
@@ -110,22 +110,22 @@ class MappedFiles:
 def _unmap(held: _Mapping) -> None:
     if held.unregister is not None:
         held.unregister()
-    os.close(held.fd)  # the memory is unmapped when its last view is gone
+    os.close(held.fd)  # the memory is unmapped with its last view
 
 
 def close_version_file(fd: int) -> None:
-    """Close what ``open_version_file`` has opened: it may be written again."""
-    # the lock belongs to whatever shares the descriptor, and so does a mapping that was made of it
-    with contextlib.suppress(OSError):  # of a file system that has no locks
+    """Close a file of ``open_version_file``: it may be reused afterwards."""
+    # unlock explicitly, because the lock belongs to all duplicates of the descriptor, including that of a mapping
+    with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def open_version_file(path: Path, *, writable: bool = False, locked: bool = True) -> int:
-    """A file of a committed version, to be read: nobody writes it again before it is closed. Raises OSError.
+    """Open a file of a committed version for reading. The file is not reused before it is closed. Raises OSError.
 
-    ``writable``: it is to be mapped, and CUDA registers no memory that is only read. FileNotFoundError if its version
-    was dropped meanwhile. ``locked``: no for a file of an upload, which its writer may use for another one.
+    ``writable``: open it for mapping, since CUDA does not register read-only memory. ``locked``: False for a file of an
+    upload, which its writer may reuse. Raises FileNotFoundError if its version was dropped meanwhile.
     """
     fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     if not locked:

@@ -1,11 +1,11 @@
-"""A node's own copies of versions, for replicas that do not see the ingest's log.
+"""Copies of versions on a node whose replicas do not see the ingest's log.
 
-All replicas of a node share one folder of copies, ``<root>/copies/<log>``, which is a log by itself; a lock lets one of
-them fetch while the others wait for what it fetched. A copy is read whole and held against its digests before it is
-taken in, so LATEST there only ever names a complete version; which version is the newest, the ingest says.
+All replicas of a node share one folder of copies, ``<root>/copies/<log>``, which is itself a log. A lock lets one
+replica fetch while the others wait for its copy. A copy is read completely and checked against its digests before it is
+added, so LATEST there only ever names a complete version. The ingest decides which version is the newest.
 
-A replica holds a shared lock on the folder of each version that it serves or loads. The kernel takes it back when the
-process ends, so what nobody needs any more is known without asking anyone.
+A replica holds a shared lock on the folder of each version that it serves or loads. The kernel releases it when the
+process ends, so unused versions can be found without asking any process.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ from rollout_service.threads import to_thread_and_back
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
-"""The newest copy and the one before: a replica that starts may be reading it."""
+"""Number of kept copies: the newest and the one before, which a starting replica may be reading."""
 _LOCK_TURN_S = 1.0
 
 
 async def find_log(weights: WeightsConfig, ingest: IngestCalls) -> "tuple[WeightsConfig, NodeCache | None]":
     """Return the configuration with the log's folder as ``root``, and this node's copies of the log.
 
-    There are no copies if the folder is the very log that the ingest writes. Waits for the ingest. Raises ValueError as
-    ``root_here``; LogCorrupt or OSError if the folder cannot be read.
+    The copies are None if the folder is the ingest's own log. Waits for the ingest. Raises ValueError as ``root_here``;
+    LogCorrupt or OSError if the folder cannot be read.
     """
     before: Newest | None = None
     while True:
@@ -73,7 +73,7 @@ class NodeCache:
     def __init__(self, root: Path, ingest: IngestCalls, newest: Newest, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._ingest, self._chunk_bytes = ingest, chunk_bytes
         self.newest = newest
-        """What the ingest last said."""
+        """The ingest's last answer."""
         self.log = WeightLog(root / "copies" / newest.origin.log)
         """The copies, as a log."""
         make_private(root)
@@ -86,7 +86,8 @@ class NodeCache:
                 shutil.rmtree(other, ignore_errors=True)  # of a log that is no more
 
     async def look(self) -> None:
-        """Ask the ingest what is newest. Raises NotReady if it is away, LogCorrupt if it writes another log now."""
+        """Ask the ingest for the newest version. Raises NotReady if it is away, LogCorrupt if it now writes another
+        log."""
         newest = await self._ingest.newest()
         if newest.origin.log != self.newest.origin.log:
             raise LogCorrupt(
@@ -97,11 +98,11 @@ class NodeCache:
         self.newest = newest
 
     async def fetch(self, head: Head) -> None:
-        """Have a complete copy of a version here, and hold it until ``release``.
+        """Fetch a complete copy of a version, if it is not here, and hold it until ``release``.
 
-        A copy of another content under the same number, of a log that was restored from a backup since, is replaced.
-        Raises NotReady if the ingest is away, NotFound if the version is gone there, LogCorrupt if the bytes that came
-        are not those of its manifest, InsufficientStorage.
+        A copy with the same number and other content, as after the log was restored from a backup, is replaced. Raises
+        NotReady if the ingest is away, NotFound if the version is gone there, LogCorrupt if the received bytes do not
+        match its manifest, InsufficientStorage.
         """
         with await self._lock():
             if not await to_thread_and_back(self._has, head):
@@ -113,13 +114,13 @@ class NodeCache:
             await to_thread_and_back(self._remove_old, max(head.version, self.newest.head.version))
 
     async def forget(self, version: int) -> None:
-        """Remove a copy that has been damaged."""
+        """Remove a damaged copy."""
         with await self._lock():
             self._let_go(version)
             await to_thread_and_back(self._remove, version)
 
     def release(self, *, but: int) -> None:
-        """Hold no other version any more: this process neither serves nor loads it."""
+        """Release all versions except ``but``: this process neither serves nor loads them."""
         for version in [known for known in self._in_use if known != but]:
             self._let_go(version)
 
@@ -139,7 +140,8 @@ class NodeCache:
                 raise
 
     def _sound_versions(self) -> list[int]:
-        """What is here. All of it is fetched anew if a crash left the folder without its LATEST."""
+        """Return the versions that are here. If a crash left the folder without its LATEST, all are dropped and fetched
+        again."""
         try:
             return self.log.versions()
         except LogCorrupt as error:
@@ -148,7 +150,7 @@ class NodeCache:
             return []
 
     def _has(self, head: Head) -> bool:
-        """Whether the copy of this number is the one that the ingest means."""
+        """Return True if the copy of this number has the ingest's digest."""
         if head.version not in self._sound_versions():
             return False
         try:
@@ -173,7 +175,7 @@ class NodeCache:
             self.log.clear()
 
     async def _copy(self, head: Head) -> None:
-        # named by its content: what an interrupted copy left is gone on from, and may be of another log by now
+        # named by its digest: an interrupted copy is continued, and it may be of another log by now
         staged = self.log.staging(head.version).with_name(f"{head.version}-{head.digest}")
         for other in [path for path in staged.parent.glob("*") if path != staged]:
             await to_thread_and_back(remove_tree, other)
@@ -190,7 +192,7 @@ class NodeCache:
             raise LogCorrupt(f"version {head.version} cannot be copied to {self.log.root}: {error}") from error
 
     async def _copy_file(self, version: int, file: LogFile, path: Path) -> None:
-        """What an interrupted copy left of the file is gone on from."""
+        """Copy a file, continuing after the whole chunks of an interrupted copy."""
         whole = min(path.stat().st_size if path.exists() else 0, file.nbytes) // self._chunk_bytes
         with path.open("ab") as stream:
             stream.truncate(whole * self._chunk_bytes)
@@ -221,7 +223,8 @@ class NodeCache:
         self.log.adopt(head, staged)
 
     def _remove_old(self, newest: int) -> None:
-        """Drop what no replica of this node holds and none will ask for: the log may have been set back, too."""
+        """Drop versions that no replica of this node holds and none will request, also newer ones if the log was set
+        back."""
         versions = self.log.versions()
         for version in {*versions[:-_KEPT], *(v for v in versions if v > newest)}:
             if _nobody_holds(self.log.folder(version)):

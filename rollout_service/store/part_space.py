@@ -1,9 +1,9 @@
-"""Where the parts of uploads lie: files, because they outlive the process, and memory that their tensors are read from.
+"""Storage for the parts of uploads: files, which outlive the process, and memory from which tensors are read.
 
-On a disk a part is received into memory, of which there is only so much, and written around the page cache. In memory
-(a tmpfs) its file is mapped, and received into as it is: there is no copy. New pages of a tmpfs come at 2.4 GB/s
-whatever the number of threads (2 H200, 32 cores, November 2026), a fraction of what the sockets bring. So the files of
-an upload that has ended are kept, mapped, for the next one.
+On a disk, a part is received into a buffer of limited total size, and written without the page cache. In memory (a
+tmpfs), its file is mapped and received into directly, without a copy. Linux allocates new pages of a tmpfs at 2.4 GB/s
+with any number of threads (2 H200, 32 cores, November 2026), a fraction of the sockets' speed. Files of a finished
+upload are therefore kept, mapped, for the next one.
 """
 
 import logging
@@ -27,43 +27,44 @@ logger = logging.getLogger(__name__)
 
 FEWEST_BUFFER_BYTES, MOST_BUFFER_BYTES = 192 << 20, 1 << 30
 _BUFFERED_PARTS = 12
-"""Those under way and those that wait to be converted: with fewer, parts are read again from the disk."""
+"""Number of parts with a buffer: those being received and those waiting for conversion. With fewer, parts are read
+again from the disk."""
 _MOST_MAPPED = 16_384
-"""Linux gives a process 65 530 mappings unless it is told otherwise."""
+"""Maximum number of mapped files: by default, Linux allows a process 65 530 mappings."""
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """Where a part is received."""
+    """Target of a part that is being received."""
 
     memory: memoryview | None
-    """All of it; None: there is no room in memory, and it lies in ``file`` alone."""
+    """Memory for the whole part; None: no memory is free, and it is only in ``file``."""
     file: DirectFile | None
-    """To be written piece by piece; None: ``memory`` is that of the file."""
+    """File to be written piece by piece; None: ``memory`` is the mapped file."""
 
 
 class PartSpace(Protocol):
-    """Its methods may be called from any thread, and raise OSError."""
+    """Storage for parts. Its methods are thread-safe and raise OSError."""
 
     def receive(self, path: Path, nbytes: int) -> "Incoming":
-        """Room for a part of ``nbytes`` at ``path``, which must not exist yet."""
+        """Return a target for a part of ``nbytes`` at ``path``, which must not exist yet."""
         ...
 
     def release(self, path: Path) -> None:
-        """Nobody needs what lies at ``path``, if anything does, nor reads the memory it was received into."""
+        """Release the file at ``path``, if it exists, and the memory of its part, which must no longer be read."""
         ...
 
     def release_all(self, folder: Path, keep_bytes: int) -> None:
-        """Nobody needs the parts in ``folder``. Keeps at most ``keep_bytes`` in all for the next uploads."""
+        """Release all parts in ``folder``. Keeps at most ``keep_bytes`` in all for the next uploads."""
         ...
 
     def make_room(self, folder: Path, needed_bytes: int) -> None:
-        """Give up what is kept if the file system of ``folder`` has not ``needed_bytes`` without."""
+        """Free kept files if the file system of ``folder`` has less than ``needed_bytes`` without."""
         ...
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for the next uploads."""
+        """Size in bytes of the files kept for the next uploads."""
         ...
 
 
@@ -73,16 +74,16 @@ class DirectSpace:
     kept_bytes = 0
 
     def __init__(self, buffer_bytes: int) -> None:
-        """``buffer_bytes``: of memory for parts beside their files."""
+        """``buffer_bytes``: memory for parts, in addition to their files."""
         self._buffers = BufferPool(buffer_bytes)
 
     @classmethod
     def for_parts_of(cls, part_bytes: int) -> "DirectSpace":
-        """With memory for a dozen parts of that size."""
+        """Return a space with memory for a dozen parts of that size."""
         return cls(min(max(FEWEST_BUFFER_BYTES, _BUFFERED_PARTS * part_bytes), MOST_BUFFER_BYTES))
 
     def receive(self, path: Path, nbytes: int) -> Incoming:
-        """See ``PartSpace``. Whoever gets it closes the file."""
+        """See ``PartSpace``. The caller closes the file."""
         return Incoming(self._buffers.take(nbytes), DirectFile.create(path))
 
     def release(self, path: Path) -> None:
@@ -106,7 +107,7 @@ class _Mapped:
     unregister: Callable[[], None] | None = None
 
     def drop(self) -> None:
-        """The file is removed; its memory ends with its last view."""
+        """Unregister the memory of a removed file; it is freed with its last view."""
         if self.unregister is not None:
             self.unregister()
 
@@ -114,21 +115,21 @@ class _Mapped:
 class MappedSpace:
     """Parts in a tmpfs.
 
-    A file that is used again keeps its old bytes until it is received into, under a name that says that it is not
-    whole (``UploadSession.incoming_path``): whoever finds it after a crash does not take it for a part.
+    A reused file keeps its old bytes until the new part is received. Its name marks it as incomplete
+    (``UploadSession.incoming_path``), so it is not taken for a part after a crash.
     """
 
     def __init__(self, kept: Path, registered: Registered | None = None) -> None:
         """
         Args:
-            kept: a folder of its own in the same file system, for files between two uploads.
-            registered: makes memory known to the GPU that tensors are quantized on, which then copies them from there;
-                called when a file is used for the second time.
+            kept: a separate folder in the same file system, for files between two uploads.
+            registered: registers memory with the GPU that quantizes, which then copies directly from it. Called when a
+                file is used for the second time.
         """
         self._folder, self._registered = kept, registered
         self._lock = threading.Lock()
         self._used: dict[int, _Mapped] = {}
-        """By inode: a file keeps it under whatever name."""
+        """Mapped files by inode, which stays the same when a file is renamed."""
         self._free: list[tuple[Path, _Mapped]] = []
 
     @property
@@ -138,7 +139,7 @@ class MappedSpace:
             return sum(mapped.nbytes for _, mapped in self._free)
 
     def receive(self, path: Path, nbytes: int) -> Incoming:
-        """See ``PartSpace``. What is there is of an earlier part."""
+        """See ``PartSpace``. A reused file still has the bytes of an earlier part."""
         with self._lock:
             place = next((i for i, (_, mapped) in enumerate(self._free) if mapped.nbytes == nbytes), None)
             again = None if place is None else self._free.pop(place)
@@ -161,7 +162,7 @@ class MappedSpace:
         """See ``PartSpace``."""
         with self._lock:
             for path in sorted(folder.glob("part-*")):
-                if path.name.endswith(".incoming"):  # somebody is writing there still: it is gone when that one ends
+                if path.name.endswith(".incoming"):  # a sender is still writing: the file is freed when that ends
                     if (dropped := self._used.pop(path.stat().st_ino, None)) is not None:
                         dropped.drop()
                 else:
@@ -220,7 +221,7 @@ class MappedSpace:
 
 @contextmanager
 def received(space: PartSpace, path: Path, nbytes: int) -> Iterator[Incoming]:
-    """Room for a part at ``path``, from where it is taken if it is sound: what is there in the end is released."""
+    """Yield a target for a part at ``path``. At the end the path is released, so move a valid part away before."""
     incoming = None
     try:
         incoming = space.receive(path, nbytes)
@@ -236,12 +237,13 @@ def received(space: PartSpace, path: Path, nbytes: int) -> Iterator[Incoming]:
 def _new(path: Path, nbytes: int) -> _Mapped:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # what has no room is an error here, and no signal when it is written to
+        # if there is no space this raises an error, while a later write would kill the process with a signal
+        os.posix_fallocate(fd, 0, nbytes)
     except OSError:
         path.unlink()
         raise
     finally:
         os.close(fd)
-    # not Python's own mmap, which keeps a descriptor for each
+    # not Python's mmap, which keeps a file descriptor for each
     memory = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
     return _Mapped(nbytes, memory)

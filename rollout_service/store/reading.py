@@ -1,7 +1,7 @@
-"""Reads a version's files and checks the bytes where they have been read to: what is checked is what is used.
+"""Read a version's files, and check the bytes in the memory into which they were read.
 
-A check of a file that is read again afterwards would say nothing about the second reading: a page that the kernel has
-dropped meanwhile comes anew from the disk, and a file may be written to.
+Checking a file that is read again afterwards would not cover the second reading: pages may be read again from the disk,
+and the file may be written to.
 """
 
 import os
@@ -22,27 +22,28 @@ from rollout_service.store.mapped_files import MappedFiles, close_version_file, 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Whole chunks that follow one another in a file, and are read at once.
+    """Contiguous chunks of a file that are read at once.
 
-    Equal to itself alone: what follows from it is kept with it, where versions that lie alike are read one after the
-    other.
+    Compared by identity: values derived from a piece are cached with it, for reading several versions with the same
+    layout.
     """
 
     file: str
     offset: int
-    """First byte in the file."""
+    """Offset in the file, in bytes."""
     nbytes: int
     chunks: tuple[tuple[StoredTensor, Chunk], ...]
 
     @cached_property
     def runs(self) -> npt.NDArray[np.int64]:
-        """[chunks, 2]: first byte in the piece, and bytes, of each chunk."""
+        """[chunks, 2]: offset in the piece and size in bytes of each chunk."""
         runs = [(tensor.offset + chunk.start - self.offset, chunk.nbytes) for tensor, chunk in self.chunks]
         return np.array(runs, np.int64).reshape(-1, 2)
 
 
 def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Iterator[Piece]:
-    """Chunks, in the order of their files, joined up to ``most_bytes``; a larger chunk is a piece of its own."""
+    """Join chunks, in the order of their files, into pieces of up to ``most_bytes``; a larger chunk is a piece of its
+    own."""
     group: list[tuple[StoredTensor, Chunk]] = []
     file, offset, end = "", 0, 0
     for tensor, chunk in chunks:
@@ -59,11 +60,12 @@ def pieces(chunks: Iterable[tuple[StoredTensor, Chunk]], most_bytes: int) -> Ite
 
 
 class VersionReader:
-    """The open files of one version, for any number of threads. A context manager.
+    """The open files of one version. A context manager. Thread-safe.
 
-    ``mapped``: maps files that may be written to by this user, for ``view``. ``uploaded``: they are those of an upload,
-    which may be written still, or given up: what is read counts once it is compared with a committed manifest. Raises
-    OSError if a file cannot be opened. Every method raises OSError, or LogCorrupt that names tensor, chunk and file.
+    ``mapped``: maps the files, which this user must be able to write to, for ``view``. ``uploaded``: the files are
+    those of an unfinished upload, which may still be written or given up; compare the bytes with a committed manifest
+    before using them. Raises OSError if a file cannot be opened. Every method raises OSError, or LogCorrupt with
+    tensor, chunk and file.
     """
 
     def __init__(
@@ -95,24 +97,24 @@ class VersionReader:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether there is ``view``."""
+        """Return True if ``view`` is available."""
         return bool(self._mapped)
 
     def view(self, piece: Piece) -> memoryview:
-        """A piece where the mapped file has it: valid until ``close``, as nobody writes it before.
+        """Return a piece of the mapped file: valid until ``close``, since the file is not written before.
 
-        Unchecked: for who asks ``require`` about the bytes that become of it.
+        The bytes are unchecked: hash what is made of them, and call ``require``.
         """
         return self._mapped[piece.file][piece.offset : piece.offset + piece.nbytes]
 
     def view_of(self, tensor: StoredTensor) -> memoryview:
-        """A tensor where the mapped file has it, likewise."""
+        """Return a tensor in the mapped file, with the same restrictions."""
         return self._mapped[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
 
     def require(self, chunks: Sequence[tuple[StoredTensor, Chunk]], digests: bytes) -> None:
-        """Raise LogCorrupt for the first of these chunks whose bytes, by their xxh3-128, are not the manifest's.
+        """Raise LogCorrupt for the first of these chunks whose xxh3-128 differs from the manifest's.
 
-        ``digests``: of all of them, one after the other, of ``DIGEST_BYTES`` each.
+        ``digests``: the digests of all chunks, ``DIGEST_BYTES`` each, concatenated.
         """
         if digests == b"".join(chunk.digest for _, chunk in chunks):
             return
@@ -122,7 +124,7 @@ class VersionReader:
                 self._refuse(tensor, chunk, found.hex(), 0)
 
     def copy_unchecked(self, tensor: StoredTensor, part: slice, memory: memoryview) -> None:
-        """Copy these bytes of a tensor: for who checks what becomes of them."""
+        """Copy a part of a tensor without a check; the caller checks the result."""
         start, nbytes = tensor.offset + part.start, part.stop - part.start
         if self._mapped:
             source = self._mapped[tensor.file][start : start + nbytes]
@@ -134,7 +136,7 @@ class VersionReader:
             )
 
     def check(self, tensor: StoredTensor, buffer: memoryview) -> int:
-        """Read a tensor piece by piece into ``buffer``, for its digests alone; returns its bytes."""
+        """Read a tensor piece by piece into ``buffer`` to check its digests; return its size in bytes."""
         for chunk in tensor.chunks():
             hasher, position = xxhash.xxh3_128(), 0
             while position < chunk.nbytes:
@@ -161,7 +163,7 @@ class VersionReader:
         self.close()
 
     def _fill(self, file: str, offset: int, memory: memoryview) -> int:
-        """How many bytes came: fewer at the end of the file."""
+        """Fill ``memory``. Return the number of bytes read, fewer at the end of the file."""
         filled = 0
         while filled < memory.nbytes:
             count = os.preadv(self._fds[file], [memory[filled:]], offset + filled)

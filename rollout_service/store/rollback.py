@@ -1,6 +1,6 @@
-"""A kept version's files once more, under a new number: a rollback copies no bytes where the file system can link.
+"""Stage a kept version's files again under a new number. A rollback copies no bytes if the file system supports links.
 
-The files are hard links: each version's folder is whole by itself, and dropping one takes nothing from the other.
+The files are hard links: each version's folder is complete, and dropping one version does not affect the other.
 """
 
 import errno
@@ -16,11 +16,11 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES})
-"""What file systems answer that have no hard links, or allow no more of them."""
+"""Error numbers of file systems that do not support hard links, or allow no more of them."""
 
 
 def require_kept(kept: Sequence[int], version: int, labels: VersionLabels) -> None:
-    """Raises NotFound, with those that are there, for a version that is not ``kept``; these in order."""
+    """Raise NotFound, with the kept versions, if ``version`` is not in ``kept``, which is in order."""
     if version not in kept:
         raise NotFound(
             f"version {labels.spelled([version])} cannot be made the newest again, because it is not in the log "
@@ -33,12 +33,12 @@ def require_kept(kept: Sequence[int], version: int, labels: VersionLabels) -> No
 def stage_again(log: WeightLog, source: Manifest, version: int, folder: Path | None = None) -> Manifest:
     """Lay out the files of a kept version as ``version``, and return its manifest, ready for ``WeightLog.commit``.
 
-    Every byte is read and compared with its digest first. Raises LogCorrupt, InsufficientStorage or OSError, and leaves
-    nothing behind then.
+    Every byte is first read and compared with its digest. Raises LogCorrupt, InsufficientStorage or OSError, and then
+    leaves no files behind.
 
     Args:
         source: the kept version's manifest.
-        folder: where it lies, if not in this log.
+        folder: its folder, if it is not in this log.
     """
     folder, staged = folder or log.folder(source.version), log.staging(version)
     log.verify(source, folder=folder)

@@ -1,8 +1,8 @@
-"""Numbers of versions that were served before they were in a log on a disk, with the digest of each: its file SERVED.
+"""Digests of versions that were served before they were in a log on a disk: the log's file SERVED.
 
-With ``weights.durability: behind`` a number is noted here before its version is live. If the host then crashes and
-takes the version with it, what was sampled from that number is still that digest's alone: it is refused for any other.
-Only numbers above the newest version of the log are kept, as no other can come again.
+With ``weights.durability: behind``, a number is recorded here before its version is live. If the host then crashes and
+loses the version, rollouts sampled from it still exist, so the number is refused for any other digest. Only numbers
+above the log's newest version are kept, since lower ones cannot be used again.
 """
 
 import threading
@@ -12,11 +12,11 @@ from rollout_service.protocol.base import NEXT
 from rollout_service.store.log import KnownServed, WeightLog
 
 MOST_SERVED = 10_000
-"""Versions that may be served while the disk takes none."""
+"""Maximum number of versions that may be served while the disk accepts none."""
 
 
 class ServedNumbers:
-    """Those of one log on a disk; threads may share it."""
+    """Served numbers of one log on a disk. Thread-safe."""
 
     def __init__(self, log: WeightLog) -> None:
         self._log = log
@@ -24,28 +24,28 @@ class ServedNumbers:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Take up what the log has. Raises LogCorrupt."""
+        """Load the log's file. Raises LogCorrupt."""
         head = self._log.head()
         with self._lock:
             self._known = _above(-1 if head is None else head.version, self._log.served())
 
     @property
     def newest(self) -> int:
-        """The largest number that is noted; -1: none is."""
+        """Return the largest recorded number; -1: there is none."""
         return max(self._known.digests, default=-1)
 
     @property
     def digests(self) -> dict[int, str]:
-        """Number → digest."""
+        """Return the digest of each number."""
         return dict(self._known.digests)
 
     @property
     def lost(self) -> frozenset[int]:
-        """Those of them whose versions are gone."""
+        """Return the numbers whose versions are lost."""
         return self._known.lost
 
     def require(self, version: int, digest: str) -> None:
-        """Raise VersionConflict if the number stands for another digest."""
+        """Raise VersionConflict if the number has another digest."""
         known = self._known.digests.get(version, digest)
         if known != digest:
             raise VersionConflict(
@@ -56,7 +56,7 @@ class ServedNumbers:
             )
 
     def note(self, version: int, digest: str) -> None:
-        """Have the number stand for that digest from now on, durably.
+        """Record the digest of the number durably.
 
         Raises VersionConflict, OSError, or InsufficientStorage once ``MOST_SERVED`` versions are not on the disk.
         """
@@ -73,28 +73,28 @@ class ServedNumbers:
             self._set({**self._known.digests, version: digest}, self._known.lost)
 
     def forget(self, version: int) -> None:
-        """A version that was noted was not served after all, unless it is one that was lost. Raises OSError."""
+        """Remove the number of a version that was not served after all, unless it was lost. Raises OSError."""
         with self._lock:
             if version not in self._known.lost:
                 left = {number: digest for number, digest in self._known.digests.items() if number != version}
                 self._set(left, self._known.lost)
 
     def forget_through(self, newest: int) -> None:
-        """A version is in the log: no number up to its own can come again. Raises OSError."""
+        """Remove the numbers up to that of a version in the log: they cannot be used again. Raises OSError."""
         with self._lock:
             left = _above(newest, self._known)
             self._set(left.digests, left.lost)
 
     def all_lost(self) -> None:
-        """What was served is in no memory any more. Raises OSError."""
+        """Mark all numbers as lost: no memory has their versions any more. Raises OSError."""
         with self._lock:
             self._set(self._known.digests, frozenset(self._known.digests))
 
     def in_memory(self, digests: dict[int, str], newest: int) -> None:
-        """What a log in memory says that has outlived its ingest: these versions above the disk's newest are there.
+        """Record the versions above the disk's newest that a log in memory still has after its ingest ended.
 
-        What is noted above its ``newest`` and was not lost before was never served: its commit has not come so far.
-        Raises OSError.
+        Recorded numbers above its ``newest`` that are not lost were never served: their commit did not complete. They
+        are removed. Raises OSError.
         """
         with self._lock:
             noted = self._known.digests.items()

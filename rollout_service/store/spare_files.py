@@ -1,8 +1,8 @@
-"""Files in memory that the next versions are written to: made at the start, then those of dropped versions.
+"""Files in memory for reuse by the next versions: created at the start, later taken from dropped versions.
 
-Only where the log is in memory: new pages of a tmpfs cost more than all the rest of a version, and a process that has a
-file mapped and registered with CUDA has it still under its next name (``mapped_files.py``). They lie in
-``<root>/spare``. Once a version was dropped, its files replace all others there.
+Used only if the log is in memory. Allocating new pages of a tmpfs takes longer than all other work for a version. A
+process that has mapped a file and registered it with CUDA keeps both when the file is renamed (``mapped_files.py``).
+The files are in ``<root>/spare``. Those of a dropped version replace all others there.
 """
 
 import fcntl
@@ -22,28 +22,28 @@ _MAKING = ".spare-"
 
 
 class SpareFiles:
-    """Those of one log. Used by its only writer; threads may share it."""
+    """The spare files of one log. Used by its only writer. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
-        """``root``: of the log."""
+        """``root``: folder of the log."""
         self._folder = root / "spare"
         self._lock = threading.Lock()
 
     @staticmethod
     def are_kept_in(root: Path) -> bool:
-        """Whether the log's writer uses files again: readers then may map them."""
-        return (root / "spare").is_dir() and is_in_memory(root)  # the folder may have been copied from elsewhere
+        """Return True if the log's writer reuses files: readers then may map them."""
+        return (root / "spare").is_dir() and is_in_memory(root)  # the folder may have been copied from another machine
 
     def begin(self) -> None:
-        """Have readers know that files are used again. Raises OSError."""
+        """Show readers that files are reused. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in self._folder.parent.glob(f"{_MAKING}*"):  # of a process that was killed
+        for unfinished in self._folder.parent.glob(f"{_MAKING}*"):  # left over from a process that was killed
             unfinished.unlink()
 
     def keep(self, dropped: Path) -> None:
-        """Take the weights out of the folder of a dropped version, in place of all that is kept. Raises OSError.
+        """Move the weights out of a dropped version's folder, and replace all spare files by them. Raises OSError.
 
-        A file that somebody reads still, or that a rolled back version has, too, stays where it is.
+        A file that is still read, or that a rolled back version shares, is left in place.
         """
         with self._lock:
             for path in self._folder.iterdir():
@@ -53,7 +53,8 @@ class SpareFiles:
                     path.rename(self._folder / uuid.uuid4().hex)
 
     def take(self, nbytes: int, path: Path) -> bool:
-        """Make a kept file of that size ``path``, with whatever is in it; False if there is none. Raises OSError."""
+        """Rename a spare file of that size to ``path``, with its old content. Return False if there is none. Raises
+        OSError."""
         with self._lock:
             for kept in self._folder.iterdir():
                 if kept.stat().st_size == nbytes:
@@ -62,7 +63,7 @@ class SpareFiles:
         return False
 
     def make(self, sizes: Iterable[int], is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Make a file of each size in bytes, unless there is one already, until memory is full. Raises OSError."""
+        """Create a file of each size in bytes that is missing, until memory is full. Raises OSError."""
         with self._lock:
             there = Counter(path.stat().st_size for path in self._folder.iterdir())
         for nbytes in sizes:
@@ -71,7 +72,8 @@ class SpareFiles:
             if there[nbytes]:
                 there[nbytes] -= 1
                 continue
-            made = self._folder.parent / f"{_MAKING}{uuid.uuid4().hex}"  # a reader maps what it finds in the folder
+            # readers map all files in the folder, so create it elsewhere
+            made = self._folder.parent / f"{_MAKING}{uuid.uuid4().hex}"
             fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 os.posix_fallocate(fd, 0, nbytes)
@@ -90,20 +92,21 @@ class SpareFiles:
         yield from self._folder.iterdir()
 
     def keep_only(self, sizes: Collection[int]) -> None:
-        """Give the memory of files of other sizes back. Raises OSError."""
+        """Remove files of other sizes. Raises OSError."""
         with self._lock:
             for path in self._folder.iterdir():
                 if path.stat().st_size not in sizes:
                     path.unlink()
 
     def remove(self) -> None:
-        """Use no files again. Raises OSError."""
+        """Remove all spare files. Raises OSError."""
         with self._lock:
             remove_tree(self._folder)
 
 
 def _nobody_reads(path: Path) -> bool:
-    """Who opens the file after this finds that it has another name: see ``open_version_file``."""
+    """Return True if no process reads the file. A process that opens it later notices the rename: see
+    ``open_version_file``."""
     fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""What the tensors of a version are and where they lie: the same for every version of a model that is quantized alike.
+"""Names, dtypes, shapes and places of a version's tensors, the same for every version of a model and quantization.
 
-A mixture of experts has 40 000 of them, and what follows from their names, dtypes, shapes and places takes tenths of a
-second to compute. So all versions of a process that agree in these share one object, which keeps it. Needs no torch.
+A mixture of experts has 40 000 tensors, and values derived from these take tenths of a second to compute. All versions
+of a process in which they are equal therefore share one object, which caches them. Needs no torch.
 """
 
 import hashlib
@@ -22,31 +22,31 @@ _SAFETENSORS_DTYPE: dict[StoredDtype, str] = {
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a version, and as what."""
+    """Name, dtype, shape and place of a tensor in a version."""
 
     name: str
     dtype: StoredDtype
     shape: tuple[int, ...]
     file: str
     offset: int
-    """First byte in that file."""
+    """Offset in that file, in bytes."""
     nbytes: int
 
 
 class Neighbours(NamedTuple):
-    """Tensors that follow one another in a file."""
+    """A contiguous range of tensors in a file."""
 
     tensors: int
-    """How many."""
+    """Number of tensors."""
     file: str
     start: int
-    """The first one's first byte."""
+    """Offset of the first tensor, in bytes."""
     end: int
-    """One past the last one's last."""
+    """Offset of the end of the last tensor, in bytes."""
 
 
 def neighbours(places: Iterable[TensorPlace]) -> Iterator[Neighbours]:
-    """All of these tensors, in their order: as many as follow one another are one."""
+    """Coalesce tensors, in their order, into contiguous ranges of files."""
     count, file, start, end = 0, "", 0, 0
     for _, _, _, here, offset, nbytes in places:
         if count and (offset != end or here != file):
@@ -74,7 +74,7 @@ class Slot(Protocol):
 
 
 class Placed(Slot, Protocol):
-    """A tensor that has one: a ``TensorPlace``, or a ``StoredTensor``."""
+    """A tensor with a place: a ``TensorPlace``, or a ``StoredTensor``."""
 
     @property
     def file(self) -> str: ...
@@ -83,19 +83,19 @@ class Placed(Slot, Protocol):
 
 
 class FileHeader(NamedTuple):
-    """Of a safetensors file."""
+    """Header of a safetensors file."""
 
     text: bytes
-    """The first bytes of the file: those of its tensors follow, one after the other."""
+    """The first bytes of the file. Those of its tensors follow, without gaps."""
     data_bytes: int
-    """How many follow."""
+    """Size in bytes of the tensors after it."""
 
 
 class TensorPlaces:
-    """Of the tensors of a version, in the order of its manifest."""
+    """Places of a version's tensors, in the order of its manifest."""
 
     def __init__(self, tensors: Iterable[Placed]) -> None:
-        """Raises ValueError if two of them have the same name."""
+        """Raises ValueError if two tensors have the same name."""
         self._places = tuple(TensorPlace(t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes) for t in tensors)
         names: set[str] = set()
         for place in self._places:
@@ -105,8 +105,8 @@ class TensorPlaces:
 
     @classmethod
     def of(cls, tensors: Sequence[Placed]) -> "TensorPlaces":
-        """An object that this process has already, if one is known that is equal. Raises as the constructor does."""
-        for known in tuple(_known):  # another thread may add to it meanwhile
+        """Return an equal object of this process, or a new one. Raises ValueError like the constructor."""
+        for known in tuple(_known):  # a copy, since another thread may add to it
             if known.are_those_of(tensors):
                 return known
         places = cls(tensors)
@@ -114,28 +114,28 @@ class TensorPlaces:
         return places
 
     def are_those_of(self, tensors: Sequence[Placed]) -> bool:
-        """Whether these have the same names, dtypes, shapes and places, in the same order."""
+        """Return True if these have the same names, dtypes, shapes and places, in the same order."""
         if len(tensors) != len(self._places):
             return False
-        for t, place in zip(tensors, self._places, strict=True):  # `all` of a generator takes half as long again
+        for t, place in zip(tensors, self._places, strict=True):  # `all` of a generator takes 50% longer
             if (t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes) != place:
                 return False
         return True
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Numbers of the tensors, in the order of the files, and in each of their offsets."""
+        """Indices of the tensors, in the order of the files and of their offsets."""
         by_place = sorted(range(len(self._places)), key=lambda number: self._places[number][3:5])
         return tuple(by_place)
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether the manifest has the tensors in the order of the files."""
+        """True if the manifest has the tensors in the order of the files."""
         return self.order == tuple(range(len(self.order)))
 
     @cached_property
     def files(self) -> dict[str, slice]:
-        """Names of the files, in order, and which tensors of ``order`` each of them holds."""
+        """Names of the files, in order, with the slice of ``order`` that each of them holds."""
         first: dict[str, int] = {}
         for count, number in enumerate(self.order):
             first.setdefault(self._places[number].file, count)
@@ -144,7 +144,7 @@ class TensorPlaces:
 
     @cached_property
     def headers(self) -> dict[str, FileHeader]:
-        """Of each file."""
+        """Header of each file."""
         return {
             file: safetensors_header(self._places[number] for number in self.order[part])
             for file, part in self.files.items()
@@ -152,12 +152,13 @@ class TensorPlaces:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(place.nbytes for place in self._places)
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal for versions whose tensors lie at the same places, whatever the order of their manifests."""
+        """Digest that is equal for versions whose tensors have the same places, whatever the order of their
+        manifests."""
         digest = hashlib.sha256()
         for number in self.order:
             name, dtype, shape, file, offset, _ = self._places[number]
@@ -166,7 +167,7 @@ class TensorPlaces:
 
     @cached_property
     def slots_digest(self) -> str:
-        """Equal for versions of equal names, dtypes and shapes, wherever they lie in their files."""
+        """Digest that is equal for versions with the same names, dtypes and shapes, whatever their places in files."""
         digest = hashlib.sha256()
         for number in self._by_name:
             place = self._places[number]
@@ -174,12 +175,12 @@ class TensorPlaces:
         return digest.hexdigest()
 
     def with_digests_as_json(self, digests: Sequence[str]) -> str:
-        """``[[name, dtype, shape, digest], …]``, sorted, as ``json.dumps`` writes it.
+        """Return ``[[name, dtype, shape, digest], …]``, sorted, as ``json.dumps`` writes it.
 
-        ``digests``: of the tensors, in the order of the manifest.
+        ``digests``: digests of the tensors, in the order of the manifest.
         """
         together = "".join(digests)
-        if json.dumps(together) != f'"{together}"':  # no digest needs that, but a manifest may have anything
+        if json.dumps(together) != f'"{together}"':  # never true of real digests, but a manifest may contain any text
             digests = [json.dumps(digest)[1:-1] for digest in digests]
         texts = [""] * (2 * len(digests) + 1)
         texts[::2] = self._around_digests
@@ -192,7 +193,7 @@ class TensorPlaces:
 
     @cached_property
     def _around_digests(self) -> list[str]:
-        """What ``with_digests_as_json`` has before, between and after the digests."""
+        """Text of ``with_digests_as_json`` before, between and after the digests."""
         if not self._places:
             return ["[]"]
         begins = []
@@ -203,12 +204,12 @@ class TensorPlaces:
 
 
 _known: deque[TensorPlaces] = deque(maxlen=4)
-"""Of a service's versions, and of its unquantized ones; some more, so that a log of another model does not push them
-out while it is looked at."""
+"""Recent objects: of a service's versions, and of its unquantized ones. A few more, so that looking at a log of another
+model does not evict them."""
 
 
 def safetensors_header(tensors: Iterable[Slot]) -> FileHeader:
-    """Of a file of these tensors. Format: https://github.com/huggingface/safetensors#format"""
+    """Return the header of a file with these tensors. Format: https://github.com/huggingface/safetensors#format"""
     entries, position = {}, 0
     for tensor in tensors:
         nbytes = tensor.nbytes

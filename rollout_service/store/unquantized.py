@@ -1,6 +1,6 @@
 """The newest versions as the trainer sent them, in BF16, for the shadow: a log in ``<weights.root>/unquantized``.
 
-It is only measured against. A failure here skips the comparison of that version, and never fails the version.
+It is only used for measurements. A failure here skips the comparison of that version, and never fails the version.
 """
 
 import logging
@@ -25,18 +25,18 @@ from rollout_service.store.writer import VersionWriter
 
 logger = logging.getLogger(__name__)
 _TWIN_FILE = "quantized"
-"""In each version's folder: the digest under which the quantized one was committed."""
+"""File in each version's folder with the digest of the quantized version."""
 _KEPT = 2
-"""The newest and the one before, which the shadow may be reading."""
+"""Number of kept versions: the newest and the one before, which the shadow may be reading."""
 
 
 def unquantized_root(root: Path) -> Path:
-    """Where that log lies, given ``weights.root``."""
+    """Return the folder of that log, given ``weights.root``."""
     return root / "unquantized"
 
 
 def remove_unquantized(root: Path) -> None:
-    """Remove what an earlier service with a shadow has left below ``weights.root``."""
+    """Remove the unquantized log that an earlier service with a shadow left below ``weights.root``."""
     folder = unquantized_root(root)
     if folder.exists():
         logger.info("shadow.share is 0: removing %s", folder)
@@ -44,7 +44,7 @@ def remove_unquantized(root: Path) -> None:
 
 
 class UnquantizedCopy:
-    """One staged version: takes a copy of each tensor on its way to the quantizer."""
+    """The copy of one staged version: stores each tensor before it is quantized."""
 
     def __init__(self, log: WeightLog, version: int, fingerprint: str, converter: Converter, layout: Layout) -> None:
         """``fingerprint``: of the model. Raises OSError if the disk has no room for it."""
@@ -57,14 +57,15 @@ class UnquantizedCopy:
         self._sound = True
 
     def taken(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """The same tensors. Raises QuantizationError for NaN or infinity, as the conversion itself would."""
+        """Copy the tensors and yield them unchanged. Raises QuantizationError for NaN or infinity, like the conversion
+        itself."""
         for name, tensor in tensors:
             if self._sound:
                 self._take(name, tensor)
             yield name, tensor
 
     def renumber(self, version: int) -> None:
-        """Become the copy of another version."""
+        """Change the version number."""
         folder = self._log.staging(version)
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -75,7 +76,7 @@ class UnquantizedCopy:
             self._version, self._folder = version, folder
 
     def commit(self, digest: str) -> None:
-        """Its quantized twin has been committed under that digest: make this one the newest, and drop old ones."""
+        """Commit this copy after its quantized version was committed under that digest, and drop old ones."""
         try:
             if self._sound:
                 recipe, tensors = Recipe(weights="none"), self._writer.finish()
@@ -83,7 +84,7 @@ class UnquantizedCopy:
                     version=self._version, fingerprint=self._fingerprint, recipe=recipe, tensors=tensors
                 )
                 write_sealed(self._folder / _TWIN_FILE, digest)
-                self._log.commit(manifest, "wait")  # what the shadow is scoring with the version before, it finishes
+                self._log.commit(manifest, "wait")  # the shadow finishes scoring with the previous version
             for version in self._log.versions()[:-_KEPT]:
                 self._log.drop(version)
         except (OSError, LogCorrupt) as error:
@@ -94,12 +95,12 @@ class UnquantizedCopy:
         self._writer.close()
 
     def remove_files(self) -> None:
-        """Remove what is not committed."""
+        """Remove the files, unless they are committed."""
         self._writer.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
-        if is_codes(tensor):  # of a broadcast, which nobody announces as a whole
+        if is_codes(tensor):  # only in a broadcast, whose tensors are not all announced at its beginning
             self._lost(f"{name} came as codes")
             return
         try:
@@ -114,7 +115,7 @@ class UnquantizedCopy:
 
 
 class UnquantizedLog:
-    """Keeps the newest versions unquantized; written by the ingest alone."""
+    """Keeps the newest versions unquantized; only the ingest writes it."""
 
     def __init__(self, root: Path, model: ServedModel) -> None:
         """``root``: ``weights.root`` on this node."""
@@ -122,7 +123,8 @@ class UnquantizedLog:
         self._told = False
 
     def recover(self, quantized: WeightLog) -> None:
-        """Remove what an ingest that died has left half done, and versions that are others in the log ``quantized``."""
+        """Remove unfinished copies of an earlier ingest, and copies whose version in the log ``quantized`` is now
+        another one."""
         shutil.rmtree(uploads_folder(self._log.root), ignore_errors=True)
         try:
             self._log.remove_uncommitted()
@@ -138,12 +140,12 @@ class UnquantizedLog:
         head = quantized.head()
         if head is None or version > head.version:
             return False
-        if version not in quantized.versions():  # dropped since: no rollout can be of it
+        if version not in quantized.versions():  # dropped since, so no new rollout can be sampled from it
             return True
         return read_sealed(self._log.folder(version) / _TWIN_FILE) == quantized.manifest(version).digest
 
     def roll_back(self, source: int, version: int, digest: str) -> None:
-        """A kept version was committed again under that number and digest: its copy too, if it is here still."""
+        """Commit the copy of a kept version again under a rollback's number and digest, if the copy still exists."""
         try:
             if source not in self._log.versions():
                 logger.warning(
@@ -174,7 +176,7 @@ class UnquantizedLog:
         return Layout(self._converter.slots(self._model.stored))
 
     def begin(self, version: int, table: Iterable[UploadTensor]) -> UnquantizedCopy | None:
-        """A copy of a version that comes in these tensors; None if there is nothing to copy, or no room."""
+        """Begin a copy of a version with these tensors; None if they are codes, or the disk has no room."""
         if any(tensor.dtype in CODE_DTYPES for tensor in table):
             if not self._told:
                 logger.warning(

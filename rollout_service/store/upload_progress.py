@@ -1,9 +1,9 @@
-"""Which tensors of an upload are stored already: readers of a log in memory may copy these before it is committed.
+"""Progress of an upload's tensors: readers of a log in memory may copy stored tensors before the commit.
 
-A file beside those of the upload, which its writer and its readers map: ``TensorPlaces.digest`` of its tensors, then a
-byte for each tensor, in the order of the files, which becomes 1 once the tensor's bytes are where they belong. It is a
-hint: an upload may be dropped, or a tensor stored again. Who reads early must compare what it has read with the
-manifest of the version that is committed. Needs neither torch nor vllm.
+The writer and the readers map a file beside those of the upload. It has ``TensorPlaces.digest`` of the tensors, then a
+byte for each tensor, in the order of the files. The byte becomes 1 once the tensor's bytes are stored. This is a hint:
+an upload may be dropped, or a tensor stored again. An early reader must therefore compare its bytes with the manifest
+of the committed version. Needs neither torch nor vllm.
 """
 
 import hashlib
@@ -21,19 +21,19 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class UploadProgress:
-    """The writer's. Threads may share it."""
+    """The writer's view of the progress. Thread-safe."""
 
     def __init__(self, folder: Path, places: bytes, numbers: Mapping[str, int]) -> None:
         """
         Args:
-            folder: of the upload, whose files have their sizes.
+            folder: folder of the upload, whose files already have their final sizes.
             places: ``TensorPlaces.digest``.
-            numbers: of each tensor, its place in the order of the files.
+            numbers: index of each tensor in the order of the files.
 
         Raises OSError.
         """
         self._path, self._numbers = folder / PROGRESS_FILE, numbers
-        # readers look for the name: what they find under it is complete
+        # renamed when complete, since readers look for the name
         unnamed = folder / f".{PROGRESS_FILE}"
         unnamed.write_bytes(places + bytes(len(numbers)))
         with unnamed.open("r+b") as file:
@@ -41,27 +41,28 @@ class UploadProgress:
         unnamed.rename(self._path)
 
     def stored(self, name: str) -> None:
-        """A tensor's bytes are in their file. Raises KeyError."""
+        """Note that a tensor's bytes are in their file. Raises KeyError."""
         self._map[_DIGEST_BYTES + self._numbers[name]] = 1
 
     def close(self) -> None:
-        """Nothing is stored any more: the upload is complete, or was dropped."""
+        """Remove the file: the upload is complete, or was dropped."""
         self._path.unlink(missing_ok=True)
         self._map.close()
 
 
 class UploadToRead:
-    """A reader's, of one upload. A context manager."""
+    """A reader's view of one upload. A context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: of the upload. Raises OSError if it is not there, or is no longer."""
+        """``folder``: folder of the upload. Raises OSError if it does not exist."""
         self.folder = folder
         self._file = (folder / PROGRESS_FILE).open("rb")
         self._map = mmap.mmap(self._file.fileno(), 0, prot=mmap.PROT_READ)
 
     @classmethod
     def newest(cls, uploads: Path) -> "UploadToRead | None":
-        """That of the highest version of which files are being written. ``uploads``: the folder that has theirs."""
+        """Return the upload of the highest version that is being written; None if there is none. ``uploads``: folder of
+        all uploads."""
         try:
             versions = sorted((int(each.name) for each in os.scandir(uploads) if each.name.isdecimal()), reverse=True)
         except FileNotFoundError:
@@ -75,16 +76,16 @@ class UploadToRead:
 
     @property
     def places(self) -> bytes:
-        """``TensorPlaces.digest`` of its tensors."""
+        """Return ``TensorPlaces.digest`` of its tensors."""
         return self._map[:_DIGEST_BYTES]
 
     @property
     def is_over(self) -> bool:
-        """Whether its writer has ended: asked before ``stored``, that does not change afterwards."""
+        """Return True if its writer has ended. If this is checked before ``stored``, the latter is final."""
         return os.fstat(self._file.fileno()).st_nlink == 0
 
     def stored(self) -> npt.NDArray[np.bool_]:
-        """Of each tensor, in the order of the files, whether its bytes are there. [tensors]"""
+        """Return the mask of stored tensors, in the order of the files, bool [tensors]."""
         return np.frombuffer(self._map[_DIGEST_BYTES:], np.bool_)
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""What is remembered of an upload: beside its parts while it is staged, beside its manifest once it is committed.
+"""Record of an upload, stored beside its parts while it is staged, and beside its manifest once it is committed.
 
-A JSON document and, on a line of its own, the xxh3-128 of it: a record that a crash or a bad disk has damaged is told
-from a sound one.
+The file has a JSON document, followed by a line with its xxh3-128. A record that a crash or a bad disk has damaged is
+thus detected.
 """
 
 import os
@@ -22,27 +22,28 @@ RECORD_FILE = "upload.json"
 
 
 class UploadRecord(Frozen):
-    """How a version came."""
+    """The record of an upload."""
 
     begin: BeginUpload
     part_bytes: int
     part_digests: tuple[str, ...] = ()
-    """xxh3-128 of every part, in order; empty while the upload is under way."""
+    """xxh3-128 of every part, in order; empty until the upload is complete."""
     delta_bytes: int | None = None
-    """Of all parts of a delta; None: of another upload, or while it is under way."""
+    """Size of all parts of a delta in bytes; None: of another upload, or until it is complete."""
     source_stamp: str = ""
-    """Names, sizes and times of the files of a source, hashed: tells whether they were touched since. Of objects, the
-    digest of what they hold."""
+    """Hash over names, sizes and times of a folder's files, which shows if they were changed since. For objects, the
+    digest of their contents."""
 
     manifest_digest: str = ""
-    """xxh3-128 of the file manifest.json; empty while the upload is under way."""
+    """xxh3-128 of the file manifest.json; empty until the upload is committed."""
     timings: UploadTimings | None = None
-    """None while the upload is under way, and of versions of before they were kept."""
+    """None until the upload is complete, and for versions from before timings were stored."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_an_older_service(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """One that announced with a delta what changes: of a committed version all that is asked of it is kept."""
+        """Convert the record of an older service, whose deltas were announced with their changes. All that is used of a
+        committed version is kept."""
         delta = record.get("begin", {}).get("delta") if isinstance(record.get("begin"), dict) else None
         if not isinstance(delta, dict) or "changes" not in delta:
             return record
@@ -54,24 +55,24 @@ class UploadRecord(Frozen):
 
     @property
     def num_parts(self) -> int:
-        """Parts of the whole upload."""
+        """Return the number of parts of the whole upload."""
         return len(self.part_digests) or self.begin.num_parts(self.part_bytes)
 
     @property
     def uploaded_bytes(self) -> int | None:
-        """Of all parts, once they are there; None: its tensors came otherwise."""
+        """Return the size of all parts in bytes, once they are there; None: its tensors came otherwise."""
         if self.begin.source is not None:
             return None
         return self.begin.nbytes if self.begin.delta is None else self.delta_bytes
 
     @property
     def upload_digest(self) -> str:
-        """Of all parts, or the stamp of a source; and of the KV scales that came with it."""
+        """Return the digest of all parts, or the stamp of a source, together with the KV scales that came with it."""
         content = upload_digest(self.part_digests) if self.begin.source is None else self.source_stamp
         return with_kv_scales(content, self.begin.kv_scales)
 
     def require_meant(self, digest: str | None) -> None:
-        """Raises VersionConflict if a committed version holds other parts than its committer means (None: any)."""
+        """Raise VersionConflict if a committed version has other parts than the commit expects (None: any)."""
         if digest not in (None, self.upload_digest):
             raise VersionConflict(
                 f"version {self.begin.version} is committed with parts that hash to {self.upload_digest}, and not to "
@@ -83,9 +84,8 @@ class UploadRecord(Frozen):
 def source_stamp(folder: Path) -> str:
     """Return a hash over names, sizes and times of the safetensors in ``folder``, their index and the configuration.
 
-    Tools set a file's time of modification (``rsync -a``, ``cp -p``) and file systems round it; no tool sets its inode
-    and the time of its last change. Each file is opened, because NFS asks the server for them only then.
-    Raises OSError.
+    Tools set a file's modification time (``rsync -a``, ``cp -p``) and file systems round it, but no tool sets its inode
+    and ctime. Each file is opened, because NFS asks the server for these only then. Raises OSError.
     """
     patterns = ("*.safetensors", "*.safetensors.index.json", "config.json")
     text = "\n".join(
@@ -105,12 +105,12 @@ def _stat_opened(path: Path) -> os.stat_result:
 
 
 def write_record(folder: Path, record: UploadRecord) -> None:
-    """Put ``record`` into ``folder``, durably and at once."""
+    """Write ``record`` into ``folder``, durably and atomically."""
     write_sealed(folder / RECORD_FILE, record.model_dump_json(exclude_defaults=True))
 
 
 def read_record(folder: Path) -> UploadRecord | None:
-    """The record in ``folder``; None if there is none. Raises LogCorrupt for a damaged one."""
+    """Read the record in ``folder``; None if there is none. Raises LogCorrupt for a damaged one."""
     text = read_sealed(folder / RECORD_FILE)
     try:
         return None if text is None else UploadRecord.model_validate_json(text)
@@ -119,13 +119,13 @@ def read_record(folder: Path) -> UploadRecord | None:
 
 
 class _OfManifest(msgspec.Struct):
-    """The one field of a record that every replica asks for: the others may be the names of 40 000 tensors."""
+    """The only field of a record that every replica reads; parsing the others may mean 40 000 names."""
 
     manifest_digest: str = ""
 
 
 def recorded_manifest_digest(folder: Path) -> str | None:
-    """``manifest_digest`` of the record in ``folder``; None if there is no record, or it has none.
+    """Return ``manifest_digest`` of the record in ``folder``; None if there is no record, or it has none.
 
     Raises LogCorrupt for a damaged record.
     """

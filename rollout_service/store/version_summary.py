@@ -1,4 +1,4 @@
-"""What the ingest keeps in memory of each committed version."""
+"""Summaries of committed versions, which the ingest keeps in memory."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from rollout_service.store.upload_record import UploadRecord
 
 
 class VersionSummary(NamedTuple):
-    """What statuses and metrics tell of a manifest, without its tensors, which may be 40 000."""
+    """The part of a manifest that statuses and metrics need, without its tensors, which may be 40 000."""
 
     digest: str
-    """What LATEST said of it. Replicas name it by this."""
+    """Digest in LATEST, by which replicas identify the version."""
     total_bytes: int
     kv_scales_from: KVScalesFrom
     kv_scales: dict[str, float] | None
-    """As in the manifest, or as they were published since."""
+    """KV scales of the manifest, or as they were published since."""
     label: str | None
     rollback_of: int | None
     delta_of: int | None
@@ -28,8 +28,8 @@ class VersionSummary(NamedTuple):
         """
         Args:
             manifest: with the KV scales that were published since.
-            digest: as committed; it takes a while to compute.
-            record: how it came, if that is known.
+            digest: as committed; computing it takes long.
+            record: record of its upload, if it is known.
         """
         pushed = None if manifest.rollback_of is not None else record
         begin = None if pushed is None else pushed.begin
@@ -47,7 +47,7 @@ class VersionSummary(NamedTuple):
 
 
 def unconfirmed(error: OSError | None) -> Failure | None:
-    """What is shown of a committed version for which ``WeightLog.unconfirmed`` has an error."""
+    """Return the displayed error of a committed version for which ``WeightLog.unconfirmed`` has one."""
     if error is None:
         return None
     return Failure(

@@ -1,9 +1,9 @@
-"""Writes a version's tensors, in any order, into safetensors files whose layout is fixed before the first byte.
+"""Write a version's tensors, in any order, into safetensors files with a fixed layout.
 
-The safetensors library writes a file in one go from tensors that are all in memory; a version arrives tensor by
-tensor and may be larger than memory. Names, dtypes and shapes are known from the start, and so is all of the layout.
+The safetensors library writes a file at once from tensors that are all in memory. A version arrives tensor by tensor
+and may be larger than memory. Its names, dtypes and shapes are known from the start, and therefore its layout.
 
-On a disk a tensor's bytes are written and synced. In a log in memory they are put where they belong (``room``), in
+On a disk a tensor's bytes are written and synced. In a log in memory they are written in place (``room``), in reused
 files of an earlier version if there are any: ``LogMemory``.
 """
 
@@ -25,21 +25,22 @@ from rollout_service.threads import in_threads
 
 _SYNC_BYTES = 128 << 20
 _STAT_BLOCK_BYTES = 512
-"""What ``st_blocks`` counts."""
+"""Size in bytes of the unit of ``st_blocks``."""
 
 
 class LogMemory(NamedTuple):
-    """What the writer of a log in memory has of it."""
+    """Mapped and spare files of a log in memory, for its writer."""
 
     mapped: MappedFiles
     spare: SpareFiles
 
     @classmethod
     def of(cls, root: Path, registered: Registered | None) -> "LogMemory | None":
-        """Of the log in a folder; None if that is on a disk. ``registered``: see ``MappedFiles``. Raises OSError."""
+        """Return the memory of the log in a folder; None if that is on a disk. ``registered``: see ``MappedFiles``.
+        Raises OSError."""
         spare = SpareFiles(root)
         if not is_in_memory(root):
-            spare.remove()  # of a log that was copied from a tmpfs
+            spare.remove()  # left over in a log that was copied from a tmpfs
             return None
         spare.begin()
         return cls(MappedFiles(registered), spare)
@@ -49,9 +50,8 @@ class VersionWriter:
     """Lays tensors out in files below ``folder`` and fills them. Thread-safe for different tensors."""
 
     def __init__(self, folder: Path, layout: Layout, memory: LogMemory | None = None) -> None:
-        """``memory``: of a log in memory; None: the folder is on a disk. Raises OSError when there is no room for all
-        of them.
-        """
+        """``memory``: of a log in memory; None: the folder is on a disk. Raises OSError if there is no room for all
+        tensors."""
         self._folder, self._memory = folder, memory
         self._mapped: dict[str, memoryview] = {}
         self._place = layout.places
@@ -65,8 +65,8 @@ class VersionWriter:
         try:
             files = [(self._open_file(file), file.nbytes) for file in layout.files]
             if memory is not None:
-                memory.spare.keep_only({file.nbytes for file in layout.files})  # of another layout
-            # a full disk is an error here, before any upload; a tmpfs zeroes its memory here
+                memory.spare.keep_only({file.nbytes for file in layout.files})  # others have another layout
+            # reports a full disk before the upload begins; a tmpfs allocates and zeroes its memory here
             new = [file for file in files if memory is None or not _has_all_pages(*file)]
             list(in_threads(lambda file: os.posix_fallocate(file[0], 0, file[1]), new))
             if memory is not None:
@@ -87,50 +87,50 @@ class VersionWriter:
 
     @property
     def has_rooms(self) -> bool:
-        """Whether the files are memory, which is written to through ``room``."""
+        """Return True if the files are in memory, and are written through ``room``."""
         return bool(self._mapped)
 
     @property
     def are_rooms_registered(self) -> bool:
-        """Whether a GPU reads and writes them at the speed of PCIe."""
+        """Return True if a GPU reads and writes the files at PCIe speed."""
         return self._memory is not None and self._memory.mapped.are_registered
 
     def room(self, name: str) -> memoryview:
-        """Where the bytes of a tensor belong, uint8 [nbytes], to be filled before ``filled``. Raises KeyError."""
+        """Return the memory of a tensor's slot, uint8 [nbytes], to be filled before calling ``filled``. Raises
+        KeyError."""
         place = self._place[name]
         return self._mapped[place.file][place.offset : place.offset + place.nbytes]
 
     def stretch(self, file: str, start: int, nbytes: int) -> memoryview:
-        """Bytes of a file, uint8 [nbytes]: the rooms of tensors that follow one another in it. Raises KeyError."""
+        """Return a range of a file, uint8 [nbytes]: the slots of adjacent tensors. Raises KeyError."""
         return self._mapped[file][start : start + nbytes]
 
     def joined_rooms(self, places: Iterable[TensorPlace]) -> Iterator[tuple[int, memoryview]]:
-        """Rooms of these tensors, as ``room``; those of tensors that follow one another in a file are one, with the
-        number of these.
-        """
+        """Yield the slots of these tensors. Adjacent slots of a file are joined, and yielded with their number."""
         for count, file, start, end in neighbours(places):
             yield count, self._mapped[file][start:end]
 
     def room_as_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview | None:
-        """``room`` of a tensor that is stored with this dtype and shape, at a multiple of its elements' size.
+        """Return the slot of a tensor if it is stored with this dtype and shape, and aligned to its element size.
 
-        None if there is none, also where the files are no memory.
+        None otherwise, and if the files are not in memory.
         """
         place = self._place.get(name)
         if place is None or not self._mapped or (place.dtype, place.shape) != (dtype, shape) or not place.nbytes:
             return None
-        # a file begins at a page, but its header has any multiple of 8 bytes, and codes have a byte each
+        # a file begins at a page, but its header's size is any multiple of 8 bytes, and codes have one byte each
         itemsize = place.nbytes // math.prod(shape)
         return None if place.offset % itemsize else self.room(name)
 
     def filled(self, name: str) -> None:
-        """A tensor's bytes are in its room, and hashed here. Raises KeyError."""
+        """Hash a tensor whose bytes are in its slot, and note it as stored. Raises KeyError."""
         self._note(name, *tensor_digests(self.room(name)))
 
     def filled_and_hashed(self, places: Iterable[TensorPlace], digests: bytes) -> None:
-        """The bytes of these tensors are in their rooms.
+        """Note that the bytes of these tensors are in their slots.
 
-        ``digests``: xxh3-128 of each chunk of each of them, one after the other. Raises ValueError for another number.
+        ``digests``: xxh3-128 of each chunk of each tensor, concatenated. Raises ValueError for a wrong number of
+        digests.
         """
         start = 0
         for name, _, _, _, _, nbytes in places:
@@ -146,7 +146,7 @@ class VersionWriter:
             self._progress.stored(name)
 
     def _sync_early(self, file: str, nbytes: int) -> None:
-        """Let the disk work while more is written, or the commit would wait for all of it."""
+        """Sync early, so that the disk works during the upload and the commit does not wait for all of it."""
         with self._lock:
             self._unsynced_bytes += nbytes
             if self._unsynced_bytes < _SYNC_BYTES or (self._syncing is not None and not self._syncing.done()):
@@ -156,21 +156,21 @@ class VersionWriter:
             self._syncing = self._syncer.submit(os.fdatasync, self._fds[file])
 
     def _require_synced(self) -> None:
-        # Linux says once that a page could not be written: a later sync of the same file would succeed
+        # Linux reports a failed page write only once: a later sync of the same file would succeed
         if self._syncing is not None:
             self._syncing.result()
 
     @property
     def unwritten(self) -> list[str]:
-        """Slots that nothing was written to yet."""
+        """Return the slots that are not written yet."""
         return [name for name in self._place if name not in self._written]
 
     def place(self, name: str) -> TensorPlace:
-        """Of a tensor, with its dtype and shape. Raises KeyError."""
+        """Return the place of a tensor, with its dtype and shape. Raises KeyError."""
         return self._place[name]
 
     def read(self, name: str) -> bytearray:
-        """The bytes of a tensor that was written. Raises KeyError for one that was not, or OSError."""
+        """Return the bytes of a stored tensor. Raises KeyError for one that is not stored, or OSError."""
         tensor, done = self._written[name], 0
         data = bytearray(tensor.nbytes)
         while done < tensor.nbytes:
@@ -181,9 +181,9 @@ class VersionWriter:
         return data
 
     def finish(self) -> tuple[StoredTensor, ...]:
-        """Sync the files to disk and return what they hold.
+        """Sync the files to disk and return the stored tensors.
 
-        Raises ValueError while slots are unwritten, OSError for what the disk did not take.
+        Raises ValueError while slots are unwritten, OSError for a failed write.
         """
         if unwritten := self.unwritten:
             raise ValueError(f"{len(unwritten)} tensors were never written: {unwritten[:5]}")
@@ -194,7 +194,7 @@ class VersionWriter:
         return tuple(self._written[name] for name in self._place)
 
     def close(self) -> None:
-        """Close the files; what was written stays."""
+        """Close the files; their content stays."""
         if self._progress is not None:
             self._progress.close()
             self._progress = None
@@ -204,7 +204,7 @@ class VersionWriter:
         self._fds, self._mapped = {}, {}
 
     def _open_file(self, file: LaidOutFile) -> int:
-        """Its descriptor; it holds its header."""
+        """Open a file, write its header, and return its descriptor."""
         path = self._folder / file.name
         is_spare = self._memory is not None and self._memory.spare.take(file.nbytes, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o600)
@@ -214,9 +214,9 @@ class VersionWriter:
 
 
 def _has_all_pages(fd: int, nbytes: int) -> bool:
-    """Whether a file in memory has a page for each of its bytes already, as spare ones have.
+    """Return True if a file in memory already has a page for each of its bytes, as spare files have.
 
-    To ask for them again takes time and no room: Linux looks at every page.
+    Allocating them again takes time, since Linux visits every page, but no space.
     """
     stat = os.fstat(fd)
     return stat.st_size >= nbytes and stat.st_blocks * _STAT_BLOCK_BYTES >= nbytes
