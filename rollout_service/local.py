@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from rollout_service.app import build
+from rollout_service.compat.ray_internals import serve_controller, shut_down_serve
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, application_args, read_document, start_options
 from rollout_service.fleet.serve_status import not_running
-from rollout_service.ray_internals import serve_controller, shut_down_serve
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Callbacks of Serve's controller and HTTP proxies, which deployment files name in ``controller_options``.
 
 Both processes end at SIGTERM, so that Ray or Serve replaces them at once: Ray's own handler leaves a process that lives
-on and answers no call (see ``drain.py``). A proxy holds requests until it knows where to send them.
+on and answers no call (see ``runtime/drain.py``). A proxy holds requests until it knows where to send them.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import time
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service.drain import end_on_sigterm
+from rollout_service.runtime.drain import end_on_sigterm
 
 HEALTH_PATH = "/-/healthz"
 """The health check of Serve's proxies; 200 once they have routes."""

@@ -20,7 +20,7 @@ from benchmarks.common.work import WorkOptions
 from rollout_service.config.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
 from rollout_service.model.served_model import ServedModel
-from rollout_service.threads import in_threads
+from rollout_service.runtime.threads import in_threads
 
 Settings = dict[str, dict[str, Any]]
 

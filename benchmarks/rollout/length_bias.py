@@ -47,7 +47,7 @@ from rollout_service.model.tiny import VOCABULARY, make_tiny_qwen3
 from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.rpc import IngestCalls
+from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.store.log import WeightLog
 
 STOPS = (64, 65, 66)

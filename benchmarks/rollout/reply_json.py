@@ -33,7 +33,7 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.rpc import IngestCalls, MonitorCalls
+from rollout_service.runtime.rpc import IngestCalls, MonitorCalls
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 

@@ -58,7 +58,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.local import APPLICATION, LocalService
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.rpc import EngineClient, ingest_client
+from rollout_service.runtime.rpc import EngineClient, ingest_client
 from rollout_service.store.log import WeightLog
 
 RESULT = "rollout_throughput"

@@ -49,8 +49,8 @@ from rollout_service.client._tensors import describe
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.runtime.threads import in_threads, io_threads
 from rollout_service.store.mapped_files import is_in_memory
-from rollout_service.threads import in_threads, io_threads
 
 LEARNING_RATE = 1e-6
 PERSISTENT, NOISE = 1.0, 5.0

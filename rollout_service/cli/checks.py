@@ -12,19 +12,19 @@ from huggingface_hub import constants
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from rollout_service import nvidia_smi
 from rollout_service.cli import machine
 from rollout_service.cli.machine import Disk, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
 from rollout_service.config.service import AUTO
 from rollout_service.engine.hardware import why_unfit
-from rollout_service.memory import Memory
-from rollout_service.memory import memory as memory_here
-from rollout_service.nvidia_smi import Gpu
+from rollout_service.gpu import nvidia_smi
+from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.protocol.base import Frozen
+from rollout_service.runtime.memory import Memory
+from rollout_service.runtime.memory import memory as memory_here
+from rollout_service.runtime.tls import require_certificate
 from rollout_service.store.mapped_files import IN_MEMORY
-from rollout_service.tls import require_certificate
 
 DASHBOARD_PORT = 8265
 """Ray's own page, if the port is free."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from rollout_service import nvidia_smi
 from rollout_service.engine.environment import is_vllm_for_cpu
+from rollout_service.gpu import nvidia_smi
 from rollout_service.protocol.base import Frozen
 
 _NVCC = "/usr/local/cuda/bin/nvcc"

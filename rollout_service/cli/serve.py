@@ -13,13 +13,13 @@ from typing import NoReturn
 import typer
 import yaml
 
-from rollout_service import nvidia_smi
 from rollout_service.cli.checks import Finding, Plan, with_model
 from rollout_service.cli.doctor import examine
 from rollout_service.cli.output import complain, fail
 from rollout_service.config import ModelConfig
 from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document, start_options
 from rollout_service.errors import RolloutServiceError
+from rollout_service.gpu import nvidia_smi
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.model.hub import pinned, require_room, with_model_here
 from rollout_service.model.served_model import ServedModel

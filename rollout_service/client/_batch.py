@@ -25,7 +25,7 @@ from rollout_service.fleet.continuation import is_version_gone, joined, min_vers
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
-from rollout_service.tasks import raise_first_failure
+from rollout_service.runtime.tasks import raise_first_failure
 
 _CUT = (httpx.NetworkError, httpx.RemoteProtocolError, NotReady, Overloaded)
 """Errors that end a stream but leave its tokens usable: another request can continue them."""

@@ -24,7 +24,6 @@ from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
 from rollout_service.client._stream import RolloutStream
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
-from rollout_service.connections import affordable_connections
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.generate import DetachedRollout
@@ -32,8 +31,9 @@ from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sessions import OpenSession
 from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor, WaitFor
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.tasks import raise_first_failure
-from rollout_service.tls import PinnedCertificates, trusting
+from rollout_service.runtime.connections import affordable_connections
+from rollout_service.runtime.tasks import raise_first_failure
+from rollout_service.runtime.tls import PinnedCertificates, trusting
 
 if TYPE_CHECKING:
     from rollout_service.client._delta import DeltaPushes

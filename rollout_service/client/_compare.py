@@ -26,14 +26,14 @@ import torch
 
 from rollout_service.client._gpu_compare import Counting, Found, Uploads, counting, found, runs_of
 from rollout_service.client._pieces import Batch, Piece
-from rollout_service.gpu_streams import lies_on_gpu, passed, queued_to_host
+from rollout_service.gpu.streams import lies_on_gpu, passed, queued_to_host
 from rollout_service.protocol import delta
 from rollout_service.protocol.delta_parts import most_header_bytes
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 from rollout_service.quant.verdicts import Verdicts
+from rollout_service.runtime.threads import compute_threads
+from rollout_service.runtime.views import SIGNED, bytes_of
 from rollout_service.store.manifest import tensor_digests
-from rollout_service.threads import compute_threads
-from rollout_service.views import SIGNED, bytes_of
 
 logger = logging.getLogger("rollout_service.client")
 

@@ -31,12 +31,12 @@ from rollout_service.errors import (
     QuantizationError,
     RolloutServiceError,
 )
-from rollout_service.memory import memory
 from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.quant.verdicts import Verdicts
+from rollout_service.runtime.memory import memory
 
 if TYPE_CHECKING:
     import torch

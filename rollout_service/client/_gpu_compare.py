@@ -27,10 +27,10 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
-from rollout_service.gpu_streams import passed, queued_to_host, upload_stream
+from rollout_service.gpu.streams import passed, queued_to_host, upload_stream
 from rollout_service.protocol import delta
+from rollout_service.runtime.views import bytes_of
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
-from rollout_service.views import bytes_of
 
 MOST_CHANGES = BATCH_BYTES // 16
 """Maximum number of changes that are read at once. A single piece may have more."""
@@ -111,7 +111,7 @@ def counting(
         old: uint8 [batch.nbytes]; overwritten with the differences.
         new: the contiguous tensor of each span of each piece. Tensors that begin in the batch are hashed.
     """
-    from rollout_service.grouped_difference import Pair, subtract_in_place  # imports triton
+    from rollout_service.gpu.grouped_difference import Pair, subtract_in_place  # imports triton
 
     begin = old.data_ptr()
     pairs: list[Pair] = []
@@ -145,7 +145,7 @@ def found(differences: torch.Tensor, count: int) -> Found:
 
     ``differences``: signed integers [N]. Raises ``torch.cuda.OutOfMemoryError``.
     """
-    from rollout_service.grouped_difference import changes_of  # imports triton
+    from rollout_service.gpu.grouped_difference import changes_of  # imports triton
 
     itemsize = differences.element_size()
     if not count:

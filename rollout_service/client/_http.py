@@ -10,9 +10,9 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.client._retry import Repeat, error_of, retrying
-from rollout_service.connections import ManyConnections, too_many_open_files
 from rollout_service.errors import RolloutServiceError
-from rollout_service.tls import untrusted
+from rollout_service.runtime.connections import ManyConnections, too_many_open_files
+from rollout_service.runtime.tls import untrusted
 
 CONNECT_S = 10.0
 WRITE_S = 60.0

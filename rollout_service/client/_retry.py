@@ -16,7 +16,7 @@ from tenacity import (
 )
 
 from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
-from rollout_service.tls import untrusted
+from rollout_service.runtime.tls import untrusted
 
 logger = logging.getLogger("rollout_service.client")
 

@@ -19,17 +19,17 @@ from rollout_service.client._laps import Laps
 from rollout_service.client._parts import Part, warn_of_pageable_memory
 from rollout_service.client._pieces import Span, batches_of, pieces_of
 from rollout_service.client._tensors import describe
-from rollout_service.gpu_streams import lies_on_gpu, on_device, own_stream_of
+from rollout_service.gpu.pinning import pin, take_host_memory
+from rollout_service.gpu.streams import lies_on_gpu, on_device, own_stream_of
 from rollout_service.model.convert import Named
-from rollout_service.pinning import pin, take_host_memory
 from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, UploadTensor, base_digest
 from rollout_service.quant.verdicts import Verdicts
+from rollout_service.runtime.threads import in_threads, io_threads
+from rollout_service.runtime.views import bytes_of
 from rollout_service.store.manifest import CHUNK_BYTES, joined_digests
-from rollout_service.threads import in_threads, io_threads
-from rollout_service.views import bytes_of
 
 LARGEST_SHARE = 1 / 8
 """Maximum size of a delta, as a share of the version's bytes. A larger one takes about as long as sending

@@ -19,7 +19,8 @@ from rollout_service.client._http import Http
 from rollout_service.client._retry import Repeat
 from rollout_service.client._tensors import Progress, TensorThread
 from rollout_service.errors import NotFound, NotShared
-from rollout_service.gpu_memory import OwnGpuMemory
+from rollout_service.gpu.memory import OwnGpuMemory
+from rollout_service.protocol.ring import Ring, aligned
 from rollout_service.protocol.upload import (
     SHARED_ALIGNMENT,
     Announcement,
@@ -31,9 +32,8 @@ from rollout_service.protocol.upload import (
     placed,
     with_kv_scales,
 )
-from rollout_service.ring import Ring, aligned
-from rollout_service.shared_memory import SharedMemory, machine
-from rollout_service.tasks import raise_first_failure
+from rollout_service.runtime.shared_memory import SharedMemory, machine
+from rollout_service.runtime.tasks import raise_first_failure
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class HostMemory:
         """
         import torch
 
-        from rollout_service.pinning import pin_if_possible
+        from rollout_service.gpu.pinning import pin_if_possible
 
         self.nbytes, self.may_be_mapped = nbytes, False
         self._memory = SharedMemory.create(nbytes)
@@ -314,7 +314,7 @@ def fill(
     """
     import torch
 
-    from rollout_service.views import view_at  # imports torch
+    from rollout_service.runtime.views import view_at  # imports torch
 
     of_dtypes: dict[torch.dtype, torch.Tensor] = {}
     """A view of the whole memory for each dtype. ``view_at`` then takes one call per tensor, where slicing takes

@@ -268,7 +268,7 @@ def _spell(entry: UploadTensor | None) -> str:
 def _cuda_stream_of_this_thread() -> Callable[[], None]:
     import torch
 
-    from rollout_service.gpu_streams import current_stream_is_own
+    from rollout_service.gpu.streams import current_stream_is_own
 
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 

@@ -49,9 +49,9 @@ from rollout_service.protocol.upload import (
     with_kv_scales,
 )
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.tasks import raise_first_failure
-from rollout_service.threads import to_thread_and_back
-from rollout_service.tls import PinnedCertificates
+from rollout_service.runtime.tasks import raise_first_failure
+from rollout_service.runtime.threads import to_thread_and_back
+from rollout_service.runtime.tls import PinnedCertificates
 
 if TYPE_CHECKING:
     import torch

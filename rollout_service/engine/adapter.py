@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rollout_service.compat.vllm_internals import environment_as_it_is, made_since, pause_scheduler
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, staged_by
 from rollout_service.engine.partial_penalties import with_partial_penalties
@@ -37,7 +38,6 @@ from rollout_service.protocol.rollout import Candidate, Completion, FinishReason
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.protocol.sampling_mask import pack
-from rollout_service.vllm_internals import environment_as_it_is, made_since, pause_scheduler
 
 logger = logging.getLogger(__name__)
 

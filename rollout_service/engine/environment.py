@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from rollout_service.config import ServiceConfig
-from rollout_service.logs import TELL_VLLM
+from rollout_service.runtime.logs import TELL_VLLM
 
 _RAYS_OWN = re.compile("(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RAY_.*")
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")

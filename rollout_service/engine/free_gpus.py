@@ -5,7 +5,7 @@ import logging
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 
-from rollout_service import nvidia_smi
+from rollout_service.gpu import nvidia_smi
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.fleet.routing import STATS_PERIOD_S
+from rollout_service.runtime.drain import Drain
 
 UNASKED_AFTER_S = 10 * STATS_PERIOD_S
 """Serve asks replicas for their health and their routing stats every period, and tells none that it removes it."""

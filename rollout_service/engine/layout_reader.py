@@ -23,15 +23,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from rollout_service.config import QuantConfig, ServiceConfig
-from rollout_service.engine.args import engine_args
-from rollout_service.engine.plugin import register
-from rollout_service.model.engine_layout import EngineLayout, LayoutModule, LayoutPart, Section
-from rollout_service.model.families import Cut
-from rollout_service.model.quant_plan import SCALE_SUFFIX, plan
-from rollout_service.model.served_model import ServedModel
-from rollout_service.quant.blockwise import scale_shape
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     ColumnParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
@@ -46,6 +38,14 @@ from rollout_service.vllm_internals import (
     packed_modules,
     single_process_world,
 )
+from rollout_service.config import QuantConfig, ServiceConfig
+from rollout_service.engine.args import engine_args
+from rollout_service.engine.plugin import register
+from rollout_service.model.engine_layout import EngineLayout, LayoutModule, LayoutPart, Section
+from rollout_service.model.families import Cut
+from rollout_service.model.quant_plan import SCALE_SUFFIX, plan
+from rollout_service.model.served_model import ServedModel
+from rollout_service.quant.blockwise import scale_shape
 
 READING = "rollout_service_reading"
 _CUTS: tuple[tuple[type[LinearBase], Cut], ...] = (

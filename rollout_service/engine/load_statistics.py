@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
-from rollout_service.metrics.process import count_kv_reads, set_load
-from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     IterationStats,
     RayPrometheusStatLogger,
     SchedulerStats,
     without_inter_token_latencies,
 )
+from rollout_service.fleet.autoscaling import KV_USAGE, RUNNING, SERVING, VERSION, WAITING
+from rollout_service.metrics.process import count_kv_reads, set_load
+from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

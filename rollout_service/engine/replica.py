@@ -10,7 +10,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain, end_process
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
@@ -34,14 +33,15 @@ from rollout_service.kv_scales.calibrator import (
     with_kv_cache,
     without_fp8,
 )
-from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import AttentionStatus, EngineLoad, KVCacheChoice, ReplicaStatus
 from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.rpc import EngineCalls, ingest_client
+from rollout_service.runtime.drain import Drain, end_process
+from rollout_service.runtime.logs import log_with_serve
+from rollout_service.runtime.rpc import EngineCalls, ingest_client
 from rollout_service.store.node_cache import NodeCache, find_log
 from rollout_service.tracing import describe
 

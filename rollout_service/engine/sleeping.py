@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from rollout_service.compat.vllm_internals import kv_caches, memory_allocator
 from rollout_service.engine.loading.rebind import held_tensors
-from rollout_service.vllm_internals import kv_caches, memory_allocator
 
 _STAGING = "staging"
 """Tag of the staging area in vLLM's allocator, which drops what has a tag of its own, and maps it again."""

@@ -15,7 +15,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.child_errors import collected_errors, reason_of
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.fleet import ReplicaStatus
-from rollout_service.rpc import IngestCalls, ingest_client, report_from_thread
+from rollout_service.runtime.rpc import IngestCalls, ingest_client, report_from_thread
 
 logger = logging.getLogger(__name__)
 

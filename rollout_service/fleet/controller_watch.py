@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from rollout_service import ray_internals
+from rollout_service.compat import ray_internals
 
 logger = logging.getLogger(__name__)
 

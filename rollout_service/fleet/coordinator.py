@@ -14,9 +14,9 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
+from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.log import WeightLog
-from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 

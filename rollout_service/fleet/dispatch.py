@@ -37,8 +37,8 @@ from rollout_service.metrics.process import outcome_of, record
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.rpc import EngineCalls, IngestCalls
-from rollout_service.tasks import raise_first_failure
+from rollout_service.runtime.rpc import EngineCalls, IngestCalls
+from rollout_service.runtime.tasks import raise_first_failure
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from rollout_service.fleet.continuation import part
 from rollout_service.fleet.placements import PLACEMENTS, Placements
 from rollout_service.protocol.progress import Piece, ProgressAsk
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span, merged
-from rollout_service.rpc import EngineCalls
+from rollout_service.runtime.rpc import EngineCalls
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ from rollout_service.protocol.sampling import (
     StopTokens,
     without_repetition,
 )
-from rollout_service.tasks import raise_first_failure
+from rollout_service.runtime.tasks import raise_first_failure
 
 router = APIRouter(tags=["completions"], route_class=PromptsRoute)
 

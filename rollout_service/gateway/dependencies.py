@@ -13,7 +13,6 @@ from ray.serve.handle import DeploymentHandle
 from transformers import PreTrainedTokenizerBase
 
 from rollout_service.config import ServiceConfig
-from rollout_service.connections import ManyConnections
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import ROUTED_FLEET
@@ -21,7 +20,8 @@ from rollout_service.fleet.serve_status import not_running
 from rollout_service.gateway.detached import DetachedRollouts
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
-from rollout_service.rpc import (
+from rollout_service.runtime.connections import ManyConnections
+from rollout_service.runtime.rpc import (
     EngineClient,
     IngestCalls,
     MonitorCalls,
@@ -31,9 +31,9 @@ from rollout_service.rpc import (
     session_client,
     shadow_client,
 )
+from rollout_service.runtime.tls import PinnedCertificates
 from rollout_service.sessions.store import Sessions
 from rollout_service.shadow.feed import ShadowFeed
-from rollout_service.tls import PinnedCertificates
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64

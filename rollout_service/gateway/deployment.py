@@ -10,7 +10,6 @@ from ray.serve.handle import DeploymentHandle
 
 from rollout_service import __version__
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain
 from rollout_service.fleet.controller_watch import watch_controller
 from rollout_service.gateway import (
     areal,
@@ -34,8 +33,9 @@ from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.overdue import OpenRequests, Removal
 from rollout_service.gateway.sglang import routers as sglang
 from rollout_service.gateway.standby import Standby
-from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
+from rollout_service.runtime.drain import Drain
+from rollout_service.runtime.logs import log_with_serve
 from rollout_service.web.errors import install_error_handlers
 
 logger = logging.getLogger(__name__)

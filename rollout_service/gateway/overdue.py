@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_service import ray_internals
+from rollout_service.compat import ray_internals
 from rollout_service.errors import NotReady
 from rollout_service.web.errors import error_response
 

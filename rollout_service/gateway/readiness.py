@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rollout_service.errors import NotReady
 from rollout_service.protocol.fleet import FailedStarts, Fleet
-from rollout_service.rpc import IngestCalls
+from rollout_service.runtime.rpc import IngestCalls
 
 INGEST_ANSWERS_S = 5.0
 """Timeout in seconds. An ingest that cannot start never answers, and the caller should learn the reason soon."""

@@ -17,7 +17,7 @@ from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_service.ray_internals import http_options
+from rollout_service.compat.ray_internals import http_options
 from rollout_service.serve_callbacks import HEALTH_PATH
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from rollout_service.gateway.prompts import of_prompt, roll_out
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
 from rollout_service.protocol.sampling import Reasoning, Sampling
-from rollout_service.tasks import raise_first_failure
+from rollout_service.runtime.tasks import raise_first_failure
 
 EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {}}}
 """OpenAPI entry of a streaming reply. OpenAPI 3.1 has no schema for events; their classes describe them."""

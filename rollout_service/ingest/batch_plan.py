@@ -22,12 +22,12 @@ import torch
 
 from rollout_service.errors import InvalidManifest
 from rollout_service.model.convert import Becomes, Converter
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, placed
 from rollout_service.quant.cuda import ALIGNED_BYTES, MAX_MATRICES, Layout, layout_of
 from rollout_service.quant.digests import chunks_of
 from rollout_service.quant.formats import CODE_DTYPES
 from rollout_service.quant.soundness import CODES, FINITE_SCALES, FINITE_WEIGHTS, Allowed, Numbers, scales, table_of
-from rollout_service.ring import aligned
 from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.tensor_places import TensorPlace, neighbours
 

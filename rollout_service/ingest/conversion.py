@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
-from rollout_service.gpu_streams import own_stream_done
+from rollout_service.gpu.streams import own_stream_done
 from rollout_service.ingest.rooms import Rooms
 from rollout_service.ingest.sources.shared_memory import GpuMemory, SharedGroup
 from rollout_service.metrics.process import count_converted, counted_conversion

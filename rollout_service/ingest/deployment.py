@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import ray
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
-from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.rpc import IngestCalls
+from rollout_service.runtime.drain import Drain
+from rollout_service.runtime.logs import log_with_serve
+from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.store.durable_log import log_to_go_on_with
 from rollout_service.store.log_place import claim_log_place
 from rollout_service.web.auth import Authorizer

@@ -24,6 +24,8 @@ from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.state import DurableState
 from rollout_service.protocol.upload import HowToLoad
 from rollout_service.protocol.weight_log import Head
+from rollout_service.runtime.tasks import Changes
+from rollout_service.runtime.threads import to_thread_and_back
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.durable_log import CopyStopped, DurableLog, require_behind
 from rollout_service.store.log import WeightLog
@@ -32,8 +34,6 @@ from rollout_service.store.mapped_files import is_in_memory
 from rollout_service.store.served_numbers import ServedNumbers
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import unconfirmed
-from rollout_service.tasks import Changes
-from rollout_service.threads import to_thread_and_back
 
 logger = logging.getLogger(__name__)
 

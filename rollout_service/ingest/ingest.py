@@ -16,7 +16,6 @@ from pathlib import Path
 from ray import ObjectRef
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import work_s
 from rollout_service.errors import (
     LogCorrupt,
     LogUnreadable,
@@ -62,7 +61,9 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
-from rollout_service.rpc import Bucket
+from rollout_service.runtime.drain import work_s
+from rollout_service.runtime.rpc import Bucket
+from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
 from rollout_service.store.durable_log import log_to_go_on_with
@@ -73,7 +74,6 @@ from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord, read_record
 from rollout_service.store.version_summary import VersionSummary
-from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 _INTEGER = re.compile("[0-9]{1,16}")

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from rollout_service.gpu_streams import own_stream_of
-from rollout_service.grouped_copy import GroupedCopy
+from rollout_service.gpu.grouped_copy import GroupedCopy
+from rollout_service.gpu.streams import own_stream_of
 from rollout_service.ingest.batch_plan import BatchPlan, Table
 from rollout_service.ingest.sources.source import of_dtype
 from rollout_service.model.convert import Converter, Named

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.gpu_streams import lies_on_gpu, own_stream_of
+from rollout_service.gpu.streams import lies_on_gpu, own_stream_of
+from rollout_service.protocol.ring import aligned
 from rollout_service.quant.verdicts import Verdicts
-from rollout_service.ring import aligned
+from rollout_service.runtime.threads import STRETCH_BYTES, in_threads, stretches
 from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.tensor_places import TensorPlace
 from rollout_service.store.writer import VersionWriter
-from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 _HELD_BYTES = 384 << 20
 """Bytes per batch that is stored and hashed: few kernel launches and one synchronization."""
@@ -146,7 +146,7 @@ class Rooms:
 
     def _copy_to_rooms(self, held: Sequence[_Held], device: torch.device) -> None:
         """Queue the copies of tensors on the GPU. Many small adjacent tensors are packed there, and copied at once."""
-        from rollout_service.grouped_copy import GroupedCopy  # needs triton, and a second to be imported
+        from rollout_service.gpu.grouped_copy import GroupedCopy  # needs triton, and a second to be imported
 
         on_gpu = [(each.place, each.data) for each in held if each.data is not None]
         small = [each for each in on_gpu if each[0].nbytes <= _PACKED_BYTES]

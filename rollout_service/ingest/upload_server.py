@@ -46,11 +46,11 @@ from rollout_service.protocol.upload import (
     SharedTensors,
     part_size,
 )
+from rollout_service.runtime.tls import require_certificate
 from rollout_service.store.direct_io import ThreadBuffers
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.part_space import Incoming, received
 from rollout_service.store.upload_record import UploadRecord
-from rollout_service.tls import require_certificate
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import validation_error
 

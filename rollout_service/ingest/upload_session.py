@@ -45,6 +45,7 @@ from rollout_service.protocol.upload import (
     SharedMemorySource,
 )
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
+from rollout_service.runtime.threads import io_threads
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
@@ -52,7 +53,6 @@ from rollout_service.store.part_space import DirectSpace, PartSpace
 from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import LogMemory, VersionWriter
-from rollout_service.threads import io_threads
 
 if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans

@@ -21,6 +21,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
+from rollout_service.gpu.pinning import pin, pin_if_possible
 from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.conversion import GPU
 from rollout_service.ingest.sources.delta import DeltaOfVersion
@@ -37,7 +38,6 @@ from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
-from rollout_service.pinning import pin, pin_if_possible
 from rollout_service.protocol import delta_planes
 from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.upload import (
@@ -51,6 +51,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     with_kv_scales,
 )
+from rollout_service.runtime.threads import io_threads
 from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.layout import Layout
@@ -62,7 +63,6 @@ from rollout_service.store.served_numbers import ServedNumbers
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
-from rollout_service.threads import io_threads
 
 if TYPE_CHECKING:
     from rollout_service.ingest.batch_plan import BatchPlans

@@ -28,7 +28,7 @@ from rollout_service.metrics.process import record
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult, LayerError
-from rollout_service.rpc import IngestCalls
+from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.store.manifest import Manifest
 
 logger = logging.getLogger(__name__)

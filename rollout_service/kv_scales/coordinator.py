@@ -30,10 +30,10 @@ from rollout_service.kv_scales.scales import TENSORS, ScaledFrom, largest_of_ran
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
+from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
 from rollout_service.store.durable_io import DISK_FULL, read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
-from rollout_service.tasks import Changes, ShieldedTasks, Turns
 
 logger = logging.getLogger(__name__)
 

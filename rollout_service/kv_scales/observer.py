@@ -15,6 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rollout_service.compat.transformers_internals import (
+    AttentionFunction,
+    attention_kernel,
+    eager_attention,
+    registered_attention,
+)
 from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import (
@@ -27,12 +33,6 @@ from rollout_service.kv_scales.scales import (
     scales_from_amax,
 )
 from rollout_service.protocol.kv_scales import LayerError
-from rollout_service.transformers_internals import (
-    AttentionFunction,
-    attention_kernel,
-    eager_attention,
-    registered_attention,
-)
 
 _Mine = TypeVar("_Mine")
 

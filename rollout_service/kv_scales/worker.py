@@ -17,10 +17,7 @@ from typing import Protocol
 import torch
 from vllm.config import ModelConfig, VllmConfig
 
-from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
-from rollout_service.kv_scales.scales import TENSORS, LayerScales
-from rollout_service.protocol.kv_scales import KVMeasurement
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     Attention,
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -29,6 +26,9 @@ from rollout_service.vllm_internals import (
     kv_scale_copies,
     set_forward_context,
 )
+from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
+from rollout_service.kv_scales.scales import TENSORS, LayerScales
+from rollout_service.protocol.kv_scales import KVMeasurement
 
 MOST_TOKENS = 2048
 """Of one pass, padding included, or as many as a step of the engine may have: memory for more was not set aside."""

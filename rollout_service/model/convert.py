@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rollout_service.errors import InvalidManifest, QuantizationError
-from rollout_service.gpu_streams import lies_on_gpu
+from rollout_service.gpu.streams import lies_on_gpu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor

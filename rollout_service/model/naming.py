@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from rollout_service.compat.transformers_internals import as_saved
 from rollout_service.protocol.experts import STACKED_DOWN, STACKED_GATE_UP, ExpertNaming, pieces
-from rollout_service.transformers_internals import as_saved
 
 _EXPERT = re.compile(r"^(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<leaf>.+)\.weight$")
 

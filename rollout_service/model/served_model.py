@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rollout_service.compat.transformers_internals import ignored_when_loading, kept_in_float32
 from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.errors import InvalidManifest
 from rollout_service.model.engine_layout import EngineLayout
@@ -35,7 +36,6 @@ from rollout_service.model.vllm_layout import read_layout
 from rollout_service.protocol.experts import ExpertNaming, Piece, pieces
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
-from rollout_service.transformers_internals import ignored_when_loading, kept_in_float32
 
 ROUTERS = ("gate", "shared_expert_gate")
 """What chooses experts, or scales the shared one; last part of the modules' names."""

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain
-from rollout_service.logs import log_with_serve
 from rollout_service.monitor.monitor import Monitor
-from rollout_service.rpc import MonitorCalls
+from rollout_service.runtime.drain import Drain
+from rollout_service.runtime.logs import log_with_serve
+from rollout_service.runtime.rpc import MonitorCalls
 
 
 class MonitorReplica(Monitor):

@@ -2,10 +2,10 @@
 
 import logging
 
-from rollout_service.background_sender import BackgroundSender
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Rollout
-from rollout_service.rpc import MonitorCalls
+from rollout_service.runtime.background_sender import BackgroundSender
+from rollout_service.runtime.rpc import MonitorCalls
 
 logger = logging.getLogger(__name__)
 QUEUE_TOKENS = 1 << 20

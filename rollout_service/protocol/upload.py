@@ -69,8 +69,8 @@ from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
+from rollout_service.protocol.ring import ALIGNMENT_BYTES, aligned
 from rollout_service.protocol.tensors import QuantWeights
-from rollout_service.ring import ALIGNMENT_BYTES, aligned
 
 PART_DIGEST_HEADER = "X-Part-Digest"
 UPLOADER_HEADER = "X-Uploader"

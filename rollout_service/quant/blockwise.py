@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.errors import QuantizationError
-from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
+from rollout_service.runtime.threads import STRETCH_BYTES, in_threads, stretches
 
 BLOCK = 128
 E4M3_MAX = 448.0

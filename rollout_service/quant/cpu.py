@@ -17,7 +17,7 @@ import torch
 
 from rollout_service.quant import channelwise
 from rollout_service.quant.blockwise import BLOCK, CODES, scale_shape
-from rollout_service.threads import io_threads
+from rollout_service.runtime.threads import io_threads
 
 _Array = npt.NDArray[np.generic]
 _Matrix = tuple[_Array, _Array, _Array]

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import queued_to
+from rollout_service.gpu.streams import queued_to
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 import xxhash
 
-from rollout_service.gpu_streams import on_device, queued_to, queued_to_host
-from rollout_service.grouped_copy import numbered
+from rollout_service.gpu.grouped_copy import numbered
+from rollout_service.gpu.streams import on_device, queued_to, queued_to_host
 
 Words = npt.NDArray[np.uint64]
 

@@ -30,13 +30,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rollout_service.quant.forwards import Forward, Forwards
-from rollout_service.transformers_internals import (
+from rollout_service.compat.transformers_internals import (
     AttentionFunction,
     attention_kernel,
     eager_attention,
     registered_attention,
 )
+from rollout_service.quant.forwards import Forward, Forwards
 
 KNOWN_LAYERS = frozenset(
     f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from rollout_service.compat.transformers_internals import is_silu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_blockwise
 from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings, kernels_of
 from rollout_service.quant.forwards import Forward, Forwards
 from rollout_service.quant.quantizer import Quantizer
-from rollout_service.transformers_internals import is_silu
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 
-from rollout_service.gpu_streams import own_stream
+from rollout_service.gpu.streams import own_stream
 from rollout_service.quant.blockwise import require_finite
 from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 from rollout_service.quant.verdicts import Verdicts
-from rollout_service.views import view_at
+from rollout_service.runtime.views import view_at
 
 logger = logging.getLogger(__name__)
 

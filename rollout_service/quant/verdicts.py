@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rollout_service.gpu_streams import passed, queued_to_host
+from rollout_service.gpu.streams import passed, queued_to_host
 
 _Asked = tuple[torch.Tensor, Callable[[], object]]
 

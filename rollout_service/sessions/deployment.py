@@ -1,8 +1,8 @@
 """The session store as a Serve deployment with one replica, for services with several gateways."""
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain
-from rollout_service.logs import log_with_serve
+from rollout_service.runtime.drain import Drain
+from rollout_service.runtime.logs import log_with_serve
 from rollout_service.sessions.store import Sessions
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
-from rollout_service.rpc import SessionCalls
+from rollout_service.runtime.rpc import SessionCalls
 from rollout_service.sessions.conversation import key_of, keys_of
 
 MOST_SESSIONS = 65536

@@ -10,17 +10,17 @@ from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import KVCacheConfig, QuantConfig
-from rollout_service.drain import Drain
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.plugin import register
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
-from rollout_service.logs import log_with_serve
 from rollout_service.model.hub import with_model_here
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.scoring import ScoreCall
-from rollout_service.rpc import ShadowCalls, ingest_client, monitor_client
+from rollout_service.runtime.drain import Drain
+from rollout_service.runtime.logs import log_with_serve
+from rollout_service.runtime.rpc import ShadowCalls, ingest_client, monitor_client
 from rollout_service.shadow.scorer import Scorer
 from rollout_service.shadow.watch import LogWatch
 from rollout_service.store.log import WeightLog

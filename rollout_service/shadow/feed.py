@@ -2,14 +2,14 @@
 
 import logging
 
-from rollout_service.background_sender import FULL, BackgroundSender
 from rollout_service.config import ShadowConfig
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.scoring import ScoreCall
-from rollout_service.rpc import ShadowCalls
+from rollout_service.runtime.background_sender import FULL, BackgroundSender
+from rollout_service.runtime.rpc import ShadowCalls
 from rollout_service.shadow.sample import calls_of, is_comparable, is_sampled
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from rollout_service.errors import InvalidRequest, NonFiniteLogprob
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.scoring import ScoreCall
-from rollout_service.rpc import MonitorCalls
+from rollout_service.runtime.rpc import MonitorCalls
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.weight_log import Head
+from rollout_service.runtime.threads import in_threads
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, block_buffer
 from rollout_service.store.durable_io import (
     DISK_FULL,
@@ -38,7 +39,6 @@ from rollout_service.store.manifest import Manifest, StoredTensor
 from rollout_service.store.mapped_files import is_in_memory
 from rollout_service.store.reading import VersionReader, pieces
 from rollout_service.store.served_numbers import ServedNumbers
-from rollout_service.threads import in_threads
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,7 @@ from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
+from rollout_service.runtime.threads import in_threads
 from rollout_service.store.durable_io import make_private, remove_tree, replace_synced, sync_folder, write_synced
 from rollout_service.store.manifest import (
     CHUNK_BYTES,
@@ -52,7 +53,6 @@ from rollout_service.store.reading import VersionReader
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.tensor_places import FileHeader
 from rollout_service.store.upload_record import UploadRecord, recorded_manifest_digest, write_record
-from rollout_service.threads import in_threads
 
 IN_MEMORY = "IN_MEMORY"
 """File in ``weights.disk_root`` with the path of the log, if ``weights.root`` is ``auto`` and the log is in memory."""

@@ -14,9 +14,9 @@ import xxhash
 from rollout_service.config import ServiceConfig
 from rollout_service.config.service import AUTO
 from rollout_service.errors import LogLocked
-from rollout_service.memory import memory
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import LogPlace
+from rollout_service.runtime.memory import memory
 from rollout_service.store.durable_io import WriterLock, make_private, remove_tree, require_own
 from rollout_service.store.log import IN_MEMORY
 

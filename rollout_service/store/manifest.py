@@ -11,8 +11,8 @@ import xxhash
 
 from rollout_service.protocol.tensors import QuantWeights, StoredDtype
 from rollout_service.protocol.weights import KVScalesFrom
+from rollout_service.runtime.threads import STRETCH_BYTES, in_threads, stretches
 from rollout_service.store.tensor_places import TensorPlaces
-from rollout_service.threads import STRETCH_BYTES, in_threads, stretches
 
 MANIFEST_FILE = "manifest.json"
 

@@ -22,7 +22,8 @@ from ray.exceptions import RayError
 from rollout_service.config.service import AUTO, WeightsConfig
 from rollout_service.errors import LogCorrupt, LogLocked, NotReady
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
-from rollout_service.rpc import IngestCalls
+from rollout_service.runtime.rpc import IngestCalls
+from rollout_service.runtime.threads import to_thread_and_back
 from rollout_service.store.chunk_server import CHUNK_BYTES
 from rollout_service.store.durable_io import (
     DISK_FULL,
@@ -35,7 +36,6 @@ from rollout_service.store.durable_io import (
 )
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import ManifestDamaged, read_manifest
-from rollout_service.threads import to_thread_and_back
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from rollout_service.runtime.threads import in_threads
 from rollout_service.store.layout import LaidOutFile, Layout
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.tensor_places import TensorPlace, neighbours
 from rollout_service.store.upload_progress import UploadProgress
-from rollout_service.threads import in_threads
 
 _SYNC_BYTES = 128 << 20
 _STAT_BLOCK_BYTES = 512

@@ -8,7 +8,7 @@ import torch
 
 from rollout_service.config.engine import QuantConfig
 from rollout_service.errors import QuantizationError
-from rollout_service.gpu_streams import own_stream_done
+from rollout_service.gpu.streams import own_stream_done
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_service.grouped_copy import TILE_BYTES, GroupedCopy, Rows
+from rollout_service.gpu.grouped_copy import TILE_BYTES, GroupedCopy, Rows
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
 from tests.support.one_engine import mean_difference, running

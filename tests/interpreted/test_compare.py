@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_service import grouped_difference
 from rollout_service.client import _compare, _gpu_compare, _pieces
 from rollout_service.client._gpu_compare import Counting, Found
 from rollout_service.client._pieces import batches_of
 from rollout_service.client._sent_weights import Changes, SentWeights, prepare
 from rollout_service.errors import QuantizationError
+from rollout_service.gpu import grouped_difference
 from rollout_service.protocol import delta
 from rollout_service.quant import digests
 from rollout_service.store import manifest

@@ -18,11 +18,11 @@ from rollout_service.ingest.conversion import Conversion
 from rollout_service.ingest.sources.shared_memory import GpuMemory, SharedBatch
 from rollout_service.model import convert
 from rollout_service.model.convert import Converter
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import SharedTensors, TrainerRecipe, UploadTensor
 from rollout_service.quant import quantizer
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
 from rollout_service.quant.verdicts import Verdicts
-from rollout_service.ring import aligned
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.mapped_files import MappedFiles

@@ -13,7 +13,7 @@ from rollout_service.client._pieces import Piece, batches_of, pieces_of
 from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import UploadTensor
-from rollout_service.views import SIGNED, bytes_of
+from rollout_service.runtime.views import SIGNED, bytes_of
 
 DTYPES = [torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32]
 

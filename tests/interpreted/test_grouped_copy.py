@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout_service.grouped_copy import TILE_BYTES, GroupedCopy, Rows
+from rollout_service.gpu.grouped_copy import TILE_BYTES, GroupedCopy, Rows
 
 
 @pytest.mark.parametrize("shift", [0, 4, 3])

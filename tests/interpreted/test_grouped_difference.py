@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_service import grouped_difference
-from rollout_service.grouped_difference import Pair, subtract_in_place
+from rollout_service.gpu import grouped_difference
+from rollout_service.gpu.grouped_difference import Pair, subtract_in_place
 
 SIZES = [1, 3, 16, 4096, 16_384, 16_385, 40_000]
 

@@ -14,8 +14,8 @@ from rollout_service.ingest.batch_plan import BatchPlan, BatchPlans, NotPlanned
 from rollout_service.ingest.planned_batch import PlannedBatch
 from rollout_service.model.convert import Converter
 from rollout_service.protocol.experts import ExpertNaming
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor, placed
-from rollout_service.ring import aligned
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles

@@ -10,7 +10,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
-from rollout_service.rpc import EngineCalls, IngestCalls
+from rollout_service.runtime.rpc import EngineCalls, IngestCalls
 from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 

@@ -38,27 +38,9 @@ OF_AN_EXTRA = {"protocol/compiled_planes.py": "delta"}
 WITH_TORCH_FOR_CUDA = {"cuda"}
 """What ``torch`` brings where it uses CUDA, and nobody installs elsewhere."""
 LAYERS = (
-    *("errors", "connections", "tls", "private_names", "threads", "drain", "serve_callbacks", "tasks", "ring"),
-    *(
-        "ray_internals",
-        "transformers_internals",
-        "protocol",
-        "nvidia_smi",
-        "memory",
-        "pinning",
-        "gpu_memory",
-        "gpu_streams",
-        "grouped_copy",
-        "grouped_difference",
-        "views",
-        "shared_memory",
-        "tracing",
-        "logs",
-        "rpc",
-    ),
-    *("vllm_internals", "vllm_attention", "vllm_serving"),
+    *("errors", "protocol", "compat", "gpu", "tracing", "runtime", "serve_callbacks"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
-    *("correction", "background_sender", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
+    *("correction", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
     *("app", "local", "cli"),
 )
 """The package's parts, lowest first: each imports only those before it."""

@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-from rollout_service.engine.attention import fp8_decode
-from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
-from rollout_service.engine.attention.decoding import FP8Cache, grouped_decode, grouped_fp8_decode
-from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
-from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping
-from rollout_service.engine.attention.reads import KVReads
-from rollout_service.engine.hardware import FLASH_ATTENTION_3
-from rollout_service.vllm_attention import (
+from rollout_service.compat.vllm_attention import (
     AttentionCGSupport,
     AttentionType,
     CommonAttentionMetadata,
@@ -32,6 +25,13 @@ from rollout_service.vllm_attention import (
     kv_cache_parts,
     qkv_scales,
 )
+from rollout_service.engine.attention import fp8_decode
+from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
+from rollout_service.engine.attention.decoding import FP8Cache, grouped_decode, grouped_fp8_decode
+from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
+from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping
+from rollout_service.engine.attention.reads import KVReads
+from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 FLASH_ATTENTION = 3
 """Version whose decode of several rows an entry was measured."""

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rollout_service.compat.vllm_internals import attention_layers
 from rollout_service.engine.attention.choice import SHOWN
-from rollout_service.vllm_internals import attention_layers
 
 if TYPE_CHECKING:
     from rollout_service.engine.attention.reads import KVReads

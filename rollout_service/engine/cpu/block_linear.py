@@ -8,8 +8,7 @@ The decoded weights cost four bytes a parameter beside the one of the codes: for
 import torch
 from vllm.platforms import current_platform
 
-from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     BlockQuantScaleParameter,
     Fp8BlockScaledMMLinearKernel,
     Fp8LinearMethod,
@@ -21,6 +20,7 @@ from rollout_service.vllm_internals import (
     register_weight_loader_v2_supported_method,
     validate_fp8_block_shape,
 )
+from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 
 class CpuBlockScaledMM(Fp8BlockScaledMMLinearKernel):

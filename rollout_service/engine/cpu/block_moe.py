@@ -2,10 +2,7 @@
 
 import torch
 
-from rollout_service.engine.cpu.block_linear import decode_activations
-from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
-from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     Fp8Config,
     Fp8MoEMethod,
     FusedMoEMethodBase,
@@ -14,6 +11,9 @@ from rollout_service.vllm_internals import (
     QuantFP8,
     RoutedExperts,
 )
+from rollout_service.engine.cpu.block_linear import decode_activations
+from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
+from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 
 class CpuBlockMoEMethod(Fp8MoEMethod):

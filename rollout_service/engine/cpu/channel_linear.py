@@ -10,17 +10,17 @@ from collections.abc import Callable
 
 import torch
 
-from rollout_service.protocol.tensors import WeightFormatName
-from rollout_service.quant.blockwise import E4M3_MAX
-from rollout_service.quant.channelwise import INT8_MAX
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     ChannelQuantScaleParameter,
     LinearBase,
     LinearMethodBase,
     ModelWeightParameter,
     register_weight_loader_v2_supported_method,
 )
+from rollout_service.protocol.tensors import WeightFormatName
+from rollout_service.quant.blockwise import E4M3_MAX
+from rollout_service.quant.channelwise import INT8_MAX
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 
 _SMALLEST_FP8_SCALE = 1 / (E4M3_MAX * 512)
 

@@ -2,16 +2,16 @@
 
 import torch
 
-from rollout_service.engine.cpu.channel_linear import THROUGH_CODES
-from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
-from rollout_service.quant.formats import WeightFormat
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
     FusedMoeWeightScaleSupported,
     RoutedExperts,
     set_weight_attrs,
 )
+from rollout_service.engine.cpu.channel_linear import THROUGH_CODES
+from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
+from rollout_service.quant.formats import WeightFormat
 
 
 class CpuChannelMoEMethod(FusedMoEMethodBase):

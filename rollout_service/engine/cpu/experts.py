@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch.nn.functional import gelu, silu
 
-from rollout_service.vllm_internals import MoEActivation, RoutedExperts
+from rollout_service.compat.vllm_internals import MoEActivation, RoutedExperts
 
 # vLLM's own CPU kernels cut a BF16 result off instead of rounding it where the processor has no BF16 instructions
 _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {

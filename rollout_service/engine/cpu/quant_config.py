@@ -8,13 +8,7 @@ import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
-from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
-from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
-from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
-from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, CPU_CHANNEL
-from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
-from rollout_service.vllm_internals import (
+from rollout_service.compat.vllm_internals import (
     Attention,
     BaseKVCacheMethod,
     Fp8Config,
@@ -26,6 +20,12 @@ from rollout_service.vllm_internals import (
     forget_kernel,
     is_layer_skipped,
 )
+from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
+from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
+from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
+from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
+from rollout_service.engine.plugin import CPU_BF16, CPU_BLOCK_FP8, CPU_CHANNEL
+from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 
 
 class CpuMoEMethod(UnquantizedFusedMoEMethod):

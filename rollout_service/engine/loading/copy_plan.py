@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rollout_service.compat.vllm_internals import is_deferred_attention_layer, is_of_kv_cache
 from rollout_service.engine.loading.placement import Placement, Span
-from rollout_service.grouped_copy import GroupedCopy, Rows
+from rollout_service.gpu.grouped_copy import GroupedCopy, Rows
 from rollout_service.store.manifest import Manifest
-from rollout_service.vllm_internals import is_deferred_attention_layer, is_of_kv_cache
 
 
 class NoPlan(Exception):

@@ -5,7 +5,7 @@ On a GPU there are none.
 
 import torch
 
-from rollout_service.vllm_internals import ParallelLMHead, unpacked_convolution
+from rollout_service.compat.vllm_internals import ParallelLMHead, unpacked_convolution
 
 
 def renew_tied_head(model: torch.nn.Module) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from rollout_service.engine.loading.placement import Move, Placement
-from rollout_service.gpu_streams import own_stream_of, queued_to_host
+from rollout_service.gpu.streams import own_stream_of, queued_to_host
+from rollout_service.runtime.threads import in_threads
 from rollout_service.store.reading import Piece, VersionReader
-from rollout_service.threads import in_threads
 
 if TYPE_CHECKING:
     from rollout_service.quant.digests import Hashing

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rollout_service.vllm_internals import is_deferred_attention_layer, load_progress, load_whole
+from rollout_service.compat.vllm_internals import is_deferred_attention_layer, load_progress, load_whole
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from rollout_service.vllm_internals import hold, is_deferred_attention_layer, is_of_kv_cache
+from rollout_service.compat.vllm_internals import hold, is_deferred_attention_layer, is_of_kv_cache
 
 _LEAVES = (str, bytes, int, float, complex, type, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
 _NO_HOLDERS = (

@@ -26,16 +26,16 @@ from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.errors import LogCorrupt
-from rollout_service.gpu_streams import on_device
-from rollout_service.memory import memory
-from rollout_service.pinning import pin
+from rollout_service.gpu.pinning import pin
+from rollout_service.gpu.streams import on_device
 from rollout_service.protocol.tensors import StoredDtype
+from rollout_service.runtime.memory import memory
+from rollout_service.runtime.threads import in_threads, io_threads
 from rollout_service.store.log import verify_tensors
 from rollout_service.store.manifest import Manifest, ManifestDamaged, StoredTensor, read_manifest
 from rollout_service.store.mapped_files import MappedFiles
 from rollout_service.store.reading import Piece, VersionReader, pieces
 from rollout_service.store.spare_files import SpareFiles
-from rollout_service.threads import in_threads, io_threads
 
 logger = logging.getLogger(__name__)
 

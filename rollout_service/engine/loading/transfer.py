@@ -21,6 +21,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
+from rollout_service.compat.vllm_internals import (
+    Attention,
+    MambaBase,
+    VocabParallelEmbedding,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    is_deferred_attention_layer,
+    load_progress,
+    name_partial_loaders,
+)
 from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
 from rollout_service.engine.loading.cpu_copies import renew_convolutions, renew_tied_head
 from rollout_service.engine.loading.direct_copies import DirectCopies, unloaded_modules
@@ -46,19 +56,9 @@ from rollout_service.engine.plugin import STAGING_KEY
 from rollout_service.engine.sleeping import staging_memory
 from rollout_service.errors import LogCorrupt
 from rollout_service.kv_scales.worker import load_kv_scales
-from rollout_service.memory import memory
 from rollout_service.protocol.fleet import Staging
+from rollout_service.runtime.memory import memory
 from rollout_service.store.manifest import read_manifest
-from rollout_service.vllm_internals import (
-    Attention,
-    MambaBase,
-    VocabParallelEmbedding,
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    is_deferred_attention_layer,
-    load_progress,
-    name_partial_loaders,
-)
 
 logger = logging.getLogger(__name__)
 

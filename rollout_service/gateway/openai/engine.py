@@ -1,6 +1,6 @@
 """An ``EngineClient`` for vLLM's server classes. It represents all replicas, behind the dispatcher.
 
-Imports vLLM's server, see ``vllm_serving.py``.
+Imports vLLM's server, see ``compat/vllm_serving.py``.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
+from rollout_service.compat.vllm_serving import EngineClient
 from rollout_service.errors import BadRequest, InvalidRequest, RolloutServiceError
 from rollout_service.fleet.detokenizer import TokenStrings
 from rollout_service.fleet.live import LivePiece
@@ -26,7 +27,6 @@ from rollout_service.gateway.text import TextStream, token_strings
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Reasoning, Sampling, StructuredOutputs
-from rollout_service.vllm_serving import EngineClient
 from rollout_service.web.errors import bad_request
 
 _AS_THEY_ARE = frozenset(Sampling.model_fields) & frozenset(SamplingParams.__struct_fields__) - {

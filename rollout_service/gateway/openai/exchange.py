@@ -12,7 +12,7 @@ from rollout_service.metrics.process import record
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sessions import Message, Prefix, Turn
-from rollout_service.rpc import SessionCalls
+from rollout_service.runtime.rpc import SessionCalls
 from rollout_service.sessions.template import REASONS, Branch
 
 BRANCH_HEADER = "X-Session-Branch"

@@ -1,7 +1,7 @@
 """vLLM's chat server classes, extended to continue and record session turns token by token.
 
 A continued turn keeps the sampled tokens. Tokenizing sampled text again rarely gives the same tokens, and a trainer
-would learn from tokens that the model never read. Imports vLLM's server, see ``vllm_serving.py``.
+would learn from tokens that the model never read. Imports vLLM's server, see ``compat/vllm_serving.py``.
 """
 
 import json
@@ -17,11 +17,7 @@ from openai.types.responses import ResponseOutputItemAddedEvent, ResponseOutputI
 from openai.types.responses.response import IncompleteDetails
 from vllm.inputs import TextPrompt, tokens_input
 
-from rollout_service.gateway.openai.exchange import current
-from rollout_service.protocol.sessions import Message, Prefix
-from rollout_service.sessions.conversation import as_one_message
-from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, text_after
-from rollout_service.vllm_serving import (
+from rollout_service.compat.vllm_serving import (
     AnthropicServingMessages,
     ChatCompletionResponse,
     ChatParams,
@@ -36,6 +32,10 @@ from rollout_service.vllm_serving import (
     construct_chat_messages_with_tool_call,
     is_mistral_tokenizer,
 )
+from rollout_service.gateway.openai.exchange import current
+from rollout_service.protocol.sessions import Message, Prefix
+from rollout_service.sessions.conversation import as_one_message
+from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, text_after
 
 logger = logging.getLogger(__name__)
 

@@ -159,7 +159,7 @@ async def _serving(services: Services) -> tuple[Serving, Any]:
     """Return vLLM's server objects, and the module with its request models."""
     assert services.chats is not None
     serving: Serving = await services.chats.get(services)
-    from rollout_service import vllm_serving
+    from rollout_service.compat import vllm_serving
 
     return serving, vllm_serving
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rollout_service.config import ChatConfig, ServiceConfig
 from rollout_service.errors import InvalidRequest
-from rollout_service.logs import TELL_VLLM
+from rollout_service.runtime.logs import TELL_VLLM
 from rollout_service.sessions.probe import begins_branches, outcomes_of, summary
 from rollout_service.sessions.template import REASONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollout_service.gateway.dependencies import Services
-    from rollout_service.vllm_serving import (
+    from rollout_service.compat.vllm_serving import (
         AnthropicServingMessages,
         OpenAIServingChat,
         OpenAIServingResponses,
         ServingTokenization,
     )
+    from rollout_service.gateway.dependencies import Services
 
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
 
-    from rollout_service import vllm_serving as vllm
+    from rollout_service.compat import vllm_serving as vllm
     from rollout_service.gateway.openai.engine import DispatchedEngine
     from rollout_service.gateway.openai.recording import (
         ContinuingRenderer,

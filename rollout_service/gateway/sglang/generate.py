@@ -25,7 +25,7 @@ from rollout_service.protocol.sampling import (
     refuse_many_unknown,
     without_idle_nulls,
 )
-from rollout_service.tasks import raise_first_failure
+from rollout_service.runtime.tasks import raise_first_failure
 
 router = APIRouter(tags=["sglang"], route_class=DataRoute)
 

@@ -101,7 +101,7 @@ class NcclLink:
     """vLLM's communicator on this process's first GPU."""
 
     def __init__(self, init: TransferInit) -> None:
-        from rollout_service.vllm_internals import join_nccl_by_id
+        from rollout_service.compat.vllm_internals import join_nccl_by_id
 
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
@@ -135,7 +135,7 @@ def ask_for_unique_id(init: TransferInit) -> tuple[TCPStore, bytes]:
     vLLM's own rendezvous would unpickle the store's content, and so run code from that address. Raises RuntimeError for
     anything but an id.
     """
-    from rollout_service.vllm_internals import NCCL_UNIQUE_ID_KEY, nccl_unique_id
+    from rollout_service.compat.vllm_internals import NCCL_UNIQUE_ID_KEY, nccl_unique_id
 
     assert init.master_address is not None and init.master_port is not None  # TransferInit has checked it
     # the trainer waits until its store has counted every rank

@@ -25,8 +25,8 @@ from rollout_service.ingest.receiver.messages import (
     TrainerThere,
 )
 from rollout_service.ingest.receiver.shared_memory import SharedMemory
+from rollout_service.protocol.ring import Ring, aligned
 from rollout_service.protocol.weight_transfer import TensorsToCome, broadcasts, total
-from rollout_service.ring import Ring, aligned
 
 BATCH_BYTES = 64 << 20
 """Maximum size in bytes of a batch, unless a single tensor is larger. The ingest converts several batches at once."""

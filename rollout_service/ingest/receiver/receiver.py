@@ -31,8 +31,8 @@ from rollout_service.ingest.receiver.messages import (
 from rollout_service.ingest.receiver.process import run
 from rollout_service.ingest.receiver.shared_memory import SharedMemory
 from rollout_service.ingest.sources.source import as_tensor
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit
-from rollout_service.ring import aligned
 
 logger = logging.getLogger(__name__)
 

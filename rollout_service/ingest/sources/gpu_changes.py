@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import on_device, own_stream_of, queued_to
+from rollout_service.gpu.streams import on_device, own_stream_of, queued_to
 from rollout_service.protocol import delta
-from rollout_service.ring import aligned
-from rollout_service.views import SIGNED
+from rollout_service.protocol.ring import aligned
+from rollout_service.runtime.views import SIGNED
 
 _PLANES = delta.GAP_PLANES + max(SIGNED)
 """Number of planes for the largest elements. For smaller elements the last planes are zeros."""

@@ -12,10 +12,10 @@ import torch
 
 from rollout_service.ingest.sources.source import of_dtype
 from rollout_service.model.convert import BATCH_BYTES, Named
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor
-from rollout_service.ring import aligned
+from rollout_service.runtime.views import view_at
 from rollout_service.store.layout import groups_of
-from rollout_service.views import view_at
 
 _ALIGNED_BYTES = 16
 """Alignment in bytes of each tensor, at which kernels read fastest."""

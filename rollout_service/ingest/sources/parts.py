@@ -16,8 +16,8 @@ from rollout_service.ingest.sources.gpu_parts import InStream, RegisteredParts, 
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, tensor_offsets
+from rollout_service.runtime.threads import STRETCH_BYTES, in_threads
 from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
-from rollout_service.threads import STRETCH_BYTES, in_threads
 
 logger = logging.getLogger(__name__)
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")

@@ -39,7 +39,7 @@ from rollout_service.protocol.upload import (
     with_kv_scales,
 )
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.rpc import Bucket, ingest_client
+from rollout_service.runtime.rpc import Bucket, ingest_client
 
 logger = logging.getLogger(__name__)
 Refs: TypeAlias = Mapping[str, ray.ObjectRef] | Iterable[ray.ObjectRef] | ray.ObjectRef

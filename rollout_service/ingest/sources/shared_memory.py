@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rollout_service.errors import InvalidRequest, NotShared
-from rollout_service.gpu_memory import OtherGpuMemory
+from rollout_service.gpu.memory import OtherGpuMemory
 from rollout_service.ingest.sources.source import as_tensor, of_dtype
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import (
     SHARED_ALIGNMENT,
     CudaIpcSource,
@@ -24,10 +25,9 @@ from rollout_service.protocol.upload import (
     UploadTensor,
     placed,
 )
-from rollout_service.ring import aligned
-from rollout_service.shared_memory import SharedMemory, machine
+from rollout_service.runtime.shared_memory import SharedMemory, machine
+from rollout_service.runtime.views import view_at
 from rollout_service.store.mapped_files import Registered
-from rollout_service.views import view_at
 
 _MOST_MEMORIES = 16
 """Maximum number of mapped trainer memories."""

@@ -12,9 +12,9 @@ from rollout_service.cli.checks import Finding, Plan
 from rollout_service.cli.machine import Disk, TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, read_document
-from rollout_service.memory import Memory
+from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.model.tiny import make_tiny_qwen3
-from rollout_service.nvidia_smi import Gpu
+from rollout_service.runtime.memory import Memory
 from tests.support.certificates import make_certificate
 from tests.support.models import make_model
 

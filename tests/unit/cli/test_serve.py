@@ -17,7 +17,6 @@ from click.testing import Result
 from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
-from rollout_service import nvidia_smi
 from rollout_service.cli import machine
 from rollout_service.cli import serve as serve_module
 from rollout_service.cli.checks import Plan
@@ -25,6 +24,7 @@ from rollout_service.cli.main import app
 from rollout_service.cli.serve import Prepared, deployment, how_to_call, keep_to_gpus, replica_bounds
 from rollout_service.config import ModelConfig, ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document
+from rollout_service.gpu import nvidia_smi
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.local import free_port
 from tests.support.hub_server import HubServer, hub_server

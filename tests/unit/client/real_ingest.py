@@ -12,8 +12,8 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
+from rollout_service.runtime.tls import PinnedCertificates
 from rollout_service.store.log import WeightLog
-from rollout_service.tls import PinnedCertificates
 from rollout_service.web.auth import Authorizer
 from tests.support.certificates import Certificate
 from tests.support.without_ray import services_of

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_service.client import RolloutClient
-from rollout_service.connections import OTHER_FILES, ManyConnections, too_many_open_files
+from rollout_service.runtime.connections import OTHER_FILES, ManyConnections, too_many_open_files
 from tests.unit.client.service import Service, until_disconnected
 
 
@@ -28,7 +28,7 @@ async def test_connections_are_opened_only_as_far_as_they_are_needed(service: Se
 FEW_FILES = """
 import logging, os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
-from rollout_service.connections import affordable_connections
+from rollout_service.runtime.connections import affordable_connections
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 print(affordable_connections(1024), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """

@@ -16,7 +16,7 @@ import torch
 
 from rollout_service.client import RolloutClient, _shared_memory, _tensors, _upload
 from rollout_service.errors import NotShared, QuantizationError
-from rollout_service.gpu_memory import OwnGpuMemory
+from rollout_service.gpu.memory import OwnGpuMemory
 from rollout_service.ingest.sources import shared_memory as source
 from rollout_service.protocol.upload import SharedMemorySource, UploadTensor
 from tests.unit.client.real_ingest import RealIngest, real_ingest

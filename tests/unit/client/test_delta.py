@@ -17,12 +17,12 @@ from rollout_service.client._tensors import describe
 from rollout_service.errors import CommitTimeout, InsufficientStorage, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
-from rollout_service.memory import Memory
 from rollout_service.metrics import process, table
 from rollout_service.protocol import delta_parts
 from rollout_service.protocol.delta_parts import encode_header
 from rollout_service.protocol.upload import CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.runtime.memory import Memory
 from rollout_service.store.log import WeightLog
 from rollout_service.store.unquantized import unquantized_root
 from rollout_service.store.upload_record import UploadRecord, read_record

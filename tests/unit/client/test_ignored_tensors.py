@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from rollout_service.client import RolloutClient
 from rollout_service.errors import InvalidManifest
 from rollout_service.protocol.upload import CommitUpload
-from rollout_service.rpc import Bucket
+from rollout_service.runtime.rpc import Bucket
 from tests.support.gloo_trainer import GlooTrainer
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.broadcasting import join, push

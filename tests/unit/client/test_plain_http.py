@@ -17,7 +17,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.client._plain_http import PlainConnections
 from rollout_service.errors import Overloaded
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, UploadTensor, listener_proof
-from rollout_service.tls import PinnedCertificates
+from rollout_service.runtime.tls import PinnedCertificates
 from tests.unit.client.conftest import Tensors, stream_of
 from tests.unit.client.service import Service, serving
 

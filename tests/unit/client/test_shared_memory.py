@@ -28,7 +28,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
 )
 from rollout_service.quant.verdicts import Verdicts
-from rollout_service.shared_memory import SharedMemory
+from rollout_service.runtime.shared_memory import SharedMemory
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, stream_of
 
@@ -266,7 +266,7 @@ def memory() -> Iterator[SharedMemory]:
 
 
 def source_of(memory: SharedMemory, weights: Weights, transfer: str = "a" * 32) -> SharedMemorySource:
-    from rollout_service.shared_memory import machine
+    from rollout_service.runtime.shared_memory import machine
 
     return SharedMemorySource(
         transfer=transfer,
@@ -333,7 +333,7 @@ class TestMemory:
     def test_another_process_sees_what_is_written(self, memory: SharedMemory) -> None:
         memory.view[:5] = b"hello"
         code = (
-            "import sys; from rollout_service.shared_memory import SharedMemory as M; "
+            "import sys; from rollout_service.runtime.shared_memory import SharedMemory as M; "
             "m = M.open(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]); print(bytes(m.view[:5]).decode())"
         )
         arguments = [str(os.getpid()), str(memory.descriptor), memory.name]

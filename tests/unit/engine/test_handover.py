@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import UNASKED_AFTER_S, HandOver
+from rollout_service.runtime.drain import Drain
 
 TIMEOUT_S, WORK_S = 30.0, 20.0
 POLLS = 1000

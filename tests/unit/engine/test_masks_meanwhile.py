@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import SamplingMaskLists
 
-from rollout_service.vllm_internals import _last_masks
+from rollout_service.compat.vllm_internals import _last_masks
 
 CHUNKS = [
     SamplingMaskLists(np.array([1, 2])),  # a step of one token

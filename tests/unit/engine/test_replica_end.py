@@ -2,12 +2,12 @@
 
 import pytest
 
-from rollout_service import drain
-from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.errors import EngineFailed
+from rollout_service.runtime import drain
+from rollout_service.runtime.drain import Drain
 
 
 class Ended(BaseException):

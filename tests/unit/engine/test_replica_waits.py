@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.drain import Drain
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.progress import Progress
@@ -14,6 +13,7 @@ from rollout_service.engine.served_labels import ServedLabels
 from rollout_service.errors import TooEarly
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.runtime.drain import Drain
 
 
 class WaitingWeightSync:

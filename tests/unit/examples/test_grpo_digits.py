@@ -7,11 +7,11 @@ import typer
 from typer.testing import CliRunner
 
 from examples import grpo_digits
-from rollout_service import nvidia_smi
 from rollout_service.cli import machine
 from rollout_service.cli.machine import TorchCuda
+from rollout_service.gpu import nvidia_smi
+from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.local import load_config
-from rollout_service.nvidia_smi import Gpu
 
 HOPPER = Gpu(
     index=0,

@@ -26,7 +26,7 @@ from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, Rep
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.rpc import EngineClient
+from rollout_service.runtime.rpc import EngineClient
 from rollout_service.shadow.sample import calls_of
 from tests.unit.metrics.counts import Counts
 

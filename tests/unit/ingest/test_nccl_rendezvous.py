@@ -13,9 +13,9 @@ from torch.distributed import TCPStore
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
+from rollout_service.compat.vllm_internals import NCCL_UNIQUE_ID_KEY, nccl_unique_id
 from rollout_service.ingest.receiver.links import ask_for_unique_id
 from rollout_service.protocol.weight_transfer import TransferInit
-from rollout_service.vllm_internals import NCCL_UNIQUE_ID_KEY, nccl_unique_id
 from tests.support.gloo_trainer import free_port
 
 UNIQUE_ID = os.urandom(NCCL_UNIQUE_ID_BYTES)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.ingest.receiver.shared_memory import SharedMemory
-from rollout_service.ring import Ring, aligned
+from rollout_service.protocol.ring import Ring, aligned
 
 RING_BYTES = 1024
 

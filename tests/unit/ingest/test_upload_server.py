@@ -26,10 +26,10 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
 )
+from rollout_service.runtime.tls import trusting
 from rollout_service.store.direct_io import DirectFile
 from rollout_service.store.log import WeightLog
 from rollout_service.store.part_space import Incoming
-from rollout_service.tls import trusting
 from rollout_service.web.auth import Authorizer
 from tests.support.certificates import make_certificate
 from tests.unit.ingest.trainer import (

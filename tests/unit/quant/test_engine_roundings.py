@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
+from rollout_service.compat.transformers_internals import AttentionFunction, registered_attention
 from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings
 from rollout_service.quant.forwards import Forwards
-from rollout_service.transformers_internals import AttentionFunction, registered_attention
 from tests.support.models import FAMILIES
 
 KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

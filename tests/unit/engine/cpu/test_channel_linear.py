@@ -5,9 +5,9 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
+from rollout_service.compat.vllm_internals import GroupShape, QuantFP8
 from rollout_service.engine.cpu.channel_linear import THROUGH_CODES, CpuChannelLinearMethod, through_fp8, through_int8
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
-from rollout_service.vllm_internals import GroupShape, QuantFP8
 
 BF16_STEP = 2**-8
 

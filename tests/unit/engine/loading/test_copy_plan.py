@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_service.engine.loading.copy_plan import Copy, CopyRecorder, NoPlan, Sources, _joined, _require_same, _runs
 from rollout_service.engine.loading.placement import Placement
-from rollout_service.grouped_copy import Rows
+from rollout_service.gpu.grouped_copy import Rows
 
 
 class Fused(torch.nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from rollout_service.tls import PinnedCertificates, require_certificate, trusting
+from rollout_service.runtime.tls import PinnedCertificates, require_certificate, trusting
 from tests.support.certificates import Certificate, make_certificate
 
 SETTINGS = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import queued_to
+from rollout_service.gpu.streams import queued_to
 
 TILE_BYTES = 32 << 10
 """What one program of the kernel copies at most."""

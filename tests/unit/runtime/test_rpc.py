@@ -9,7 +9,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from rollout_service.errors import DeploymentFailed, EngineFailed, LogCorrupt, NotFound, NotReady, RolloutServiceError
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.rpc import EngineClient, ingest_client
+from rollout_service.runtime.rpc import EngineClient, ingest_client
 
 CALL = GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling())
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollout_service.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import PrivateName, require_names
 from rollout_service.protocol.fleet import PauseMode
 
 _READ_IN = "0.32.0"

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_service.gpu_streams import on_device, queued_to
-from rollout_service.grouped_copy import numbered
+from rollout_service.gpu.grouped_copy import numbered
+from rollout_service.gpu.streams import on_device, queued_to
 
 TILE_BYTES = 16 << 10
 """What one program of the kernel subtracts at most."""

@@ -6,7 +6,7 @@ The check runs as this file is imported. Nothing here replaces code of Ray.
 import asyncio
 import time
 
-from rollout_service.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import PrivateName, require_names
 
 _READ_IN = "Ray 2.60.0"
 NAMES = (

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rollout_service.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import PrivateName, require_names
 
 _READ_IN = "transformers 5.19.0"
 NAMES = (

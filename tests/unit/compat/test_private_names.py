@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from rollout_service import ray_internals, transformers_internals, vllm_attention, vllm_internals
-from rollout_service.private_names import PrivateName, PrivateNameMissing, require_names
+from rollout_service.compat import ray_internals, transformers_internals, vllm_attention, vllm_internals
+from rollout_service.compat.private_names import PrivateName, PrivateNameMissing, require_names
 
-PACKAGE = Path(__file__).parents[2] / "rollout_service"
+PACKAGE = Path(__file__).parents[3] / "rollout_service"
 INTERNALS = {
-    "vllm_internals.py",
-    "vllm_attention.py",
-    "vllm_serving.py",
-    "ray_internals.py",
-    "transformers_internals.py",
+    "compat/vllm_internals.py",
+    "compat/vllm_attention.py",
+    "compat/vllm_serving.py",
+    "compat/ray_internals.py",
+    "compat/transformers_internals.py",
     "client/verl/plugin.py",
 }
 

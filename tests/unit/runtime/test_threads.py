@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rollout_service import threads
-from rollout_service.threads import in_threads, io_threads, to_thread_and_back
+from rollout_service.runtime import threads
+from rollout_service.runtime.threads import in_threads, io_threads, to_thread_and_back
 
 LONG_S = 60.0
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollout_service import nvidia_smi
 from rollout_service.cli import machine
+from rollout_service.gpu import nvidia_smi
 from tests.support.program import Program
 
 SMI = """\

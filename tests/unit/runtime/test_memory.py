@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_service import memory
+from rollout_service.runtime import memory
 
 
 def test_it_is_the_machine_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from rollout_service.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import PrivateName, require_names
 
 __all__ = [
     "AnthropicCountTokensRequest",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rollout_service.background_sender import FULL, BackgroundSender
 from rollout_service.errors import NotReady
+from rollout_service.runtime.background_sender import FULL, BackgroundSender
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST")
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout_service.errors import NotReady
-from rollout_service.tasks import Changes, ShieldedTasks, Turns
+from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
 
 LONG_S = 30.0
 LONGER_S = 2 * LONG_S

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rollout_service.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import PrivateName, require_names
 
 _READ_IN = "vLLM 0.32.0"
 _BACKEND, _FLASH = "vllm.v1.attention.backend", "vllm.v1.attention.backends.flash_attn"

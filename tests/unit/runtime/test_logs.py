@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service import logs
 from rollout_service.errors import EngineFailed, Overloaded, TooEarly
-from rollout_service.logs import TELL_VLLM, log_with_serve
 from rollout_service.model.tiny import make_tiny_qwen3
+from rollout_service.runtime import logs
+from rollout_service.runtime.logs import TELL_VLLM, log_with_serve
 
 
 class Kept(logging.Handler):
@@ -97,7 +97,7 @@ serve.setLevel(logging.INFO)
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.replica import EngineReplica
-from rollout_service.logs import log_with_serve
+from rollout_service.runtime.logs import log_with_serve
 from rollout_service.shadow.deployment import ShadowReplica
 from rollout_service.ingest.deployment import IngestReplica
 from rollout_service.ingest.upload_server import UploadServer

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from rollout_service.drain import Drain
 from rollout_service.errors import NotReady
+from rollout_service.runtime.drain import Drain
 
 LONG_S = 30.0
 
 AS_IN_A_REPLICA = """
 import asyncio, signal, sys, threading, time
-from rollout_service import drain
+from rollout_service.runtime import drain
 
 # as Ray does it: the main thread has a handler and is elsewhere, the loop is on another thread
 signal.signal(signal.SIGTERM, lambda *_: (print("Ray's handler", flush=True), sys.exit(1)))

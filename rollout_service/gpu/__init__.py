@@ -1,0 +1,1 @@
+"""GPU memory, streams and copies, and what nvidia-smi tells."""

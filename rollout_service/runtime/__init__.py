@@ -1,0 +1,1 @@
+"""What every process needs: calls between deployments, draining, tasks, threads, logs, connections."""
