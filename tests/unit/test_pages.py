@@ -149,3 +149,14 @@ def check_ours(words: list[str]) -> None:
         words = words[: words.index(">")]
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, words
+
+
+def test_the_journeys_name_files_that_are_there() -> None:
+    text = (PROJECT / "docs/architecture.md").read_text()
+    journeys = text[text.index("## Three journeys") : text.index("## Who may call")]
+    missing, folder = [], ""
+    for name in re.findall(r"`([a-z_/]+\.py)`", journeys):
+        folder = name.rpartition("/")[0] or folder
+        file = f"rollout_service/{folder}/{name.rpartition('/')[2]}"
+        missing += [] if (PROJECT / file).is_file() else [file]
+    assert missing == []
