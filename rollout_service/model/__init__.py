@@ -1,1 +1,1 @@
-"""The model that is served, without its weights: its tensors, and which of them are quantized."""
+"""The served model without its weights: its tensors, and which of them are quantized."""

@@ -1,6 +1,6 @@
-"""A trainer's tensors become what the engines load: BF16, or codes and scales.
+"""Convert a trainer's tensors to the form that engines load: BF16, or codes and scales.
 
-The ingest does it, or the trainer before it sends, both with this code: a version has the same bytes either way.
+The ingest does this, or the trainer before it sends, both with this code, so a version has the same bytes either way.
 Needs torch, but neither ray nor transformers.
 """
 
@@ -25,10 +25,12 @@ from rollout_service.quant.quantizer import Device, Quantizer
 from rollout_service.quant.verdicts import Verdicts
 
 BATCH_BYTES = 128 << 20
-"""What one call of the quantizer takes, unless a single matrix is larger: hundreds of experts' are one launch."""
+"""Maximum bytes for one call of the quantizer; a single matrix may be larger. Hundreds of experts' matrices thus share
+one launch."""
 
 _CACHED_NAMES = 100_000
-"""Names of which it is remembered whether they are ignored: a mixture of experts has 20 000 at every push."""
+"""Number of names for which the result of the ignore patterns is cached: a mixture of experts has 20 000 at every
+push."""
 _NAN_CODE, _NO_INT8_CODE = 0x7F, -128
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _TORCH: dict[StoredDtype, torch.dtype] = {name: getattr(torch, name) for name in get_args(StoredDtype)}
@@ -37,19 +39,19 @@ Named = tuple[str, torch.Tensor]
 
 
 class Becomes(NamedTuple):
-    """What a part of a trainer's tensor is stored as."""
+    """The stored form of a part of a trainer's tensor."""
 
     name: str
     dtype: StoredDtype
     shape: tuple[int, ...]
     part: tuple[int | slice, ...]
-    """``tensor[part]``; all of it if empty."""
+    """The part is ``tensor[part]``; all of the tensor if empty."""
     scales: str | None
     """Name of the scales that are made with it; None: it is not quantized here."""
 
 
 class Converter:
-    """Follows one recipe; ``device`` as for ``Quantizer``. Threads may share one."""
+    """Converts tensors by one recipe. ``device`` as for ``Quantizer``. Thread-safe."""
 
     def __init__(self, recipe: TrainerRecipe, *, device: Device = "auto", batch_bytes: int = BATCH_BYTES) -> None:
         self._experts = recipe.experts
@@ -63,9 +65,11 @@ class Converter:
         self._batch_bytes = batch_bytes
 
     def slots(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorSlot]:
-        """Every tensor of a version, in the order they are stored: that of ``shapes``, so a layer's parts lie together.
+        """Yield every tensor of a version in the order of storage: that of ``shapes``, so that a layer's parts are
+        adjacent.
 
-        vLLM's reload buffers a fused layer until all its parts have come; this order keeps one layer open at a time.
+        vLLM's reload buffers a fused layer until all its parts have come; with this order, one layer is buffered at a
+        time.
         """
         for name, shape in shapes.items():
             if name in self._quantized:
@@ -76,10 +80,10 @@ class Converter:
                 yield TensorSlot(name=name, dtype=self._kept_dtype(name), shape=shape)
 
     def table(self, tensors: Iterable[UploadTensor]) -> Iterator[UploadTensor]:
-        """What ``convert`` makes of tensors with this table, in its order.
+        """Yield the table of the tensors that ``convert`` makes of ``tensors``, in its order.
 
-        Ignored tensors become none. Codes, and a weight that is no matrix, are left as they are: the service says what
-        is wrong with them. Raises ValueError for stacked experts that cannot be taken apart.
+        Ignored tensors are left out. Codes, and a weight that is no matrix, stay unchanged: the service reports errors
+        in them. Raises ValueError for stacked experts that cannot be split.
         """
         for tensor in tensors:
             if self._is_ignored(tensor.name):
@@ -93,10 +97,11 @@ class Converter:
                     yield UploadTensor(name=made.scales, dtype="float32", shape=self._form.scale_shape(made.shape))
 
     def becomes(self, tensor: UploadTensor) -> Iterator[Becomes]:
-        """What ``convert`` makes of a tensor: nothing if it is ignored. A weight that is no matrix is said to be kept.
+        """Yield the tensors that ``convert`` makes of one tensor; none if it is ignored. A weight that is no matrix is
+        kept.
 
         Raises InvalidManifest for codes of a tensor that stays in BF16, ValueError for stacked experts that cannot be
-        taken apart.
+        split.
         """
         if self._is_ignored(tensor.name):
             return
@@ -112,38 +117,39 @@ class Converter:
 
     @property
     def form(self) -> WeightFormat:
-        """What weights are quantized to."""
+        """Return the format of quantized weights."""
         return self._form
 
     @property
     def makes_powers_of_two(self) -> bool:
-        """Whether scales are."""
+        """Return True if scales are powers of two."""
         return self._power_of_two
 
     def largest_scale(self) -> float:
-        """That a scale may be."""
+        """Return the largest valid scale."""
         return _largest_scale(self._form, self._power_of_two)
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether weights on the CPU are quantized on a GPU."""
+        """Return True if weights on the CPU are quantized on a GPU."""
         return self._quantizer.uses_gpu
 
     def convert(
         self, tensors: Iterable[Named], *, to_cpu: bool = True, verdicts: Verdicts | None = None
     ) -> Iterator[Named]:
-        """Names on disk and tensors as they are stored, codes before their scales; other tensors stay on their device.
+        """Yield names on disk and tensors as stored, codes before their scales. Other tensors stay on their device.
 
-        ``to_cpu``: codes and scales lie on the CPU; else where they were made, which may be a GPU.
+        ``to_cpu``: codes and scales are on the CPU; otherwise on the device that made them, which may be a GPU.
 
-        Ignored tensors are left out. Experts are taken apart. Codes and scales that were made elsewhere are checked and
+        Ignored tensors are left out. Stacked experts are split. Codes and scales that the trainer made are checked and
         passed on. Reads ahead at most ``batch_bytes`` beyond the largest tensor.
 
-        Raises QuantizationError naming the first tensor and index with NaN, infinity, or a scale that the recipe does
-        not allow; InvalidManifest for codes of a tensor that stays in BF16.
+        Raises QuantizationError with the first tensor and index of NaN, infinity, or a scale that the recipe does not
+        allow; InvalidManifest for codes of a tensor that stays in BF16.
 
-        ``verdicts``: what lies on a GPU is yielded once it is queued on the thread's own stream (``own_stream``), which
-        is to be the current one; what is wrong with its numbers is asked there, and ``Verdicts`` raises it.
+        ``verdicts``: tensors on a GPU are yielded once they are queued on the thread's own stream (``own_stream``),
+        which must be the current one. Their numbers are checked on that stream, and ``Verdicts`` raises the errors
+        later.
         """
         batch: list[Named] = []
         batch_bytes = 0
@@ -158,10 +164,10 @@ class Converter:
                     batch, batch_bytes = [], 0
                 batch.append((piece.name, part))
                 batch_bytes += part.nbytes
-            if whole.nbytes > self._batch_bytes:  # a view into it would keep all of it
+            if whole.nbytes > self._batch_bytes:  # a view would keep all of the tensor alive
                 yield from self._convert_batch(batch, to_cpu, verdicts)
                 batch, batch_bytes = [], 0
-            del tensor, whole, part  # before a generator makes the next
+            del tensor, whole, part  # free them before the generator makes the next
         yield from self._convert_batch(batch, to_cpu, verdicts)
 
     def _convert_batch(self, batch: list[Named], to_cpu: bool, verdicts: Verdicts | None) -> Iterator[Named]:
@@ -180,13 +186,13 @@ class Converter:
                 yield name, self._kept(name, tensor, is_sound=are_sound)
 
     def makes_scales(self, name: str) -> bool:
-        """Whether the tensor of that name has scales of codes."""
+        """Return True if the tensor of that name holds scales of codes."""
         return name in self._scales
 
     def are_sound(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """Whether these numbers may be in the tensor of that name, as it is stored: bool [], where they lie.
+        """Check that these numbers may be stored in the tensor of that name: bool [], on their device.
 
-        What its dtype is, and whether it has scales (``makes_scales``), is all that decides that.
+        Only the tensor's dtype, and ``makes_scales``, decide that.
         """
         return self._are_sound([(name, numbers)])
 
@@ -194,17 +200,17 @@ class Converter:
         return name in self._quantized and not is_codes(tensor)
 
     def _sound_on_gpu(self, batch: Sequence[Named], kept: Sequence[Named], verdicts: Verdicts | None) -> bool:
-        """Whether those of a batch that are kept lie on a GPU, and their numbers are what they may be, or ``verdicts``
-        will tell: one wait for all of them.
+        """Check the unquantized tensors of a batch on the GPU, with one synchronization. Return True if they are valid,
+        or if ``verdicts`` will report it.
 
-        If not, ``_require_sound`` looks at each, and says which one is not, and why.
+        If False, ``_require_sound`` checks each tensor, and raises an error with its name and the reason.
         """
         if not kept or not all(lies_on_gpu(tensor) for _, tensor in kept):
             return False
         is_sound = self._are_sound(kept)
         if verdicts is None:
             return bool(is_sound)
-        # of the whole batch, so that the first that is at fault is named, and not the first of the kept ones
+        # check the whole batch, so that the error names the first invalid tensor, not the first unquantized one
         verdicts.ask(is_sound, lambda: self._require_all_sound(batch))
         return True
 
@@ -213,10 +219,10 @@ class Converter:
             self._require_sound(name, tensor)
 
     def _are_sound(self, batch: Sequence[Named]) -> torch.Tensor:
-        """Whether their numbers are what they may be: bool [], where the tensors lie."""
+        """Check that the numbers of all tensors are valid: bool [], on their device."""
         codes, scales, weights = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for name, tensor in batch:
-            if is_codes(tensor):  # as integers, of which torch puts any number side by side on any device
+            if is_codes(tensor):  # as integers, which torch can concatenate on any device
                 codes.append(tensor if tensor.dtype == torch.int8 else tensor.view(torch.uint8))
             elif name in self._scales:
                 scales.append(tensor)
@@ -230,7 +236,7 @@ class Converter:
         return found[0] if len(found) == 1 else torch.stack(found).all()
 
     def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
-        """As it is stored. ``is_sound``: its numbers were looked at. Raises QuantizationError, InvalidManifest."""
+        """Return the tensor as stored. ``is_sound``: it was checked. Raises QuantizationError, InvalidManifest."""
         if are_codes := is_codes(tensor):
             self._require_codes_of(name, str(tensor.dtype).removeprefix("torch."))
         if not is_sound:
@@ -243,7 +249,7 @@ class Converter:
             raise InvalidManifest(f"{name} came as {dtype} codes, but it becomes {becomes} here: send its weights")
 
     def _require_sound(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises QuantizationError if ``_are_sound`` says no, for the first number that is at fault."""
+        """Raise QuantizationError for the first invalid number, under the conditions of ``_are_sound``."""
         if is_codes(tensor):
             _require_numbers(name, tensor, self._form)
         elif name in self._scales:
@@ -257,12 +263,12 @@ class Converter:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
+    """Return little-endian bytes, row-major; without a copy if the tensor is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _are_numbers(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
-    """Of each code, whether it is one that the quantizer makes."""
+    """Return for each code whether the quantizer could have made it."""
     return codes != _NO_INT8_CODE if form.codes == "int8" else codes.view(torch.uint8) & _NAN_CODE != _NAN_CODE
 
 
@@ -278,7 +284,7 @@ def _require_numbers(name: str, codes: torch.Tensor, form: WeightFormat) -> None
 def _scale_conditions(
     scales: torch.Tensor, form: WeightFormat, power_of_two: bool
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """Of each scale, whether it meets a condition, and what is wrong with it if not."""
+    """Yield conditions on scales: a mask of the scales that meet it, and a description of those that do not."""
     kind = "block scale" if form.in_blocks else "channel scale"
     yield torch.isfinite(scales) & (scales > 0), f"a {kind} that is not a positive number"
     yield scales >= _SMALLEST_SCALE, f"a {kind} that fp32 cannot hold as a normal number"
@@ -289,7 +295,7 @@ def _scale_conditions(
 
 
 def _largest_scale(form: WeightFormat, power_of_two: bool) -> float:
-    """That of the largest BF16 weight: with a larger one the largest code overflows what it stands for."""
+    """Return the scale of the largest BF16 weight. With a larger scale, the largest code would overflow."""
     largest = (torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.float32) / form.largest_code).item()
     return 2.0 ** math.ceil(math.log2(largest)) if power_of_two else largest
 

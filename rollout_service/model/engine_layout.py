@@ -1,6 +1,6 @@
-"""What vLLM makes of a checkpoint's modules: which it fuses, how tensor parallelism cuts them, which stay in BF16.
+"""vLLM's layout of a checkpoint's modules: which it fuses, how tensor parallelism shards them, which stay in BF16.
 
-``families.py`` knows it of a few families; of any other model ``vllm_layout.py`` asks vLLM. Needs neither torch nor
+``families.py`` has a table of a few families; for any other model ``vllm_layout.py`` asks vLLM. Needs neither torch nor
 vllm.
 """
 
@@ -14,23 +14,23 @@ Shape = tuple[int, int]
 
 
 class Section(Frozen):
-    """Rows of a weight that tensor parallelism cuts by themselves, such as the queries of a ``qkv_proj``."""
+    """Rows of a weight that tensor parallelism shards separately, such as the queries of a ``qkv_proj``."""
 
     rows: int
     most_ways: int | None = None
-    """Between how many GPUs they are divided at most, as many as there are KV heads: further ones hold copies."""
+    """Maximum number of GPUs among which the rows are divided, the number of KV heads: further GPUs hold copies."""
 
 
 class LayoutPart(Frozen):
-    """A linear module of the checkpoint, whose weight [N, K] vLLM takes as it is."""
+    """A linear module of the checkpoint, whose weight [N, K] vLLM loads unchanged."""
 
     name: str
     cut: Cut
     sections: tuple[Section, ...] = ()
-    """Of its rows, in their order; empty: all of them are one."""
+    """Sections of its rows, in order; empty: all rows are one section."""
 
     def shards(self, shape: Shape, ways: int) -> tuple[Shape, ...]:
-        """What one of ``ways`` GPUs holds of the weight ``shape``, a matrix for each section.
+        """Return the shard of the weight ``shape`` on one of ``ways`` GPUs, one matrix for each section.
 
         Raises ValueError if it cannot be divided evenly.
         """
@@ -50,38 +50,38 @@ class LayoutPart(Frozen):
 
 
 class LayoutModule(Frozen):
-    """A linear module of the engine, or the routed experts of a layer, and what of the checkpoint it is made of."""
+    """A linear module of the engine, or the routed experts of a layer, with the modules of the checkpoint in it."""
 
     name: str
-    """What vLLM looks up in ``modules_to_not_convert``."""
+    """The name that vLLM looks up in ``modules_to_not_convert``."""
     parts: tuple[LayoutPart, ...]
     """In vLLM's order. An expert's matrices are three parts."""
     experts: bool = False
-    """It is the routed experts of a layer."""
+    """True for the routed experts of a layer."""
 
 
 class EngineLayout(Frozen):
     """The linear modules of one model as vLLM builds them."""
 
     source: str
-    """Whose word this is: vLLM's version and the class of its model."""
+    """Source of this information: vLLM's version and the class of its model."""
     modules: tuple[LayoutModule, ...]
-    """Those that can be quantized."""
+    """Modules that can be quantized."""
     kept: Mapping[str, str]
-    """Modules of the checkpoint that stay in BF16 whatever is asked for → why."""
+    """Modules of the checkpoint that always stay in BF16 → reason."""
     not_converted: tuple[str, ...] = ()
-    """What vLLM would quantize of ``kept`` unless it is told not to, by the names that it looks up."""
+    """Modules in ``kept`` that vLLM must be told not to quantize, by the names that it looks up."""
     fused: Mapping[str, tuple[str, ...]] = {}
-    """vLLM's ``packed_modules_mapping``, by which it also looks for the parts of a fused module."""
+    """vLLM's ``packed_modules_mapping``, with which it also looks up the parts of a fused module."""
     not_loaded: tuple[str, ...] = ()
-    """Tensors of the checkpoint that vLLM has no place for; a version must not have them."""
+    """Tensors of the checkpoint that vLLM does not load; a version must not have them."""
 
     def engine_modules(self) -> list[EngineModule]:
-        """``modules`` as the plan has them."""
+        """Return ``modules`` in the form of the plan."""
         return [EngineModule(module.name, tuple(part.name for part in module.parts)) for module in self.modules]
 
     def linears(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shape]:
-        """Modules that can be quantized → shape [N, K] of their weights; ``shapes``: of all tensors, by name."""
+        """Return modules that can be quantized → shape [N, K] of their weights. ``shapes``: of all tensors, by name."""
         return {
             name: (shape[0], shape[1])
             for tensor, shape in shapes.items()
@@ -89,21 +89,20 @@ class EngineLayout(Frozen):
         }
 
     def shards(self, name: str, shape: Shape, ways: int, *, expert_parallel: bool = False) -> tuple[Shape, ...]:
-        """What one of ``ways`` GPUs holds of the weight ``shape`` [N, K] of a module of the checkpoint, by sections.
+        """Return the shards of a checkpoint module's weight ``shape`` [N, K] on one of ``ways`` GPUs, by sections.
 
-        ``expert_parallel``: a routed expert is whole, on the one GPU that has it. Raises ValueError if it cannot be
-        divided evenly.
+        ``expert_parallel``: a routed expert is whole, on one GPU. Raises ValueError if it cannot be divided evenly.
         """
         if expert_parallel and name in self._experts:
             return (shape,)
         return self._parts[name].shards(shape, ways)
 
     def is_cut(self, name: str) -> bool:
-        """Whether tensor parallelism divides a module of the checkpoint."""
+        """Return True if tensor parallelism shards a module of the checkpoint."""
         return self._parts[name].cut != "none"
 
     def known_as(self, module: str) -> tuple[str, ...]:
-        """The names by which vLLM looks a module of the engine up, to be told to leave it in BF16."""
+        """Return the names by which vLLM looks up a module of the engine, to be told to leave it in BF16."""
         parent, _, leaf = module.rpartition(".")
         return (module, *(f"{parent}.{part}" for part in self.fused.get(leaf, ()) if part != leaf))
 

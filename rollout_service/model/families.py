@@ -1,6 +1,6 @@
-"""What vLLM makes of a checkpoint's linear modules, by family: which it fuses, and how tensor parallelism cuts them.
+"""vLLM's layout of linear modules by model family: which it fuses, and how tensor parallelism shards them.
 
-Facts of vLLM 0.32: ``packed_modules_mapping`` and the classes of linear layers in its ``models/``.
+From vLLM 0.32: ``packed_modules_mapping`` and the classes of linear layers in its ``models/``.
 """
 
 import re
@@ -21,7 +21,7 @@ FAMILIES: dict[str, ExpertNaming | None] = {
     "deepseek_v3": ExpertNaming(),
     "mixtral": ExpertNaming(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
 }
-"""``model_type`` of config.json → what its routed experts are called on disk; None: a dense model."""
+"""``model_type`` of config.json → names of its routed experts on disk; None: a dense model."""
 
 Cut = Literal["output", "input", "none"]
 """Dimension of a weight [N, K] that tensor parallelism divides: N, K, or neither (each GPU holds all of it)."""
@@ -35,21 +35,21 @@ CUTS: dict[str, Cut] = {
 """Last part of a linear module's name → its cut."""
 
 KV = ("k_proj", "v_proj")
-"""Projections whose heads are repeated once there are fewer of them than GPUs."""
+"""Projections whose heads are repeated if there are fewer heads than GPUs."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""Linear modules of one parent that vLLM keeps as one, which is quantized whole or not at all, in its order."""
+"""Linear modules of one parent that vLLM fuses, in its order. A fused module is quantized whole or not at all."""
 
 _EXPERT = re.compile(r"^(.+\.experts)\.\d+\.[^.]+$")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a model: tensor parallelism gives each GPU whole ones."""
+    """Numbers of attention heads of a model: tensor parallelism gives each GPU whole ones."""
 
     query: int
     kv: int
@@ -57,7 +57,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class EngineModule:
-    """One module of the engine and the modules of the checkpoint that it is made of, in their order.
+    """One module of the engine, and the modules of the checkpoint that it is made of, in order.
 
     All routed experts of a layer are one module, ``….experts``.
     """
@@ -67,12 +67,12 @@ class EngineModule:
 
     @property
     def holds_experts(self) -> bool:
-        """It is the routed experts of a layer."""
+        """Return True for the routed experts of a layer."""
         return _EXPERT.match(self.parts[0]) is not None
 
 
 def engine_modules(names: Iterable[str]) -> list[EngineModule]:
-    """The engine's modules that the linear modules ``names`` of a checkpoint become."""
+    """Return the engine's modules that the linear modules ``names`` of a checkpoint become."""
     parts: dict[str, list[str]] = {}
     for name in names:
         parts.setdefault(_engine_name(name), []).append(name)
@@ -89,7 +89,7 @@ def _engine_name(name: str) -> str:
 def _engine_module(name: str, members: list[str]) -> EngineModule:
     if _EXPERT.match(members[0]):
         return EngineModule(name, tuple(members))
-    if len(members) == 1:  # DeepSeek without q_lora_rank has q_proj and kv_a_proj_with_mqa each by itself
+    if len(members) == 1:  # without q_lora_rank, DeepSeek has separate q_proj and kv_a_proj_with_mqa
         return EngineModule(members[0], tuple(members))
     order = FUSED[name.rpartition(".")[2]]
     return EngineModule(name, tuple(sorted(members, key=lambda member: order.index(member.rpartition(".")[2]))))
@@ -98,9 +98,9 @@ def _engine_module(name: str, members: list[str]) -> EngineModule:
 def shard_shape(
     name: str, shape: tuple[int, int], ways: int, heads: Heads | None = None, *, expert_parallel: bool = False
 ) -> tuple[int, int]:
-    """What one of ``ways`` GPUs holds of the weight ``shape`` [N, K] of a linear module.
+    """Return the shard of a linear module's weight ``shape`` [N, K] on one of ``ways`` GPUs.
 
-    ``expert_parallel``: a routed expert is whole, on the one GPU that has it.
+    ``expert_parallel``: a routed expert is whole, on one GPU.
 
     Raises ValueError if the module is of an unknown kind or cannot be divided evenly.
     """

@@ -1,8 +1,8 @@
-"""Models of the Hugging Face hub: the commit that a revision names, and a repository's files on this node.
+"""Models of the Hugging Face hub: the commit of a revision, and a repository's files on this node.
 
-Everything is downloaded by huggingface_hub, into its cache, and where it is told to: ``HF_HOME``, ``HF_TOKEN``,
-``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` are those of each process, so in a cluster those of the node on which Ray was
-started. What one process of a node has downloaded the others find there.
+huggingface_hub downloads everything into its cache. Each process uses its own ``HF_HOME``, ``HF_TOKEN``,
+``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``; in a cluster, these are set where Ray was started on the node. All processes of
+a node share the cache.
 """
 
 import errno
@@ -38,13 +38,13 @@ VOCABULARIES = (
     "*.bpe",
     "bpe.codes",
 )
-"""Files of a tokenizer that transformers or vLLM can start from; which others belong to one, its class knows."""
+"""Files of which transformers or vLLM can load a tokenizer; its class knows which further files it needs."""
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", *VOCABULARIES)
-"""The configuration, the tokenizer's files and the index of the weights: what every node needs."""
+"""The configuration, the tokenizer's files and the index of the weights: every node needs them."""
 IN_SUBFOLDERS = "*/*"
-"""Other formats of the same model; nothing of ours lies there."""
+"""Files in subfolders: other formats of the same model, which are not needed."""
 LOG_EVERY_S = 5.0
-"""A download says this often how far it is, where it has no terminal."""
+"""Interval in seconds of log messages about a download's progress, without a terminal."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _WHY = (
     (
@@ -74,19 +74,18 @@ _WHY = (
         "where Ray is started",
     ),
 )
-"""What huggingface_hub raises → what that means here; the first that fits."""
+"""Errors of huggingface_hub → message; the first match is used."""
 
 
 class ModelNotDownloaded(OSError):
-    """A repository's files are not to be had; says why, and what to do."""
+    """Raised if a repository's files cannot be obtained; has the reason, and what to do."""
 
 
 def pinned(config: ServiceConfig) -> ServiceConfig:
-    """The same with ``model.revision`` the hash of a commit, so that all processes have the same files.
+    """Return the configuration with ``model.revision`` set to a commit hash, so that all processes have the same files.
 
-    A model in a folder stays as it is. Of a repository the small files are downloaded, which shows that they all may
-    be. Where the hub cannot be reached, the commit is the one that the cache knows by that revision.
-    Raises ModelNotDownloaded.
+    A model in a folder is unchanged. The small files of a repository are downloaded, which also tests access. If the
+    hub cannot be reached, the cache's commit for that revision is used. Raises ModelNotDownloaded.
     """
     repo_id = config.model.repo_id
     if repo_id is None:
@@ -102,11 +101,12 @@ def pinned(config: ServiceConfig) -> ServiceConfig:
 
 
 def with_model_here(config: ServiceConfig, *, weights: bool = False) -> ServiceConfig:
-    """The same with ``model.path`` a folder of this node. ``weights``: the safetensors are needed there, too.
+    """Return the configuration with ``model.path`` set to a folder of this node. ``weights``: download the safetensors,
+    too.
 
-    ``model.revision`` stays the commit and ``model.name`` what it was. A model that is in a folder anyway stays as it
-    is, but for environment variables in its path. Blocks for as long as a download takes. Raises ModelNotDownloaded, or
-    ValueError for a variable that is not set here.
+    ``model.revision`` stays the commit, and ``model.name`` is unchanged. A model in a folder is unchanged, except for
+    environment variables in its path. Blocks during a download. Raises ModelNotDownloaded, or ValueError for an
+    undefined variable.
     """
     model = config.model.here()
     if model.repo_id is None:
@@ -117,7 +117,8 @@ def with_model_here(config: ServiceConfig, *, weights: bool = False) -> ServiceC
 
 
 def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
-    """The folder of a pinned repository in this node's cache, downloaded if need be. Raises ModelNotDownloaded."""
+    """Return a pinned repository's folder in this node's cache, downloading it if necessary. Raises
+    ModelNotDownloaded."""
     assert model.repo_id is not None and model.revision is not None, f"{model.path} was not pinned"
     folder = _downloaded(model, model.revision, SMALL_FILES)
     if weights:
@@ -135,13 +136,13 @@ def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
 
 
 def require_room(model: ModelConfig) -> None:
-    """Raise ModelNotDownloaded if a pinned repository's weights do not fit into this node's cache; a folder's do."""
+    """Raise ModelNotDownloaded if a pinned repository's weights do not fit into this node's cache."""
     if model.repo_id is not None:
         _require_free(model, _lacking(model, model_folder(model))[2])
 
 
 def config_file(model: ModelConfig) -> Path:
-    """config.json of a repository, downloaded by itself: no other file. Raises ModelNotDownloaded."""
+    """Download and return only config.json of a repository. Raises ModelNotDownloaded."""
     assert model.repo_id is not None, f"{model.path} is a folder"
     with _explained(model):
         return Path(hf.hf_hub_download(model.repo_id, constants.CONFIG_NAME, revision=model.revision))
@@ -164,7 +165,7 @@ def _downloaded(model: ModelConfig, commit: str, patterns: tuple[str, ...], nbyt
 
 
 def _sizes(repo_id: str, commit: str) -> dict[str, int]:
-    """Bytes of each file of the repository; empty for what an older huggingface_hub has put into the cache."""
+    """Return the size in bytes of each file of the repository; empty if an older huggingface_hub filled the cache."""
     try:
         return {file.path: file.size for file in hf.get_cached_repo_tree(repo_id, revision=commit)}
     except errors.CachedRepoTreeNotFoundError:
@@ -172,11 +173,11 @@ def _sizes(repo_id: str, commit: str) -> dict[str, int]:
 
 
 def _weight_files(model: ModelConfig, folder: Path, sizes: dict[str, int]) -> list[str]:
-    """Return those that ``weight_files`` says, whether they are downloaded yet or not."""
+    """Return the files that ``weight_files`` selects, downloaded or not."""
     index, there = folder / INDEX_FILE, {*sizes, *(path.name for path in folder.iterdir())}
     listed = index.read_bytes() if index.is_file() else None
     try:
-        if listed is not None and not sizes:  # what the repository has is not known: only what is in the cache
+        if listed is not None and not sizes:  # the repository's file list is unknown, only the cached files are known
             return listed_files(listed)
         found = weight_files(there, listed)
     except ValueError as error:
@@ -197,7 +198,7 @@ def _weight_files(model: ModelConfig, folder: Path, sizes: dict[str, int]) -> li
 
 
 def _lacking(model: ModelConfig, folder: Path) -> tuple[list[str], list[str], int]:
-    """The files of the weights, those that are not here yet, and the bytes of these; 0 where that is not known."""
+    """Return the files of the weights, those that are missing here, and the size of these in bytes; 0 if unknown."""
     assert model.repo_id is not None and model.revision is not None
     sizes = _sizes(model.repo_id, model.revision)
     files = _weight_files(model, folder, sizes)
@@ -219,7 +220,7 @@ def _require_free(model: ModelConfig, nbytes: int) -> None:
 
 @contextmanager
 def _explained(model: ModelConfig) -> Iterator[None]:
-    """Raise ModelNotDownloaded for what huggingface_hub raises, saying what to do."""
+    """Raise ModelNotDownloaded for errors of huggingface_hub, with advice."""
     facts = {
         "repo": model.path,
         "revision": model.revision or constants.DEFAULT_REVISION,
@@ -242,9 +243,9 @@ def _explained(model: ModelConfig) -> Iterator[None]:
 
 
 def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
-    """A class of progress bars that log how many of ``nbytes`` have come, every ``LOG_EVERY_S`` at most.
+    """Return a class of progress bars that log the downloaded bytes, every ``LOG_EVERY_S`` seconds at most.
 
-    Of the bars that huggingface_hub makes for one download, two count bytes: those received and those written.
+    huggingface_hub makes several bars for one download. Two of them count bytes: received ones and written ones.
     """
     next_at, most, told = time.monotonic() + LOG_EVERY_S, 0, 0
 
@@ -254,12 +255,12 @@ def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            """Instead of drawing the bar."""
+            """Log the progress instead of drawing the bar."""
             nonlocal next_at, most, told
             if self.unit != "B":
                 return
             most = max(most, int(self.n))
-            if most > told and time.monotonic() >= next_at:  # it is called at the end of a bar, too
+            if most > told and time.monotonic() >= next_at:  # also called at the end of a bar
                 next_at, told = time.monotonic() + LOG_EVERY_S, most
                 of = f" of {_size(nbytes)}" if nbytes else ""
                 logger.info("%s: %s%s downloaded", what, _size(most), of)
@@ -268,5 +269,5 @@ def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
 
 
 def _size(nbytes: int) -> str:
-    """Three digits in decimal units."""
+    """Format a size with three digits in decimal units."""
     return str(tqdm.format_sizeof(nbytes, "B"))

@@ -1,4 +1,4 @@
-"""Thousands of module names in a few lines: ``model.layers.{0-47}.mlp.experts.{0-127}.up_proj``."""
+"""Abbreviate thousands of module names: ``model.layers.{0-47}.mlp.experts.{0-127}.up_proj``."""
 
 import re
 from collections.abc import Iterable
@@ -7,10 +7,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def collapse(names: Iterable[str]) -> list[str]:
-    """``names`` with those that differ in numbers only written as one, in order of their first appearance.
+    """Join names that differ only in numbers, in order of their first appearance.
 
-    Exact: only names that fill the whole range or product of ranges are joined, so that nothing is named that was not
-    given; ``{1,3-5}`` stands for 1, 3, 4 and 5.
+    The result is exact: only names that fill a whole range or product of ranges are joined, so it covers no other
+    names. ``{1,3-5}`` stands for 1, 3, 4 and 5.
     """
     alike: dict[str, set[tuple[int, ...]]] = {}
     for name in names:
@@ -20,18 +20,18 @@ def collapse(names: Iterable[str]) -> list[str]:
 
 
 def kind(name: str) -> str:
-    """What a module or tensor is, whichever layer and expert it belongs to: ``mlp.experts.*.up_proj``."""
+    """Return a module's or tensor's kind, without layer and expert numbers: ``mlp.experts.*.up_proj``."""
     return _NUMBER.sub("*", re.sub(r"^model\.(layers\.\d+\.)?", "", name))
 
 
 def layer_of(name: str) -> int | None:
-    """The first number in a module's or tensor's name: that of its layer; None outside of the layers."""
+    """Return the first number in a module's or tensor's name, which is its layer; None outside of the layers."""
     found = _NUMBER.search(name)
     return int(found[0]) if found else None
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """``0-3,7`` for 0, 1, 2, 3 and 7."""
+    """Format numbers as ranges: ``0-3,7`` for 0, 1, 2, 3 and 7."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -42,7 +42,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _written(kind: str, numbers: set[tuple[int, ...]]) -> list[str]:
-    """One line per set of last numbers that several first numbers share."""
+    """Return one line for each set of last numbers that several first numbers share."""
     if numbers == {()}:
         return [kind]
     lasts: dict[tuple[int, ...], set[int]] = {}

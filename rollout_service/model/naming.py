@@ -1,4 +1,4 @@
-"""Which names a model's tensors have on disk, as transformers saves it: for families that no table knows."""
+"""Names of a model's tensors on disk, derived from how transformers saves it: for families without a table."""
 
 import re
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ _EXPERT = re.compile(r"^(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<leaf>.+)\.w
 
 
 def naming_of(model: PreTrainedModel) -> ExpertNaming | None:
-    """How names on disk follow from those of ``model``, which is on the meta device. None: they are the same.
+    """Return how names on disk follow from the names of ``model``, which is on the meta device. None: they are equal.
 
-    Stacked experts that are stacked on disk, too, are tensors like others. Raises ValueError for a model that
-    transformers saves in another way than by renaming and taking experts apart.
+    Experts that are stacked on disk, too, are ordinary tensors. Raises ValueError if transformers saves the model in
+    another way than by renaming tensors and splitting experts.
     """
     held: dict[str, torch.Tensor] = dict(model.state_dict())
     saved = {name: tuple(tensor.shape) for name, tensor in as_saved(model, dict(held)).items()}
@@ -42,13 +42,13 @@ def _expert_naming(
         return None
     in_memory = stacked.removesuffix(STACKED_GATE_UP)
     experts = held[stacked].shape[0]
-    # as small as experts can be, and filled with numbers that tell gate from up
+    # the smallest possible experts, with numbers that distinguish gate from up
     gate_up = torch.tensor([[[0.0], [1.0]]]).repeat(experts, 1, 1)
     leaves: dict[str, str] = {}
     block = in_memory
     for name, tensor in as_saved(model, {stacked: gate_up}).items():
         if (found := _EXPERT.match(name)) is None or tensor.numel() != 1:
-            return None  # renamed as they are, which is found out tensor by tensor
+            return None  # not split, but renamed: found tensor by tensor
         leaves["up" if tensor.item() else "gate"] = found["leaf"]
         block = found["block"]
     for name in as_saved(model, {in_memory + STACKED_DOWN: torch.zeros(experts, 1, 1)}):

@@ -1,4 +1,4 @@
-"""Which tensors of a model are quantized, and why the others are not."""
+"""Choose the tensors of a model that are quantized, with reasons for the others."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,29 +19,29 @@ from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, WEIGHT_FORMATS, WeightFormat
 
 SCALE_SUFFIX = FP8_BLOCK.scale_suffix
-"""Appended to a weight's name for its block scales."""
+"""Suffix of the name of a weight's block scales."""
 
 Shape = tuple[int, int]
 Shards = tuple[Shape, ...]
-"""What a GPU holds of one module of the checkpoint: several, where several parts of it are cut by themselves."""
+"""Shards of one module of the checkpoint on a GPU: several if its sections are sharded separately."""
 
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """What happens to the linear modules of one model."""
+    """Quantization of the linear modules of one model."""
 
     quantized: frozenset[str]
     """Names of the weights that become codes and scales."""
     not_converted: tuple[str, ...] = ()
-    """``kept`` by the names that vLLM looks up in ``modules_to_not_convert``; routers, never quantized, are not here.
+    """Names of ``kept`` that vLLM looks up in ``modules_to_not_convert``, without routers, which are never quantized.
 
-    Modules that it fuses stand under their own names and the fused one (Qwen3-MoE's dense layers are looked up by the
-    second only), routed experts as one module ``….experts``.
+    Modules that vLLM fuses are listed under their own names and the fused one (Qwen3-MoE's dense layers are only looked
+    up by the second), routed experts as one module ``….experts``.
     """
     kept: Mapping[str, str] = field(default_factory=dict)
-    """Linear modules that stay in BF16 although they could be quantized → why."""
+    """Linear modules that stay in BF16 although they could be quantized → reason."""
     form: WeightFormat = FP8_BLOCK
-    """What ``quantized`` become."""
+    """Format of ``quantized``."""
 
 
 def plan(
@@ -53,14 +53,17 @@ def plan(
     expert_parallel: bool = False,
     layout: EngineLayout | None = None,
 ) -> QuantPlan:
-    """Decide for each linear module (name → weight shape ``[N, K]``; lm_head and routers are not among them).
+    """Decide for each linear module (name → weight shape ``[N, K]``, without lm_head and routers).
 
-    ``heads``: None if each GPU has KV heads of its own. ``expert_parallel``: routed experts are not cut.
-    ``layout``: what vLLM makes of the modules; None: as ``families.py`` says.
+    ``heads``: None if each GPU has KV heads of its own. ``expert_parallel``: routed experts are not sharded.
+    ``layout``: vLLM's layout of the modules; None: that of ``families.py``.
 
-    Raises ValueError naming every module whose shard does not divide into 128×128 blocks (unless ``config.indivisible``
-    keeps it in BF16) or cannot be cut at all, every pattern of ``config.skip`` that matches nothing, or every module
-    that is skipped without the others it is fused with; and if so many layers are to stay in BF16 that none is left.
+    Raises ValueError for:
+    - modules whose shard does not divide into 128×128 blocks (unless ``config.indivisible`` keeps them in BF16), or
+      that cannot be sharded at all
+    - patterns of ``config.skip`` that match nothing
+    - modules that are skipped without the others with which they are fused
+    - so many layers in BF16 that none is quantized
     """
     if config.weights == "none":
         return QuantPlan(frozenset())
@@ -71,7 +74,7 @@ def plan(
     kept = _outer_layers(modules, config) | _skipped(modules, config.skip)
     candidates = [module for module in modules if module.parts[0] not in kept]
     ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
-    if not form.in_blocks:  # what cannot be cut at all was refused by now
+    if not form.in_blocks:  # only blocks must divide: modules that cannot be sharded at all were refused above
         ragged = {}
     if ragged and config.indivisible == "error":
         ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
@@ -96,7 +99,7 @@ def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, .
 
 
 def _outer_layers(modules: list[EngineModule], config: QuantConfig) -> dict[str, str]:
-    """Checkpoint modules of the first and last layers that ``config`` leaves in BF16 → why."""
+    """Return checkpoint modules of the first and last layers that ``config`` leaves in BF16 → reason."""
     first, last = config.num_first_layers_in_bf16, config.num_last_layers_in_bf16
     layers = {part: layer for module in modules for part in module.parts if (layer := layer_of(part)) is not None}
     count = max(layers.values(), default=-1) + 1
@@ -113,7 +116,7 @@ def _outer_layers(modules: list[EngineModule], config: QuantConfig) -> dict[str,
 
 
 def _skipped(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str, str]:
-    """Checkpoint modules that a pattern names, by themselves or through the module they are fused into → why."""
+    """Return checkpoint modules that a pattern matches, directly or through their fused module → reason."""
     names = [name for module in modules for name in {module.name, *module.parts}]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
@@ -147,7 +150,7 @@ def _ragged(
     expert_parallel: bool,
     layout: EngineLayout | None,
 ) -> dict[str, Shape]:
-    """Modules of which a GPU's shard is not a whole number of blocks → that shard."""
+    """Return modules whose shard on a GPU is not a whole number of blocks → that shard."""
     found: dict[str, Shape] = {}
     for module in modules:
         for part in module.parts:
@@ -157,7 +160,8 @@ def _ragged(
             else:
                 shards = layout.shards(part, linears[part], ways, expert_parallel=expert_parallel)
                 is_cut = layout.is_cut(part)
-            # DeepSeek's kv_a_proj_with_mqa has 576 rows in its published FP8 format; nothing follows them in the layer.
+            # the last part of a layer may end with an incomplete block, like DeepSeek's kv_a_proj_with_mqa, which has
+            # 576 rows in its published FP8 format
             may_end_ragged = not is_cut and part == module.parts[-1]
             for place, (rows, columns) in enumerate(shards, start=1):
                 if columns % BLOCK or (rows % BLOCK and not (may_end_ragged and place == len(shards))):
@@ -173,7 +177,7 @@ def _ways_out(
     expert_parallel: bool,
     layout: EngineLayout | None,
 ) -> list[str]:
-    """What to set so that every shard is a whole number of blocks; each by itself is enough."""
+    """Return settings that make every shard a whole number of blocks; each one is sufficient."""
 
     def divides(fewer: int, whole_experts: bool) -> bool:
         try:

@@ -1,6 +1,7 @@
-"""The model that is served, without its weights: which tensors a version must bring.
+"""The served model without its weights: the tensors that a version must have.
 
-Built from the folder's config.json by transformers on the meta device; names are those that ``save_pretrained`` writes.
+transformers builds it from the folder's config.json on the meta device. Names are those that ``save_pretrained``
+writes.
 """
 
 import json
@@ -38,7 +39,7 @@ from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.upload import UploadTensor
 
 ROUTERS = ("gate", "shared_expert_gate")
-"""What chooses experts, or scales the shared one; last part of the modules' names."""
+"""Modules that choose experts, or scale the shared one; the last part of their names."""
 _AT_COMMIT = "@"
 ROTARY_BUFFERS = (
     r"rotary_pos_emb\.inv_freq",
@@ -54,39 +55,42 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Shape of the served model, under the names of a checkpoint on disk: each expert's matrices by themselves."""
+    """Shapes of the served model's tensors, under the names of a checkpoint on disk: each expert's matrices
+    separately."""
 
     path: Path
     """The folder, on this node."""
     name: str
-    """What messages call it."""
+    """The name used in messages."""
     commit: str | None
-    """Of the hub's repository that the folder is a copy of; None: it is no copy."""
+    """Commit of the hub's repository that the folder is a copy of; None: it is not a copy."""
     config: PretrainedConfig
     shapes: dict[str, tuple[int, ...]]
-    """Every tensor of the model. A layer's tensors lie together, and so do an expert's."""
+    """Every tensor of the model. A layer's tensors are adjacent, and so are an expert's."""
     linears: dict[str, tuple[int, int]]
     """Modules that can be quantized → shape [N, K] of their weights."""
     in_memory: dict[str, tuple[int, ...]]
-    """What transformers holds otherwise than it saves it, above all stacked experts; trainers may send that too."""
+    """Tensors whose form in transformers' memory differs from disk, above all stacked experts; trainers may send these,
+    too."""
     experts: ExpertNaming | None
-    """How the matrices of routed experts are called; None: a dense model."""
+    """Names of the matrices of routed experts; None: a dense model."""
     ignored_by_class: IgnoredTensors
     """Names that transformers and vLLM leave out when they load a checkpoint."""
     keep_float32: frozenset[str]
-    """Tensors of ``shapes`` that BF16 is too coarse for: they are stored and loaded in fp32."""
+    """Tensors of ``shapes`` that need more precision than BF16: they are stored and loaded in fp32."""
     attention: tuple[str, ...]
-    """Modules whose k and v have scales in an FP8 cache; none where attention is latent, or in a multimodal model."""
+    """Modules whose k and v have scales in an FP8 cache; empty for latent attention and for multimodal models."""
     embedding: str
-    """The tensor of the tokens' embedding."""
+    """Name of the token embedding's tensor."""
     head: str
-    """The tensor of the output head."""
+    """Name of the output head's tensor."""
     tied: bool
-    """The output head is the embedding: a version need not bring ``head``."""
+    """True if the output head is the embedding: a version need not have ``head``."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ServedModel":
-        """The configured model, which is in a folder of this node: see ``hub.with_model_here``. Raises as ``load``."""
+        """Return the configured model, in a folder of this node: see ``hub.with_model_here``. Raises the errors of
+        ``load``."""
         return cls.load(model.path, model.name, model.revision)
 
     @classmethod
@@ -123,10 +127,10 @@ class ServedModel:
         )
 
     def plan(self, quant: QuantConfig, tensor_parallel_size: int = 1, expert_parallel: bool = False) -> QuantPlan:
-        """Which weights are quantized.
+        """Return the plan of quantized weights.
 
-        Raises ValueError as ``quant_plan.plan`` and ``layout`` do, or for fewer experts than GPUs that are to
-        share them out.
+        Raises the ValueErrors of ``quant_plan.plan`` and ``layout``, and ValueError for fewer experts than GPUs with
+        ``expert_parallel``.
         """
         if expert_parallel:
             self._require_experts_for(tensor_parallel_size)
@@ -139,15 +143,15 @@ class ServedModel:
     def planned(
         self, quant: QuantConfig, layout: EngineLayout, tensor_parallel_size: int = 1, expert_parallel: bool = False
     ) -> QuantPlan:
-        """The same by what ``layout`` says, of any family. Raises ValueError as ``quant_plan.plan`` does."""
+        """Return the plan with ``layout``, for any family. Raises the ValueErrors of ``quant_plan.plan``."""
         linears = layout.linears(self.shapes)
         return plan(linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel, layout=layout)
 
     @cached_property
     def layout(self) -> EngineLayout | None:
-        """What vLLM makes of its modules; None for a family of ``families.FAMILIES``, whose table says the same.
+        """vLLM's layout of its modules; None for a family of ``families.FAMILIES``, whose table is equivalent.
 
-        Asks vLLM, which takes seconds, unless another process has. Raises ValueError as ``vllm_layout.read_layout``.
+        Asking vLLM takes seconds, unless the answer is cached. Raises the ValueErrors of ``vllm_layout.read_layout``.
         """
         return None if self.config.model_type in FAMILIES else read_layout(self.path)
 
@@ -165,18 +169,18 @@ class ServedModel:
 
     @cached_property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a version: ``shapes``, but for a tied head that the engine has no place for."""
+        """Every tensor of a version: ``shapes``, without a tied head that the engine does not load."""
         if not self.tied or self.layout is None:
             return self.shapes
         return {name: shape for name, shape in self.shapes.items() if name not in self.layout.not_loaded}
 
     @property
     def elements(self) -> int:
-        """The number of all parameters."""
+        """Return the number of all parameters."""
         return sum(map(math.prod, self.shapes.values()))
 
     def stored_bytes(self, name: str, plan: QuantPlan) -> int:
-        """Return the bytes that one tensor of a version takes, block scales included."""
+        """Return the size of one tensor of a version in bytes, including block scales."""
         elements = math.prod(self.shapes[name])
         if name in plan.quantized:
             return elements + 4 * math.prod(plan.form.scale_shape(self.shapes[name]))
@@ -184,7 +188,7 @@ class ServedModel:
 
     @cached_property
     def ignored(self) -> IgnoredTensors:
-        """Names that checkpoints and trainers may bring, and no version has."""
+        """Names that checkpoints and trainers may send, and no version has."""
         if self.head in self.stored:
             return self.ignored_by_class
         patterns = (*self.ignored_by_class.patterns, f"^{re.escape(self.head)}$")
@@ -192,28 +196,28 @@ class ServedModel:
 
     @cached_property
     def routers(self) -> frozenset[str]:
-        """Modules that are never quantized and in no plan: they choose experts, or scale the shared one."""
+        """Modules that choose experts, or scale the shared one. They are never quantized, and in no plan."""
         modules = (name.removesuffix(".weight") for name in self.shapes if name.endswith(".weight"))
         return frozenset(module for module in modules if module.rpartition(".")[2] in ROUTERS)
 
     @property
     def text_config(self) -> PretrainedConfig:
-        """Of the language model, which is all of most models."""
+        """Return the configuration of the language model, which is the whole model for most models."""
         return _text_config(self.config)
 
     @property
     def is_multimodal(self) -> bool:
-        """The language model is a part of it, beside a vision tower or others."""
+        """Return True if the model has other parts than the language model, such as a vision tower."""
         return self.text_config is not self.config
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer; 0: a dense model."""
+        """Return the number of routed experts of a layer; 0: a dense model."""
         return next((int(count) for key in EXPERT_COUNTS if (count := getattr(self.text_config, key, None))), 0)
 
     @property
     def heads(self) -> Heads | None:
-        """Attention heads, which tensor parallelism shares out; None: a model without attention."""
+        """Return the numbers of attention heads, which tensor parallelism divides; None: a model without attention."""
         query = getattr(self.text_config, "num_attention_heads", None)
         if query is None:
             return None
@@ -223,7 +227,7 @@ class ServedModel:
     def fingerprint(self) -> str:
         """xxh3-128 over architecture, tensor table and tying, and ``@`` and the commit if there is one.
 
-        Versions of another model are refused.
+        Versions of a model with another fingerprint are refused.
         """
         shapes = sorted(self.shapes.items())
         content = {"architectures": self.config.architectures, "shapes": shapes, "tied": self.tied}
@@ -231,7 +235,7 @@ class ServedModel:
         return table if self.commit is None else f"{table}{_AT_COMMIT}{self.commit}"
 
     def other_revision(self, fingerprint: str) -> str | None:
-        """What a model with the same tensors but of another commit is, and what to set to serve it.
+        """Describe a model with the same tensors but another commit, and what to set to serve it.
 
         None if the fingerprint is this model's, or one of other tensors.
         """
@@ -246,33 +250,34 @@ class ServedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are ``[0, vocab_size)``."""
+        """Return the size of the vocabulary: token ids are ``[0, vocab_size)``."""
         return int(self.text_config.vocab_size)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer of the folder, or None if it has none that can be loaded. Raises as ``load_tokenizer``."""
+        """The tokenizer of the folder, or None if it has none that can be loaded. Raises the errors of
+        ``load_tokenizer``."""
         return load_tokenizer(self.path)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Text prompts and stop strings work."""
+        """Return True if text prompts and stop strings are available."""
         return self.tokenizer is not None
 
     def check_table(self, tensors: Iterable[UploadTensor], plan: QuantPlan, *, whole: bool = True) -> None:
-        """Compare a trainer's tensor table with the model, both ways; raises InvalidManifest with every difference.
+        """Compare a trainer's tensor table with the model; raises InvalidManifest with every difference.
 
-        Experts come one by one or stacked. A weight of ``plan.quantized`` comes unquantized, or as codes
-        of ``plan.form`` beside their scales. Tensors in ``ignored`` may have any dtype and shape.
+        Experts may be separate or stacked. A weight of ``plan.quantized`` may be unquantized, or codes of ``plan.form``
+        with their scales. Tensors in ``ignored`` may have any dtype and shape.
 
-        ``whole``: False for some of the tensors only, whose names and shapes alone can be judged.
+        ``whole``: False if ``tensors`` are only some of the tensors; then only names and shapes are checked.
         """
         wrong = differences(
             tuple(tensors), Expected(self.stored, self.in_memory, self.experts, plan.quantized, plan.form)
         )
         wrong["unknown"] = [name for name in wrong["unknown"] if name not in self.ignored]
         wrong["missing"] = [name for name in wrong["missing"] if not (self.tied and name == self.head)]
-        if not whole:  # codes and their scales may come apart from each other
+        if not whole:  # codes and their scales may be in different tables
             wrong["missing"] = wrong["wrong_dtype"] = []
         wrong = {what: items for what, items in wrong.items() if items}
         if wrong:
@@ -286,7 +291,7 @@ def _without_weights(path: Path) -> PreTrainedModel:
         kind = AutoModelForCausalLM if _text_config(config) is config else AutoModelForImageTextToText
         with torch.device("meta"):
             return kind.from_config(config)
-    except Exception as error:  # whatever the code of some model makes of a configuration that does not fit it
+    except Exception as error:  # the code of a model may raise anything for a configuration that does not fit it
         raise ValueError(
             f"{path / 'config.json'} describes no causal language model that transformers can build: "
             f"{textwrap.shorten(str(error), 240, placeholder=' …')}"
@@ -307,7 +312,7 @@ def _expert_naming(model: PreTrainedModel, path: Path) -> ExpertNaming | None:
 
 
 def _experts_together(stored: Iterable[tuple[Piece, ...]]) -> Iterable[Piece]:
-    """The pieces in the order of the model, but an expert's gate, up and down one after the other."""
+    """Return the pieces in the order of the model, but each expert's gate, up and down next to each other."""
     groups: dict[str, list[Piece]] = {}
     for piece in (piece for group in stored for piece in group):
         parent = piece.name.rsplit(".", 2)[0]
@@ -337,13 +342,15 @@ def _stored_weight(model: PreTrainedModel, layer: torch.nn.Module, stored: dict[
 
 def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
     if getattr(model.config, "kv_lora_rank", None) or _text_config(model.config) is not model.config:
-        return ()  # vLLM's names of a multimodal model's layers are others than the checkpoint's
+        return ()  # vLLM's layer names of a multimodal model differ from the checkpoint's
     return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
 
 
 def _ignored(model: PreTrainedModel, names: set[str]) -> IgnoredTensors:
-    """Return what transformers and vLLM leave out. ``names``: of the model's tensors, which are never left out."""
-    # a class names the next-token layers of all its sizes: GLM-4.5's layer 46, too, which its larger model has
+    """Return the tensors that transformers and vLLM leave out. ``names``: the model's tensors, which are never left
+    out."""
+    # a class lists the next-token layers of all its sizes, such as GLM-4.5's layer 46, which is a regular layer of its
+    # larger model
     own = {pattern for pattern in ignored_when_loading(model) if not _is_of_a_layer_in(names, pattern)}
     patterns = {*ROTARY_BUFFERS, *own}
     config = _text_config(model.config)
@@ -360,6 +367,6 @@ def _is_of_a_layer_in(names: set[str], pattern: str) -> bool:
 
 
 def _kept_in_float32(model: PreTrainedModel, shapes: Iterable[str]) -> frozenset[str]:
-    """DeepSeek's ``e_score_correction_bias``: transformers keeps it in fp32, and vLLM's parameter is fp32."""
+    """Return tensors such as DeepSeek's ``e_score_correction_bias``, which transformers and vLLM keep in fp32."""
     kept = kept_in_float32(model)
     return frozenset(name for name in shapes if not kept.isdisjoint(name.split(".")))

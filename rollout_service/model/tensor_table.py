@@ -1,4 +1,4 @@
-"""A trainer's tensor table held against that of the served model."""
+"""Compare a trainer's tensor table with that of the served model."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
@@ -13,21 +13,21 @@ Shape = tuple[int, ...]
 
 
 class Expected(NamedTuple):
-    """What a table may hold."""
+    """The allowed contents of a table."""
 
     shapes: Mapping[str, Shape]
     """Tensors by their names on disk."""
     in_memory: Mapping[str, Shape]
-    """Other names and shapes under which trainers hold some of them, such as stacked experts."""
+    """Other names and shapes under which trainers hold some tensors, such as stacked experts."""
     experts: ExpertNaming | None
     quantized: Set[str]
     """Names in ``shapes`` that may come as codes and scales."""
     form: WeightFormat = FP8_BLOCK
-    """Of those codes and scales."""
+    """Format of those codes and scales."""
 
 
 def differences(tensors: tuple[UploadTensor, ...], expected: Expected) -> dict[str, list[str]]:
-    """Everything that is wrong with ``tensors``, by what it is; every list is empty if nothing is."""
+    """Return all errors in ``tensors``, by kind of error; every list is empty if there are none."""
     known = [tensor for tensor in tensors if _expected_shape(tensor.name, expected) is not None]
     brought = Counter(name for tensor in known for name in _on_disk(tensor.name, expected))
     codes = {tensor.name for tensor in known if tensor.dtype == expected.form.codes}

@@ -1,6 +1,6 @@
-"""A small Qwen3 with a character tokenizer, saved as a normal Hugging Face folder: what the CPU deployment serves.
+"""A small Qwen3 with a character tokenizer, saved as a normal Hugging Face folder, for the CPU deployment.
 
-The weights are random; the point is a model that every tool loads as it loads Qwen3-8B, and that a laptop can train.
+The weights are random. Every tool loads it like Qwen3-8B, and a laptop can train it.
 """
 
 import os
@@ -25,14 +25,14 @@ CHAT_TEMPLATE = (
     r"{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     r"{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-"""One line a message; the model's own end as its replies do."""
+"""One line per message; replies end with the end of sequence, as the model generates it."""
 
 
 def tiny_qwen3_config() -> Qwen3Config:
-    """About 3 million parameters.
+    """Return a configuration with about 3 million parameters.
 
-    Input and output of every projection, q, k and v each by itself, are multiples of 128 (the FP8 block), and
-    ``head_dim`` is a multiple of 32 (what vLLM's FP8 KV cache on the CPU asks for).
+    Input and output sizes of every projection, including q, k and v separately, are multiples of 128 (the FP8 block).
+    ``head_dim`` is a multiple of 32, which vLLM's FP8 KV cache on the CPU requires.
     """
     return Qwen3Config(
         vocab_size=len(VOCABULARY),
@@ -51,9 +51,9 @@ def tiny_qwen3_config() -> Qwen3Config:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, nothing added, so ``decode(encode(text)) == text`` for text of known characters.
+    """Return a tokenizer with one token per character, so ``decode(encode(text)) == text`` for known characters.
 
-    A character outside ``VOCABULARY`` becomes ``<unk>``; ``<eos>`` and the like, written out, become that one token.
+    It adds no tokens. A character outside ``VOCABULARY`` becomes ``<unk>``; a literal ``<eos>`` becomes that one token.
     """
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))
@@ -74,8 +74,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_qwen3(path: Path, *, seed: int = 0) -> None:
     """Save the model at ``path`` in BF16 with config, generation config and tokenizer; the same bytes per seed.
 
-    The folder appears whole or not at all: it is written beside ``path`` and renamed. A model that is at ``path``
-    already, from another process in a race perhaps, is left as it is, whatever its seed.
+    The folder is written beside ``path`` and renamed, so it is never incomplete. An existing model at ``path`` is left
+    unchanged, whatever its seed.
 
     Raises FileExistsError if something at ``path`` is not a model folder.
     """
@@ -94,7 +94,7 @@ def _save(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(tiny_qwen3_config()).to(torch.bfloat16)
-    # Sampling defaults would be applied by vLLM to every request that leaves them out: give it the token ids only.
+    # only token ids: vLLM would apply other sampling defaults to every request that leaves them out
     model.generation_config = GenerationConfig(
         pad_token_id=model.config.pad_token_id,
         bos_token_id=model.config.bos_token_id,

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, in whichever of the formats that transformers loads."""
+"""Load the tokenizer of a model folder, in any format of transformers."""
 
 import logging
 import textwrap
@@ -10,11 +10,11 @@ from rollout_service.model.hub import VOCABULARIES
 
 logger = logging.getLogger(__name__)
 _ALONE = "tokenizer.json"
-"""A file from which nothing but damage keeps transformers."""
+"""File that transformers can always load unless it is damaged."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in ``folder``. None: it has none, or, with a warning, none that transformers can load.
+    """Return the tokenizer in ``folder``. None: it has none, or (with a warning) none that transformers can load.
 
     Raises ValueError for a tokenizer.json that cannot be loaded.
     """
@@ -39,5 +39,5 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def vocabulary_files(folder: Path) -> list[str]:
-    """Return the names of the files in ``folder`` that a tokenizer is loaded from, sorted; empty: it has none."""
+    """Return the names of the tokenizer's files in ``folder``, sorted; empty: it has none."""
     return sorted({path.name for pattern in VOCABULARIES for path in folder.glob(pattern) if path.is_file()})

@@ -1,8 +1,8 @@
-"""Asks vLLM, in a process of its own, what it makes of a model; the answer is kept for the next process that asks.
+"""Ask vLLM, in a separate process, for its layout of a model, and cache the answer on disk.
 
-That process imports vllm and builds a model class without its weights: about ten seconds of a CPU, and no GPU. Only the
-model's config.json and vLLM's version decide what it says, so the answer is kept in the user's cache folder (
-``$XDG_CACHE_HOME``, or ``~/.cache``) under their digest.
+That process imports vllm and builds a model class without its weights: about ten seconds of a CPU, without a GPU. The
+answer only depends on the model's config.json and vLLM's version. It is stored under their digest in the user's cache
+folder (``$XDG_CACHE_HOME``, or ``~/.cache``).
 """
 
 import importlib.util
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 _READER = "rollout_service.engine.layout_reader"
 _LIMIT_S = 600.0
-"""Of a read: most is the import of vLLM, which a busy machine may take minutes for."""
+"""Timeout in seconds. Most of the time is the import of vLLM, which may take minutes on a busy machine."""
 
 
 def read_layout(folder: Path) -> EngineLayout:
-    """What vLLM makes of the model whose config.json is in ``folder``.
+    """Return vLLM's layout of the model whose config.json is in ``folder``.
 
-    Raises ValueError with vLLM's reason if it does not build the model, or if vLLM is not installed here.
+    Raises ValueError with vLLM's reason if it cannot build the model, or if vLLM is not installed here.
     """
     if (vllm := _vllm()) is None:
         raise ValueError(
@@ -40,7 +40,7 @@ def read_layout(folder: Path) -> EngineLayout:
     kept = _kept(folder, vllm)
     try:
         return EngineLayout.model_validate_json(kept.read_bytes())
-    except (OSError, ValidationError):  # not kept yet, or not whole
+    except (OSError, ValidationError):  # not cached, or incomplete
         pass
     layout = _read(folder)
     _keep(layout, kept)
@@ -73,7 +73,7 @@ def _read(folder: Path) -> EngineLayout:
     with tempfile.TemporaryDirectory() as place:
         result = Path(place) / "layout.json"
         command = [sys.executable, "-m", _READER, str(folder), str(result)]
-        # a process that Ray gives no GPU may still ask what GPUs there are; it uses none
+        # without this variable: a process without GPUs from Ray may still query GPUs; it uses none
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # noqa: TID251
         try:
             run = subprocess.run(
@@ -98,5 +98,5 @@ def _keep(layout: EngineLayout, place: Path) -> None:
         with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".json", delete=False) as file:
             file.write(layout.model_dump_json(exclude_defaults=True))
         Path(file.name).replace(place)
-    except OSError as error:  # a home that cannot be written: the next process asks again
+    except OSError as error:  # the home folder may be read-only: the next process asks again
         logger.warning("what vLLM makes of the model's layers is not kept for the next process: %s", error)

@@ -1,14 +1,14 @@
-"""Which safetensors files of a checkpoint hold its weights. Needs neither torch nor huggingface_hub."""
+"""Choose the safetensors files of a checkpoint that hold its weights. Needs neither torch nor huggingface_hub."""
 
 import json
 from collections.abc import Collection
 from pathlib import PurePath
 
 INDEX_FILE = "model.safetensors.index.json"
-"""Lists the file of each tensor, where there are several files."""
+"""Lists the file of each tensor, if there are several files."""
 SINGLE_FILE = "model.safetensors"
 OTHER_FORMAT = "consolidated"
-"""Start of the names of files that hold the same weights under Mistral's own names."""
+"""Prefix of files that hold the same weights under Mistral's own names."""
 
 
 def weight_files(there: Collection[str], index: bytes | None) -> list[str]:
@@ -16,7 +16,7 @@ def weight_files(there: Collection[str], index: bytes | None) -> list[str]:
 
     Args:
         there: names of all files of the folder or the repository.
-        index: content of ``INDEX_FILE``; its files count and no others. None: there is no such file.
+        index: content of ``INDEX_FILE``; only its files count. None: there is no such file.
 
     Raises ValueError for an index that cannot be read, or with the names of the files that are missing.
     """
@@ -26,7 +26,7 @@ def weight_files(there: Collection[str], index: bytes | None) -> list[str]:
     listed = listed_files(index)
     missing = [name for name in listed if name not in there]
     if len(missing) == len(listed) and SINGLE_FILE in found:
-        return [SINGLE_FILE]  # save_pretrained leaves the index of an earlier save in shards, and removes the shards
+        return [SINGLE_FILE]  # save_pretrained removes the shards of an earlier save, but not their index
     if missing:
         raise ValueError(
             f"{len(missing)} of the {len(listed)} files that {INDEX_FILE} names are missing: {', '.join(missing[:4])}; "
