@@ -1,7 +1,7 @@
 """Scales of an FP8 KV cache, measured where the trainer computes q, k and v.
 
-This much needs neither torch nor transformers: the scales and their arithmetic, for trainers of any kind.
-``observer`` measures in a transformers model, ``fp8_error`` says what FP8 would cost.
+This module has the scales and their arithmetic, for any trainer. It needs neither torch nor transformers. ``observer``
+measures in a transformers model, ``fp8_error`` computes the error of FP8.
 """
 
 from rollout_service.kv_scales.scales import (

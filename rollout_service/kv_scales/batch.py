@@ -1,4 +1,4 @@
-"""The tokens that a replica measures q, k and v on."""
+"""Tokens on which a replica measures q, k and v."""
 
 import json
 import random
@@ -9,14 +9,14 @@ from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.protocol.rollout import Rollout
 
 _RANDOM_TOKENS = 64
-"""Of each sequence, where nothing better is known."""
+"""Length in tokens of each random sequence."""
 
 
 class CalibrationBatch:
-    """Given prompts, or the newest rollouts of this replica, or random tokens before there are any."""
+    """Given prompts, else the newest rollouts of this replica, else random tokens."""
 
     def __init__(self, config: KVCalibrationConfig, vocab_size: int, max_model_len: int) -> None:
-        """Raises FileNotFoundError, or ValueError that names the line, for prompts that cannot be used."""
+        """Raises FileNotFoundError, or ValueError with the line, for invalid prompts."""
         self._longest = min(config.max_sequence_tokens, max_model_len)
         self._random = _random_sequences(config.max_sequences, min(_RANDOM_TOKENS, self._longest), vocab_size)
         self._recent: deque[list[int]] = deque(maxlen=config.max_sequences)
@@ -26,23 +26,24 @@ class CalibrationBatch:
             self._given = [sequence[: self._longest] for sequence in given[: config.max_sequences]]
 
     def add(self, rollout: Rollout) -> None:
-        """Keep the prompt and the first completion of a rollout, beginning with the first token."""
+        """Keep the prompt and the first completion of a rollout, up to the maximum length."""
         sequence = [*rollout.prompt_token_ids[: self._longest], *rollout.completions[0].token_ids][: self._longest]
         if not self._given and len(sequence) > 1:
             self._recent.append(sequence)
 
     @property
     def origin(self) -> str:
-        """Where the tokens come from, in words."""
+        """Return the origin of the tokens, in words."""
         return "given prompts" if self._given else "recent rollouts" if self._recent else "random tokens"
 
     def sequences(self) -> list[list[int]]:
-        """Token ids, a list for each sequence."""
+        """Return the token ids, a list for each sequence."""
         return self._given or list(self._recent) or self._random
 
 
 def read_prompts(path: Path, vocab_size: int) -> list[list[int]]:
-    """The token ids of a file with a JSON list on each line. Raises FileNotFoundError, or ValueError with the line."""
+    """Read token ids from a file with a JSON list on each line. Raises FileNotFoundError, or ValueError with the
+    line."""
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:

@@ -1,6 +1,6 @@
-"""A replica's side of its KV cache: the scales of each version, and whether FP8 is accurate enough or BF16 is needed.
+"""A replica's side of its KV cache: the scales of each version, and the choice between FP8 and BF16.
 
-A replica measures between loading a version and serving it, while the engine is closed and nothing is cached.
+A replica measures after loading a version and before serving it, while the engine is paused and nothing is cached.
 """
 
 import asyncio
@@ -36,53 +36,55 @@ logger = logging.getLogger(__name__)
 Ranks = tuple[KVMeasurement, ...]
 
 PUBLISH_S = 2.0
-"""The longest that a replica waits for the ingest to take what was measured: its engine is closed meanwhile."""
+"""Maximum time in seconds that a replica waits for the ingest to store a measurement; its engine is paused
+meanwhile."""
 
 
 class MeasuringEngine(Protocol):
-    """What is needed of the engine adapter."""
+    """The methods of the engine adapter that are used here."""
 
     async def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None = None) -> Ranks: ...
     async def set_kv_scales(self, scales: dict[str, float] | None) -> None: ...
 
 
 class KVScaleSource(Protocol):
-    """Where ``WeightSync`` has the scales of a version from that are not in its manifest."""
+    """Source of a version's scales that are not in its manifest, for ``WeightSync``."""
 
     status: KVCacheStatus | None
-    """For the replica's reports."""
+    """Status for the replica's reports."""
     error: str | None
-    """Why the replica that has measured does not serve yet; for its reports, too."""
+    """Reason why a replica that has measured does not serve yet; also for its reports."""
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None: ...
     async def loaded(self, manifest: Manifest) -> dict[str, float] | None: ...
 
 
 class _Measured(NamedTuple):
-    """What a replica measured of a version."""
+    """A replica's measurement of a version."""
 
     version: int
     digest: str
-    """Of the version's manifest."""
+    """Digest of the version's manifest."""
     ranks: Ranks
 
 
 class NoKVScales:
-    """Of a BF16 cache."""
+    """The scale source of a BF16 cache, which has none."""
 
     def __init__(self, choice: KVCacheChoice | None = None) -> None:
         self.status = None if choice is None else KVCacheStatus(choice=choice)
         self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> None:
-        """There are none, or nothing uses them."""
+        """Return None: the version has no scales to load."""
 
     async def loaded(self, manifest: Manifest) -> None:
-        """There is nothing to measure."""
+        """Return None: there is nothing to measure."""
 
 
 class KVCalibrator:
-    """Of an FP8 cache: asks the ingest for a version's scales, and measures them with its lease."""
+    """The scale source of an FP8 cache: asks the ingest for a version's scales, or measures them if it gets the
+    lease."""
 
     def __init__(
         self,
@@ -93,30 +95,31 @@ class KVCalibrator:
         choice: KVCacheChoice | None,
         retry_s: float,
     ) -> None:
-        """``choice``: that FP8 is accurate enough; None: this replica is to find out."""
+        """``choice``: an earlier finding that FP8 is accurate enough; None: this replica must measure that."""
         self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
         self._lease: CalibrationLease | None = None
         self._digest = ""
         self._scales: dict[str, float] | None = None
-        """Of the version that is loaded next, or was loaded last, beside its manifest."""
+        """Scales of the version that is being loaded, or was loaded last, if not in its manifest."""
         self._unpublished: _Measured | None = None
-        """What the ingest has not taken yet. The version is not served until it has."""
+        """Measurement that the ingest has not stored yet. Its version is not served before."""
         self._published_late = False
-        """Whether the version that is loaded next was measured here and published afterwards."""
+        """True if this replica measured the version to be loaded, and published the result afterwards."""
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
         self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
-        """Scales to load a version with that are not in its manifest.
+        """Return the scales for loading a version that are not in its manifest.
 
-        Publishes what this replica measured of that version earlier, if the ingest has not taken that yet. Raises
-        NotReady while it does not, or while another replica measures.
+        First publishes this replica's earlier measurement of that version, if the ingest has not stored it. Raises
+        NotReady if the ingest does not store it, or while another replica measures.
         """
         self._lease, self._scales, self._published_late = None, None, False
         if not manifest.awaits_kv_scales:
             return None
-        self._digest = await asyncio.to_thread(lambda: manifest.digest)  # of 40 000 tensors, it takes a while
+        # in a thread, since it takes long for 40 000 tensors
+        self._digest = await asyncio.to_thread(lambda: manifest.digest)
         measured, self._unpublished = self._unpublished, None
         if measured is not None and (measured.version, measured.digest) == (manifest.version, self._digest):
             self._scales = (await self._result(measured)).scales
@@ -128,10 +131,10 @@ class KVCalibrator:
         return self._scales
 
     async def loaded(self, manifest: Manifest) -> dict[str, float] | None:
-        """Measure a version that was just loaded, if this replica has the lease, or FP8's accuracy is not known yet.
+        """Measure a version that was just loaded, if this replica has the lease, or the accuracy of FP8 is unknown.
 
-        Returns the scales that the version has and its manifest has not. Raises KVCacheUnfit; NotFound if the version
-        was removed meanwhile; EngineFailed; NotReady if the ingest does not take what was measured. Such a version must
+        Return the version's scales that are not in its manifest. Raises KVCacheUnfit; NotFound if the version was
+        removed meanwhile; EngineFailed; NotReady if the ingest does not store the measurement. The version must then
         not be served: ``scales_for`` publishes its scales later.
         """
         lease = self._lease
@@ -162,7 +165,7 @@ class KVCalibrator:
         ranks: Ranks,
         errors: dict[str, LayerError],
     ) -> dict[str, LayerError]:
-        """Publish what was measured and take the scales that hold for all; returns the errors with these."""
+        """Publish the measurement and load the scales that are valid for all replicas. Return the errors with these."""
         try:
             result = await self._result(_Measured(lease.version, self._digest, ranks))
         except (NotFound, NotReady):
@@ -174,12 +177,13 @@ class KVCalibrator:
             return errors
         await self._engine.set_kv_scales(result.scales)
         if not unfit_layers(errors) and saturates_nothing(ranks, result.scales):
-            nothing = {"k_saturated": 0.0, "v_saturated": 0.0}  # and FP8 rounds alike whatever the scale
+            nothing = {"k_saturated": 0.0, "v_saturated": 0.0}  # FP8 rounds equally with any scale
             return {layer: error.model_copy(update=nothing) for layer, error in errors.items()}
         return worst_errors(await self._engine.measure_kv(sequences))
 
     async def _result(self, measured: _Measured) -> KVScaleResult:
-        """What the ingest makes of a measurement. Raises NotReady, and keeps the measurement, if it does not answer."""
+        """Send a measurement to the ingest, and return the resulting scales. If it does not answer, raise NotReady and
+        keep the measurement."""
         version, digest, ranks = measured
         try:
             async with asyncio.timeout(PUBLISH_S):
@@ -190,7 +194,7 @@ class KVCalibrator:
             raise NotReady(f"the KV scales of version {version} are measured and wait: {why}") from error
 
     async def _judge(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:
-        """Whether FP8 is accurate enough with the best scales that there are. Raises KVCacheUnfit."""
+        """Decide if FP8 is accurate enough with the best possible scales. Raises KVCacheUnfit."""
         judged_by = f"{self._replica_id}, version {version}"
         try:
             best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
@@ -204,9 +208,10 @@ class KVCalibrator:
         return await self._choose(choice)
 
     async def _choose(self, choice: KVCacheChoice) -> KVCacheChoice:
-        """FP8, once it is noted for all replicas. Raises KVCacheUnfit if another one has found otherwise before.
+        """Record FP8 as the choice for all replicas, retrying. Raises KVCacheUnfit if another replica has chosen BF16
+        before.
 
-        They measure different tokens: half a fleet in FP8 and half in BF16 would be two policies under one version.
+        Replicas measure different tokens. With half a fleet in FP8 and half in BF16, one version would be two policies.
         """
         while True:
             try:
@@ -235,11 +240,11 @@ class KVCalibrator:
 
 
 def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None) -> KVCacheChoice | None:
-    """The dtype that a replica starts with; None: FP8, and the replica measures whether that is accurate enough.
+    """Return the dtype that a replica starts with; None: FP8, and the replica measures whether that is accurate enough.
 
     Args:
         dtype: ``kv_cache.dtype``.
-        known: what an earlier replica found. BF16, found for ``auto``, does not hold where FP8 is asked for by name.
+        known: an earlier replica's choice. BF16, chosen with ``auto``, is ignored if FP8 is configured explicitly.
     """
     if dtype == "bfloat16":
         return KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
@@ -257,16 +262,16 @@ def starting_choice(dtype: str, model: ServedModel, known: KVCacheChoice | None)
 
 
 async def choose_bf16(ingest: IngestCalls, why: str, judged_by: str) -> KVCacheChoice:
-    """BF16, noted for all replicas of this log, or what another one has noted before. Raises NotReady."""
+    """Record BF16 for all replicas of this log. Return it, or another replica's earlier choice. Raises NotReady."""
     logger.warning("the KV cache is kept in BF16: %s", why)
     return await ingest.choose_kv_cache(KVCacheChoice(dtype="bfloat16", why=why, judged_by=judged_by))
 
 
 async def without_fp8(ingest: IngestCalls, choice: KVCacheChoice | None, why: str, replica_id: str) -> KVCacheChoice:
-    """The cache of a replica whose engine cannot read FP8: BF16, and ``why``. Raises NotReady.
+    """Return the cache of a replica whose engine cannot read FP8: BF16, with the reason ``why``. Raises NotReady.
 
-    That is noted for all replicas of this log. Where FP8 is noted already, by a replica on another processor, it holds
-    for those that can read it, and this replica has BF16 alone.
+    It is recorded for all replicas of this log. If a replica on another processor has already recorded FP8, that stays
+    valid for replicas that can read it, and only this replica uses BF16.
     """
     if choice is None:
         choice = await choose_bf16(ingest, why, replica_id)
@@ -276,7 +281,7 @@ async def without_fp8(ingest: IngestCalls, choice: KVCacheChoice | None, why: st
 
 
 def with_kv_cache(config: ServiceConfig, choice: KVCacheChoice) -> ServiceConfig:
-    """The configuration of an engine with the chosen cache."""
+    """Return the configuration of an engine with the chosen cache."""
     policy = config.kv_cache.scales_policy if choice.dtype == "fp8_e4m3" else "unit"
     kv_cache = config.kv_cache.model_copy(update={"dtype": choice.dtype, "scales_policy": policy})
     return config.model_copy(update={"kv_cache": kv_cache})
@@ -287,6 +292,6 @@ def _number(share: float) -> float | None:
 
 
 def _unmeasured(reason: str) -> KVCacheChoice:
-    """FP8 was asked for, and its accuracy is not known: say so, to the whole fleet."""
+    """Choose FP8 without a measurement, and log an error for it."""
     logger.error("whether FP8 is accurate enough for keys and values is not known: %s", reason)
     return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")

@@ -1,15 +1,15 @@
-"""The ingest's side of KV scales: which ones a version has, who measures them, and what the KV cache is kept in.
+"""The ingest's side of KV scales: the scales of each version, which replica measures them, and the KV cache's dtype.
 
-    <root>/<version>/kv_scales.json    what was measured of a version: JSON and its xxh3-128, beside the manifest
-    <root>/kv_scales.json              the same of the version that was published last: its own may be dropped
-    <root>/KV_CACHE                    whether the cache is kept in FP8 or in BF16, once that was measured
+    <root>/<version>/kv_scales.json    measured scales of a version: JSON and its xxh3-128, beside the manifest
+    <root>/kv_scales.json              the last published scales, since their version may be dropped
+    <root>/KV_CACHE                    dtype of the cache, FP8 or BF16, once it was measured
 
-What a replica loads is decided when a version is committed, and stands in its manifest as ``kv_scales_from``:
+The commit of a version decides which scales replicas load, and stores that in the manifest as ``kv_scales_from``:
 
     trainer      the scales that came with the version
-    reuse        those of the version before
+    reuse        the scales of the previous version
     unit         1 everywhere
-    calibrate    what one replica measures before it serves the version: see ``CalibrationState``
+    calibrate    the measurement of one replica before it serves the version: see ``CalibrationState``
 """
 
 import asyncio
@@ -40,26 +40,26 @@ logger = logging.getLogger(__name__)
 KV_SCALES_FILE = "kv_scales.json"
 _FIELDS = TypeAdapter(dict[str, Any])
 _OF_BEFORE = ("how", "drift", "saturated")
-"""Fields of files that were written when scales could be kept although new ones had been measured (``max_drift``).
-``scales`` and ``largest`` meant what they mean now, whatever ``how`` said, so that these are passed over."""
+"""Fields of older files, from when scales could be kept although new ones had been measured (``max_drift``). They are
+ignored: ``scales`` and ``largest`` had the same meaning, whatever ``how`` was."""
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST = (2 - 2**-7) * 2.0**127 / 448
-"""The largest code stands for the largest BF16 number: with a larger scale it would overflow."""
+"""Largest valid scale: times the largest FP8 code, it is the largest BF16 number. A larger scale would overflow."""
 
 
 LEASE_S = 30.0
-"""Seconds until another replica may measure a version, too: the holder's engine may hang, while the replica reports as
-ever. If both publish, the first holds."""
+"""Time in seconds until another replica may also measure a version: the holder's engine may hang while the replica
+still reports. If both publish, the first result is kept."""
 
 
 class _Lease(NamedTuple):
     replica_id: str
     since: float
-    """By the clock."""
+    """Time of the clock in seconds."""
 
 
 class CalibrationState(Enum):
-    """Where the scales of a version stand that is calibrated.
+    """State of the scales of a version with ``calibrate``.
 
     AWAITING ── a replica that loads it asks ──► LEASED ── its holder publishes ──► PUBLISHED or FAILED
         ◄── the holder ends, fails, goes on to another version, or has not published for ``LEASE_S`` ──
@@ -72,7 +72,7 @@ class CalibrationState(Enum):
 
 
 class VersionScales:
-    """Which scales each version has. The log is the truth; leases and the newest scales are in memory."""
+    """The scales of each version. They are stored in the log; leases and the newest scales are in memory."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class VersionScales:
         is_loading: Callable[[str, int], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``is_loading``: whether a replica is live and on its way to a version. ``clock``: in seconds.
+        """``is_loading``: returns True if a replica is live and loading a version. ``clock``: in seconds.
 
-        Raises ValueError for the policy ``calibrate`` where nothing could use scales.
+        Raises ValueError for the policy ``calibrate`` if no scales can be used.
         """
         self._config, self._model, self._log, self._is_loading = config.kv_cache, model, log, is_loading
         self._no_use = _no_use(config, model)
-        # with dtype auto the cache of a model without such layers is BF16, and there is nothing to measure
+        # with dtype auto, a model without such layers has a BF16 cache, and nothing is measured
         in_bf16 = self._config.dtype == "auto" and not model.attention
         if self._config.scales_policy == "calibrate" and self._no_use and not in_bf16:
             raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
@@ -96,22 +96,22 @@ class VersionScales:
         self._leases: dict[int, _Lease] = {}
         """Version → the replica that measures it."""
         self._last: KVScaleResult | None = None
-        """What was published last, since this process started or for the version that was the newest then."""
+        """The last published result since this process started, or that of the version that was the newest then."""
         self._newest_version = -1
         self.newest: dict[str, float] | None = None
-        """Of the newest version whose scales are known; None: 1 everywhere."""
+        """Scales of the newest version with known scales; None: 1 everywhere."""
         self.largest: dict[str, tuple[float, float, float]] = {}
-        """What was measured last: layer → the largest |q|, |k| and |v|."""
+        """The last measurement: layer → the largest |q|, |k| and |v|."""
         self.drift: float | None = None
-        """The largest factor, less 1, between one of ``newest`` and the same one before; None: there was none."""
+        """The largest ratio, minus 1, between a scale of ``newest`` and the same one before; None: there was none."""
 
     # --- when a version comes
 
     def check(self, scales: Mapping[str, float] | None) -> None:
         """Raise InvalidManifest, with every name, unless there are scales for q, k and v of exactly the model's layers.
 
-        A scale is a positive, normal number of fp32, and 448 times as much is finite in BF16. None: nothing came,
-        which is right.
+        A scale is a positive, normal fp32 number, and 448 times the scale must be finite in BF16. None, no scales, is
+        valid.
         """
         if scales is None:
             return
@@ -133,7 +133,7 @@ class VersionScales:
             )
 
     def added_to(self, manifest: Manifest, scales: dict[str, float] | None) -> Manifest:
-        """The manifest with the scales that came with the version, or with what ``scales_policy`` says."""
+        """Return the manifest with the scales that came with the version, or as ``scales_policy`` defines."""
         policy = self._config.scales_policy
         if scales is not None:
             return manifest.replace(kv_scales=scales, kv_scales_from="trainer")
@@ -144,7 +144,7 @@ class VersionScales:
         return manifest
 
     def committed(self, manifest: Manifest) -> None:
-        """A version is the newest now. Raises LogCorrupt."""
+        """Note that a version is now the newest. Raises LogCorrupt."""
         if not manifest.awaits_kv_scales:
             self._take(manifest.version, manifest.kv_scales)
         elif (result := self.published(manifest.version)) is not None:  # a rollback's
@@ -152,25 +152,26 @@ class VersionScales:
             self._take(manifest.version, result.scales)
 
     def restore(self, newest: Manifest) -> None:
-        """Take up what the log has, for an ingest that starts. Raises LogCorrupt."""
-        self._log.kv_cache()  # one that is damaged ends the start here, and no commit later
+        """Load the log's scales when an ingest starts. Raises LogCorrupt."""
+        self._log.kv_cache()  # damage is found at the start, not at a later commit
         last = read_result(self._log.root)
         if not newest.awaits_kv_scales:
             self._newest_version, self.newest = newest.version, newest.kv_scales
         else:
             self._last = read_result(self._log.folder(newest.version))
-            last = self._last or last  # a crash between the two writes leaves that of the log behind
+            last = self._last or last  # after a crash between the two writes, the log's own file is older
             if last is not None:
                 self._newest_version, self.newest = last.version, last.scales
         self.largest = {} if last is None else last.largest
 
     def _fell_back(self) -> bool:
-        """Whether ``kv_cache.dtype: auto`` has come to BF16, so that nothing is measured."""
+        """Return True if ``kv_cache.dtype: auto`` has resolved to BF16, so that nothing is measured."""
         choice = self._log.kv_cache()
         return self._config.dtype == "auto" and choice is not None and choice.dtype == "bfloat16"
 
     def _take(self, version: int, scales: dict[str, float] | None) -> None:
-        """Newer versions may be known already: one that was committed long ago is published now."""
+        """Store scales as the newest, unless those of a newer version are known: an old version may be published
+        late."""
         if version >= self._newest_version:
             self._newest_version, before, self.newest = version, self.newest, scales
             self.drift = drift(before, scales)
@@ -178,7 +179,7 @@ class VersionScales:
     # --- what is measured
 
     def state(self, version: int) -> CalibrationState:
-        """Where the scales of a version stand that is calibrated. Raises LogCorrupt."""
+        """Return the state of a version with ``calibrate``. Raises LogCorrupt."""
         if (result := self.published(version)) is not None:
             return CalibrationState.PUBLISHED if result.error is None else CalibrationState.FAILED
         lease = self._leases.get(version)
@@ -187,7 +188,8 @@ class VersionScales:
         return CalibrationState.LEASED if self._is_loading(lease.replica_id, version) else CalibrationState.AWAITING
 
     def lease(self, version: int, replica_id: str) -> CalibrationLease | KVScaleResult | None:
-        """What a replica that loads a version is answered; None: another one has the lease. Raises LogCorrupt."""
+        """Return the scales of a version or the lease to measure them; None: another replica has it. Raises
+        LogCorrupt."""
         match self.state(version):
             case CalibrationState.PUBLISHED | CalibrationState.FAILED:
                 return self.published(version)
@@ -197,9 +199,10 @@ class VersionScales:
         return CalibrationLease(version=version, replica_id=replica_id, scales=self.newest)
 
     def publish(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
-        """Make and keep the scales of a version. Measured twice, the first holds. Raises NotFound, OSError, LogCorrupt.
+        """Compute and store the scales of a version. A second measurement is ignored. Raises NotFound, OSError,
+        LogCorrupt.
 
-        ``ranks``: what each rank saw.
+        ``ranks``: the measurement of each rank.
         """
         if (known := self.published(version)) is not None:
             return known
@@ -213,19 +216,19 @@ class VersionScales:
         self._leases.pop(version, None)
         self.largest = result.largest
         self._take(version, result.scales)
-        for root in self._log.roots:  # its version may be dropped before the next one is measured
+        for root in self._log.roots:  # the version may be dropped before the next one is measured
             write_result(root, result)
         return result
 
     def published(self, version: int) -> KVScaleResult | None:
-        """The scales of a version that was measured; None: not yet. Raises LogCorrupt."""
+        """Return the measured scales of a version; None: not yet. Raises LogCorrupt."""
         last = self._last  # another thread may publish meanwhile
         if last is not None and last.version == version:
             return last
         return next((found for folder in self._log.folders(version) if (found := read_result(folder))), None)
 
     def with_published(self, manifest: Manifest) -> Manifest:
-        """A committed version with the scales that it awaited, if they are published. Raises LogCorrupt."""
+        """Return a committed version with the scales that it awaited, if they are published. Raises LogCorrupt."""
         return with_result(manifest, self.published(manifest.version) if manifest.awaits_kv_scales else None)
 
     def _result(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
@@ -249,7 +252,8 @@ class VersionScales:
     def _largest(
         self, ranks: Sequence[dict[str, tuple[tuple[float, float, float], ...]]], config: KVCalibrationConfig
     ) -> dict[str, tuple[float, float, float]]:
-        """Of each layer, with ``progressive`` those of versions before among them. Raises InvalidRequest."""
+        """Return the largest values of each layer, with ``progressive`` also over earlier versions. Raises
+        InvalidRequest."""
         before = self.largest if config.progressive else {}
         found: dict[str, tuple[float, float, float]] = {}
         for layer, amax in largest_of_ranks(ranks, config.percentile).items():
@@ -259,22 +263,24 @@ class VersionScales:
 
 
 class KVScaleCoordinator:
-    """What replicas ask the ingest: the lease to measure a version, its scales, and the dtype of the KV cache."""
+    """KV scales in the ingest, for replicas: the lease to measure a version, its scales, and the dtype of the KV
+    cache."""
 
     def __init__(self, config: ServiceConfig, log: WeightLog, scales: VersionScales, changes: Changes) -> None:
         self._log, self._scales, self._changes = log, scales, changes
         self._falls_back = config.kv_cache.dtype == "auto"
         self._poll_s = config.weights.poll_s
         self._publishing, self._choosing = Turns(), Turns()
-        # scales that are half kept are finished if the replica that sent them goes away
+        # storing scales must finish although the replica disconnects
         self._shielded = ShieldedTasks()
 
     async def request_lease(
         self, version: int, replica_id: str, digest: str | None = None
     ) -> CalibrationLease | KVScaleResult:
-        """The published scales of a version that awaits them, or the lease to measure them; waits for its holder.
+        """Return the published scales of a version that awaits them, or the lease to measure them; waits for its
+        holder.
 
-        ``digest``: of the manifest that the replica has; None: not compared. Raises NotReady after ``poll_s`` or for
+        ``digest``: digest of the replica's manifest; None: not compared. Raises NotReady after ``poll_s`` or for
         another version of that number, NotFound, or LogCorrupt.
         """
         await self._require_same(version, digest)
@@ -293,27 +299,27 @@ class KVScaleCoordinator:
     async def publish_result(
         self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
     ) -> KVScaleResult:
-        """Make scales of what a replica measured; returns those that the version has from now on.
+        """Compute scales from a replica's measurement; return the version's scales from now on.
 
-        Raises NotFound, LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
+        Raises NotFound, LogCorrupt, or InsufficientStorage if the disk is full: send it again.
         """
         try:
             await self._require_same(version, digest)
-        except NotReady as error:  # what was measured is of no use, and never will be
+        except NotReady as error:  # the measurement can never be used
             raise NotFound(error.message) from error
         result = await self._shielded.run(self._publish(version, replica_id, ranks))
         await self._changes.notify()
         return result
 
     def kv_cache_choice(self) -> KVCacheChoice | None:
-        """What a replica chose for the KV cache; None: it has not been measured yet. Raises LogCorrupt."""
+        """Return the recorded choice for the KV cache; None: it was not measured yet. Raises LogCorrupt."""
         return self._log.kv_cache()
 
     async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
-        """Keep a replica's choice, durably, unless there is one already; returns the one that holds for all.
+        """Store a replica's choice durably, unless there is one already; return the choice for all replicas.
 
-        A BF16 cache that was chosen for ``kv_cache.dtype: auto`` does not hold where FP8 is asked for by name. Raises
-        LogCorrupt, or InsufficientStorage where the disk does not take it: send it again.
+        BF16 that was chosen with ``kv_cache.dtype: auto`` is replaced if FP8 is configured explicitly. Raises
+        LogCorrupt, or InsufficientStorage if the disk is full: send it again.
         """
         async with self._choosing:
             known = self._log.kv_cache()
@@ -329,12 +335,12 @@ class KVScaleCoordinator:
             return choice
 
     async def close(self) -> None:
-        """Write nothing any more; what is being written is finished."""
+        """Finish running writes, and refuse new ones."""
         await self._publishing.close()
         await self._choosing.close()
 
     async def _require_same(self, version: int, digest: str | None) -> None:
-        """Scales of other weights that had the same number, before a log was restored from a backup, are not these."""
+        """Raise NotReady for another version of that number, from before the log was restored from a backup."""
         if digest is None:
             return
         head = self._log.head()
@@ -349,7 +355,7 @@ class KVScaleCoordinator:
         async with self._publishing:
             try:
                 result = await asyncio.to_thread(self._scales.publish, version, replica_id, ranks)
-            except OSError as error:  # the replica waits, whichever it is
+            except OSError as error:  # any error: the replica waits and tries again
                 instead = "make room there" if error.errno in DISK_FULL else "it is tried again until the disk takes it"
                 raise InsufficientStorage(
                     f"the KV scales of version {version} cannot be kept in {self._log.root}: {error}: {instead}"
@@ -362,12 +368,13 @@ class KVScaleCoordinator:
 
 
 def write_result(folder: Path, result: KVScaleResult) -> None:
-    """Put it beside the manifest, durably and at once. Raises OSError."""
+    """Write the result beside the manifest, durably and atomically. Raises OSError."""
     write_sealed(folder / KV_SCALES_FILE, result.model_dump_json())
 
 
 def read_result(folder: Path) -> KVScaleResult | None:
-    """What is beside the manifest in ``folder``; None if nothing is yet. Raises LogCorrupt for a damaged file."""
+    """Read the result beside the manifest in ``folder``; None if there is none. Raises LogCorrupt for a damaged
+    file."""
     text = read_sealed(folder / KV_SCALES_FILE)
     if text is None:
         return None
@@ -379,7 +386,7 @@ def read_result(folder: Path) -> KVScaleResult | None:
 
 
 def restore_result(result: KVScaleResult | None, staged: Path, version: int) -> None:
-    """Give a staged version that restores an older one what was measured of that one, if anything was. Raises OSError.
+    """Copy an older version's measured scales, if any, to a staged version that restores it. Raises OSError.
 
     The scales stay beside the manifest, so that both versions have the same digest.
     """
@@ -388,7 +395,7 @@ def restore_result(result: KVScaleResult | None, staged: Path, version: int) -> 
 
 
 def with_result(manifest: Manifest, result: KVScaleResult | None) -> Manifest:
-    """A committed version with what was measured of it, if it awaited that; None: nothing was yet."""
+    """Return a committed version with the measured scales that it awaited. ``result``: None: not measured yet."""
     if result is None or not manifest.awaits_kv_scales:
         return manifest
     came_from = "unit" if result.scales is None else "calibrate"
@@ -396,14 +403,14 @@ def with_result(manifest: Manifest, result: KVScaleResult | None) -> Manifest:
 
 
 def drift(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> float | None:
-    """The largest factor, less 1, between a scale and the one of the same name before; None: there was none."""
+    """Return the largest ratio, minus 1, between a scale and the one of the same name before; None: there was none."""
     if before is None or now is None:
         return None
     return max((max(now[name] / before[name], before[name] / now[name]) - 1 for name in now), default=None)
 
 
 def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
-    """Why this service can do nothing with KV scales; None: it can."""
+    """Return the reason why this service cannot use KV scales; None: it can."""
     if config.kv_cache.dtype == "bfloat16":
         return "kv_cache.dtype is bfloat16, and a BF16 cache has none: leave kv_scales out"
     if not model.attention:
@@ -416,6 +423,6 @@ def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:
 def _is_scale(value: float) -> bool:
     try:
         (as_stored,) = struct.unpack("f", struct.pack("f", value))
-    except OverflowError:  # finite, and too large for fp32
+    except OverflowError:  # finite, but too large for fp32
         return False
     return bool(_SMALLEST_NORMAL <= as_stored <= _LARGEST)

@@ -1,4 +1,4 @@
-"""What an FP8 KV cache with one scale per tensor would cost a layer, and whether that is too much."""
+"""The error of an FP8 KV cache with one scale per tensor, for each layer, and limits for it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,31 +14,33 @@ from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 
 
 class ErrorLimits(Frozen):
-    """Beyond any of these, FP8 is not accurate enough for a layer's k and v: the layer is unfit."""
+    """Error limits. A layer that exceeds any of them is unfit: FP8 is not accurate enough for its k and v."""
 
     saturated: float = Field(default=1e-3, ge=0, le=1)
     """Share of elements of k or of v."""
     relative: float = Field(default=0.1, gt=0)
-    """Of k or of v, Frobenius. Rounding makes 0.026."""
+    """Relative error of k or of v, Frobenius. Rounding alone makes 0.026."""
     channel_relative: float = Field(default=0.25, gt=0)
-    """Of k or of v, mean over channels."""
+    """Relative error of k or of v, mean over channels."""
     logit_rms: float = Field(default=0.5, gt=0)
-    """Nats. An error of 0.5 changes the odds of two positions by half as much again."""
+    """Error in nats. An error of 0.5 multiplies the odds of two positions by 1.6."""
 
 
 def fp8_round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """x as it comes out of an E4M3 cache: x / scale, clamped to ±448, rounded, times scale. fp32, x's shape."""
+    """Return x after a round trip through an E4M3 cache: x / scale, clamped to ±448, rounded, times scale. fp32, x's
+    shape."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
 
 
 def masked_amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Largest |x| of x [batch, heads, tokens, head_dim] where ``counts`` [batch, tokens] bool; a scalar, fp32."""
+    """Return the largest |x| of x [batch, heads, tokens, head_dim] where ``counts`` [batch, tokens] bool; a scalar,
+    fp32."""
     of_position = torch.linalg.vector_norm(x.float(), math.inf, dim=(1, 3))
     return torch.where(counts, of_position, 0).amax()
 
 
 def unfit_layers(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> dict[str, str]:
-    """Layer → why FP8 is not accurate enough for its k and v, in words; empty if it is for all."""
+    """Return layer → reasons why FP8 is not accurate enough for its k and v; empty if it is for all layers."""
     limits = limits or ErrorLimits()
     found = {layer: _reasons(error, limits) for layer, error in errors.items()}
     return {layer: "; ".join(reasons) for layer, reasons in found.items() if reasons}
@@ -51,19 +53,19 @@ def require_fit(errors: Mapping[str, LayerError], limits: ErrorLimits | None = N
 
 
 def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
-    """``unfit_layers`` in words, the first five by name."""
+    """Format ``unfit_layers`` as a sentence, with the first five names."""
     first = "; ".join(f"{layer}: {why}" for layer, why in list(unfit.items())[:5])
     more = f", and {len(unfit) - 5} more" if len(unfit) > 5 else ""
     return f"FP8 is not accurate enough for the keys and values of {len(unfit)} of {num_layers} layers: {first}{more}"
 
 
 def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:
-    """Layer → each error of the rank where it is largest; NaN if it is NaN for any."""
+    """Return layer → the maximum over ranks of each error; NaN if it is NaN for any rank."""
     return {layer: _worst([rank.errors[layer] for rank in ranks]) for layer in ranks[0].errors}
 
 
 def saturates_nothing(ranks: Sequence[KVMeasurement], scales: Mapping[str, float] | None) -> bool:
-    """Whether all k and v that were seen are within 448 · scale; ``scales`` by ``<layer>.{k,v}_scale``, None: 1."""
+    """Return True if all measured k and v are within 448 · scale; ``scales`` by ``<layer>.{k,v}_scale``, None: 1."""
     return all(
         amax[TENSORS.index(x)] <= FP8_MAX * (1.0 if scales is None else scales[f"{layer}.{x}_scale"])
         for rank in ranks
@@ -96,7 +98,7 @@ def _worst(errors: Sequence[LayerError]) -> LayerError:
 
 
 class ErrorSums:
-    """Sums over the passes of one layer, on its device."""
+    """Sums over the forward passes of one layer, on its device."""
 
     def __init__(self, scales: LayerScales) -> None:
         self._scales = scales
@@ -115,7 +117,7 @@ class ErrorSums:
     ) -> None:
         """Add a pass: q [batch, num_heads, tokens, head_dim], k and v [batch, num_kv_heads, tokens, head_dim].
 
-        ``counts_q`` and ``counts_k``: [batch, tokens] bool, the positions that count.
+        ``counts_q`` and ``counts_k``: [batch, tokens] bool, the unmasked positions.
         """
         error = self._k.add(k, counts_k)
         self._v.add(v, counts_k)
@@ -124,7 +126,7 @@ class ErrorSums:
         self._pairs = self._pairs + pairs
 
     def result(self) -> LayerError:
-        """The errors so far."""
+        """Return the errors so far."""
         return LayerError(
             k_saturated=self._k.saturated(),
             v_saturated=self._v.saturated(),
@@ -137,7 +139,8 @@ class ErrorSums:
 
 
 class _TensorSums:
-    """Squares of x and of its error per channel [num_kv_heads, head_dim], float64, and saturated elements."""
+    """Squares of x and of its error per channel [num_kv_heads, head_dim], float64, and the number of saturated
+    elements."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -147,7 +150,7 @@ class _TensorSums:
         self._elements: torch.Tensor | float = 0.0
 
     def add(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The error of x [batch, num_kv_heads, tokens, head_dim], zero where nothing counts."""
+        """Add x. Return the error of x [batch, num_kv_heads, tokens, head_dim], zero at masked positions."""
         x = torch.where(counts[:, None, :, None], x.float(), 0)
         error = fp8_round_trip(x, self._scale) - x
         self._squares = self._squares + x.double().square().sum((0, 2))
@@ -164,7 +167,7 @@ class _TensorSums:
         return float((errors.sum() / squares.sum()).sqrt())
 
     def channel_relative(self) -> float:
-        """A channel that is zero throughout loses nothing."""
+        """Return the mean relative error of channels. The error of an all-zero channel is 0."""
         squares, errors = torch.as_tensor(self._squares), torch.as_tensor(self._error_squares)
         return float(torch.where(squares > 0, errors / squares, 0).sqrt().mean())
 
@@ -172,9 +175,9 @@ class _TensorSums:
 def _logit_error(
     q: torch.Tensor, error: torch.Tensor, counts_q: torch.Tensor, counts_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of (q·(Δk − mean Δk))² over all heads and pairs of positions of each row, and the number of terms.
+    """Return the sum of (q·(Δk − mean Δk))² over all heads and pairs of positions of each row, and the number of terms.
 
-    Σ_ts (q_t·e_s)² = ⟨Σ_t q_t q_tᵀ, Σ_s e_s e_sᵀ⟩: no matrix of pairs is made.
+    Σ_ts (q_t·e_s)² = ⟨Σ_t q_t q_tᵀ, Σ_s e_s e_sᵀ⟩, so no matrix of pairs is computed.
     """
     keys = counts_k.sum(1).clamp(min=1)[:, None, None, None]
     centred = (error - error.sum(2, keepdim=True) / keys) * counts_k[:, None, :, None]

@@ -1,7 +1,7 @@
-"""Observes q, k and v in a transformers model where a KV cache sees them: after QK-norm and rotary embedding.
+"""Measure q, k and v in a transformers model as a KV cache receives them: after QK-norm and rotary embedding.
 
-Through transformers' registry of attention functions (``AttentionInterface``), which every attention layer asks for
-its kernel at each call: no class of a model is changed, and the kernel that computes is the one that was chosen.
+It uses transformers' registry of attention functions (``AttentionInterface``), in which every attention layer looks up
+its kernel at each call. No class of a model is changed, and the configured kernel still computes the result.
 """
 
 import inspect
@@ -38,11 +38,11 @@ _Mine = TypeVar("_Mine")
 
 _observing = Lock()
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-"""What torch's wrappers put into the names of modules."""
+"""Module name prefixes of torch's wrappers."""
 
 
 class Observation:
-    """What the forward passes of a model showed. Made by ``observe_qkv``.
+    """Measurements over the forward passes of a model. Created by ``observe_qkv``.
 
     Recomputation under gradient checkpointing happens outside the forward pass and is not counted again.
     """
@@ -61,9 +61,9 @@ class Observation:
             measured_with.require_layers(list(self.layers.values()))
 
     def amax(self) -> dict[str, Amax]:
-        """Layer → [num_micro_batches, 3] float64: the largest |q|, |k|, |v| of each pass, on this rank.
+        """Return layer → [num_micro_batches, 3] float64: the largest |q|, |k|, |v| of each pass, on this rank.
 
-        Passes without an unmasked token are left out. Raises InvalidRequest if a pass did not come through every layer.
+        Passes without an unmasked token are left out. Raises InvalidRequest if a pass did not call every layer.
         """
         passes = [seen for seen, tokens in zip(self._passes, self._tokens, strict=True) if int(tokens)]
         for seen in passes:
@@ -79,25 +79,25 @@ class Observation:
 
     @property
     def tokens(self) -> int:
-        """Unmasked positions of this rank's passes."""
+        """Return the number of unmasked positions in this rank's passes."""
         return sum(int(tokens) for tokens in self._tokens)
 
     def scales(
         self, model: str, how: ScaledFrom | None = None, group: "torch.distributed.ProcessGroup | None" = None
     ) -> KVScales:
-        """The scales, equal on all ranks: a collective call wherever ``torch.distributed`` is initialized.
+        """Return the scales, equal on all ranks: a collective call if ``torch.distributed`` is initialized.
 
         Args:
-            model: fingerprint or path of the model, kept in the scales.
+            model: fingerprint or path of the model, stored in the scales.
             how: percentile and margin.
-            group: whose ranks are put together; None: all.
+            group: the ranks whose measurements are merged; None: all.
 
-        Raises InvalidRequest as ``scales_from_amax`` does, on every rank.
+        Raises the InvalidRequests of ``scales_from_amax``, on every rank.
         """
         try:
             mine: dict[str, Amax] | InvalidRequest = self.amax()
         except InvalidRequest as error:
-            mine = error  # raised after the collective call, or the other ranks would wait for this one
+            mine = error  # raised after the collective call, since the other ranks would wait for this one
         every: list[dict[str, Amax]] = []
         ranks = _gathered((mine, self.tokens), group)
         for amax, _ in ranks:
@@ -107,13 +107,14 @@ class Observation:
         return scales_from_amax(every, model=model, tokens=sum(n for _, n in ranks), how=how)
 
     def errors(self) -> dict[str, LayerError]:
-        """Layer → what FP8 with the given scales costs, on this rank. Raises InvalidRequest if none were given."""
+        """Return layer → errors of FP8 with the given scales, on this rank. Raises InvalidRequest if none were
+        given."""
         if self._measured_with is None:
             raise InvalidRequest("errors are measured against scales: observe_qkv(model, measured_with=scales)")
         return {name: sums.result() for name, sums in self._errors.items()}
 
     def begin(self, backbone: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Forward pre-hook of the backbone."""
+        """Begin a pass; a forward pre-hook of the backbone."""
         mask = inspect.signature(backbone.forward).bind(*args, **kwargs).arguments.get("attention_mask")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             kind = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -124,7 +125,7 @@ class Observation:
         self._counted = None
 
     def end(self, *_: object) -> None:
-        """Forward hook of the backbone: the pass went through."""
+        """Count a complete pass; a forward hook of the backbone."""
         if self._current is not None and self._counted is not None:
             self._passes.append(self._current)
             self._tokens.append(self._counted)
@@ -150,7 +151,7 @@ class Observation:
             self._errors[name].add(q, k, v, counts_q, counts_k, scaling)
 
     def _scales_of(self, name: str) -> LayerScales:
-        """What the errors of a layer are measured with, which its first pass is going through."""
+        """Return the scales against which a layer's errors are measured; called in its first pass."""
         if isinstance(self._measured_with, KVScales):
             return self._measured_with.layers[name]
         assert self._measured_with is not None and self._current is not None
@@ -160,17 +161,17 @@ class Observation:
 
 @contextmanager
 def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | ScaledFrom | None = None) -> Iterator[Observation]:
-    """Observe every forward pass of ``model`` in the block: training or not, any attention kernel, under FSDP2.
+    """Observe every forward pass of ``model`` within the context: training or not, any attention kernel, under FSDP2.
 
     Each call of the model is a micro-batch. Positions that a 2-D ``attention_mask`` masks do not count.
 
     Args:
-        model: a transformers causal language model, or a module around one.
-        measured_with: scales whose errors are measured in the same passes. A ``ScaledFrom``: those that it makes of the
-            first pass, one layer after the other.
+        model: a transformers causal language model, or a module that contains one.
+        measured_with: scales whose errors are measured in the same passes. A ``ScaledFrom``: the scales that it
+            computes from the first pass, layer by layer.
 
-    Raises InvalidRequest for models without one, with latent attention, whose cache holds other things than k and v,
-    and while another observation is going on.
+    Raises InvalidRequest without such a model, for latent attention, whose cache does not hold k and v, and during
+    another observation.
     """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
@@ -197,7 +198,8 @@ def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | ScaledFrom 
 
 
 def attention_layers(model: PreTrainedModel) -> dict[torch.nn.Module, str]:
-    """Attention module → its name in the checkpoint, in the model's order. Raises InvalidRequest if there are none."""
+    """Return attention module → its name in the checkpoint, in the model's order. Raises InvalidRequest if there are
+    none."""
     if getattr(model.config, "kv_lora_rank", None):
         raise InvalidRequest(f"{type(model).__name__} has latent attention (MLA): its cache holds no k and v to scale")
     prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
@@ -212,7 +214,8 @@ def attention_layers(model: PreTrainedModel) -> dict[torch.nn.Module, str]:
 
 
 def _observing_attention(original: AttentionFunction | None, see: Callable[..., None]) -> AttentionFunction:
-    """An attention function that shows ``see`` what ``original`` is given; None: the eager one of the model's file."""
+    """Return an attention function that passes the arguments of ``original`` to ``see``; None: the model's eager
+    one."""
 
     def observed(
         module: torch.nn.Module,
@@ -240,7 +243,7 @@ def _eager_function(module: torch.nn.Module) -> AttentionFunction:
 
 
 def _counting(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Which positions of x [batch, heads, tokens, head_dim] count: [batch, tokens] bool."""
+    """Return the mask of unmasked positions of x [batch, heads, tokens, head_dim]: [batch, tokens] bool."""
     batch, _, tokens, _ = x.shape
     if mask is None:
         return torch.ones(batch, tokens, dtype=torch.bool, device=x.device)

@@ -1,4 +1,4 @@
-"""Scales of q, k and v per attention layer, and the arithmetic from largest absolute values to them. Needs no torch."""
+"""Scales of q, k and v per attention layer, and their computation from largest absolute values. Needs no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from rollout_service.protocol.base import Frozen
 FP8_MAX = 448.0
 """The largest finite E4M3 value (OCP 8-bit floating point specification)."""
 TENSORS = ("q", "k", "v")
-"""The last axis of every array of largest absolute values here."""
+"""Order of the last axis of every array of largest absolute values."""
 
 Amax = npt.NDArray[np.floating]
 
@@ -29,30 +29,30 @@ class LayerScales(Frozen):
 
 
 class Provenance(Frozen):
-    """How scales came about."""
+    """Origin of scales."""
 
     tokens: int = Field(gt=0)
-    """Positions that were observed, over all ranks; padding is none."""
+    """Positions that were observed, over all ranks, without padding."""
     micro_batches: int = Field(gt=0)
-    """Of the rank that saw most."""
+    """Micro-batches of the rank that saw the most."""
     ranks: int = Field(default=1, gt=0)
     percentile: float = Field(gt=0, le=100)
-    """Over each rank's micro-batches."""
+    """Percentile over each rank's micro-batches."""
     margin: float = Field(gt=0, allow_inf_nan=False)
     """Factor on the largest absolute value."""
     power_of_two: bool = False
-    """Rounded up to a power of two."""
+    """True if scales are rounded up to a power of two."""
 
 
 class KVScales(Frozen):
     """Scales of every attention layer of a model."""
 
     format: Literal[1] = 1
-    """Of the JSON file; another one is refused."""
+    """Version of the JSON file's format; other versions are refused."""
     model: str
-    """Which model they belong to: a fingerprint or a path, whatever the trainer calls it."""
+    """The model of these scales: a fingerprint or a path, as the trainer names it."""
     layers: dict[str, LayerScales] = Field(min_length=1)
-    """By the attention module's name in Hugging Face's scheme: ``model.layers.0.self_attn``."""
+    """Scales by the attention module's name in Hugging Face's scheme: ``model.layers.0.self_attn``."""
     provenance: Provenance
 
     def named(self) -> dict[str, float]:
@@ -71,12 +71,12 @@ class KVScales(Frozen):
             )
 
     def save(self, path: Path) -> None:
-        """Write them as JSON. Raises OSError."""
+        """Write the scales as JSON. Raises OSError."""
         path.write_text(self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "KVScales":
-        """Read what ``save`` wrote. Raises OSError, and InvalidRequest for a file that is none."""
+        """Read a file that ``save`` wrote. Raises OSError, and InvalidRequest for an invalid file."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
@@ -85,20 +85,22 @@ class KVScales(Frozen):
 
 
 class ScaledFrom(Frozen):
-    """How largest absolute values become scales."""
+    """Parameters for computing scales from largest absolute values."""
 
     percentile: float = Field(default=99.9, gt=0, le=100)
-    """Over the micro-batches of a rank, see ``percentile_over_micro_batches``: of up to 501, 99.9 is the largest."""
+    """Percentile over a rank's micro-batches, see ``percentile_over_micro_batches``: of up to 501, 99.9 is the
+    largest."""
     margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
-    """Factor on the largest value, for what the calibration did not see."""
+    """Factor on the largest value, as a margin for tokens that the calibration did not see."""
     power_of_two: bool = True
-    """Round each scale up to a power of two. In a floating-point format that costs nothing but a bit of range at the
-    lower end. What a scale of 1 neither saturates nor loses then has the codes that it has with 1, and a scale stays as
-    it is from version to version until the largest value has doubled or halved. False: NeMo-RL's scales."""
+    """Round each scale up to a power of two. In a floating-point format this only costs a bit of range at the lower
+    end. Values that a scale of 1 neither saturates nor loses then have the same codes as with 1. A scale also stays the
+    same from version to version until the largest value doubles or halves. False: NeMo-RL's scales."""
 
 
 def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Amax:
-    """An observed value over the first axis: [num_micro_batches, ...] → [...], float64.
+    """Return a percentile over the first axis: [num_micro_batches, ...] → [...], float64. The result is an observed
+    value.
 
     NeMo-RL's rule: of n values in ascending order, the one at ``round(percentile / 100 · (n − 1))``, halves to even.
     """
@@ -109,12 +111,12 @@ def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Ama
 def scales_from_amax(
     ranks: Sequence[Mapping[str, npt.ArrayLike]], *, model: str, tokens: int, how: ScaledFrom | None = None
 ) -> KVScales:
-    """Scales from the largest absolute values that each rank saw.
+    """Compute scales from the largest absolute values that each rank saw.
 
         scale = max over ranks (percentile over micro-batches (amax)) · margin / 448
 
-    The rule of NeMo-RL's trainer-side calibration, then rounded up to a power of two unless ``how`` says otherwise.
-    Any trainer can call it: with Megatron, each rank gives what its core attention got.
+    This is the rule of NeMo-RL's trainer-side calibration, then rounded up to a power of two unless ``how`` disables
+    that. Any trainer can call it: with Megatron, each rank passes the inputs of its core attention.
 
     Args:
         ranks: per rank, layer → [num_micro_batches, 3], the largest |q|, |k| and |v| of each micro-batch. Ranks may
@@ -123,7 +125,7 @@ def scales_from_amax(
         tokens: positions observed, over all ranks.
         how: percentile and margin.
 
-    Raises InvalidRequest, with the layers' names, for zero, infinity or NaN, and when nothing was observed.
+    Raises InvalidRequest, with the layers' names, for zero, infinity or NaN, and if nothing was observed.
     """
     how = how or ScaledFrom()
     layers = layer_scales(largest_of_ranks(ranks, how.percentile), how)
@@ -142,7 +144,7 @@ def scales_from_amax(
 
 
 def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: float = 99.9) -> dict[str, Amax]:
-    """The largest |q|, |k| and |v| of each layer, [3]: of each rank's percentile over micro-batches, the largest.
+    """Return the largest |q|, |k| and |v| of each layer, [3]: the maximum over ranks of each rank's percentile.
 
     ``ranks`` as in ``scales_from_amax``, which raises the same.
     """
@@ -158,7 +160,7 @@ def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: f
 
 
 def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom) -> dict[str, LayerScales]:
-    """Layer → scales, from the largest |q|, |k| and |v| of each."""
+    """Return layer → scales, from the largest |q|, |k| and |v| of each."""
     layers = {}
     for layer, amax in largest.items():
         exact = [float(x) * how.margin / FP8_MAX for x in amax]
@@ -168,15 +170,15 @@ def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom)
 
 
 def named_scales(layers: Mapping[str, LayerScales]) -> dict[str, float]:
-    """Name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
+    """Return name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
 
-    All three of a layer always: vLLM puts 1 for one that is missing.
+    Always contains all three of a layer: vLLM uses 1 for a missing one.
     """
     return {f"{name}.{x}_scale": getattr(scales, x) for name, scales in layers.items() for x in TENSORS}
 
 
 def rounded_up(scale: float) -> float:
-    """The smallest power of two that is not below a positive, finite number."""
+    """Return the smallest power of two that is not below a positive, finite number."""
     mantissa, exponent = math.frexp(scale)  # scale = mantissa · 2^exponent, 0.5 ≤ mantissa < 1
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
@@ -187,7 +189,7 @@ def _checked(layer: str, observed: npt.ArrayLike) -> Amax:
         raise InvalidRequest(
             f"{layer}: amax has shape {list(amax.shape)}, wanted [num_micro_batches ≥ 1, 3] of q, k, v"
         )
-    if not np.isfinite(amax).all():  # before the percentile, which could leave it out
+    if not np.isfinite(amax).all():  # checked before the percentile, which could leave it out
         passes = int((~np.isfinite(amax)).any(1).sum())
         raise InvalidRequest(f"{layer}: q, k or v has NaN or infinity in {passes} of {len(amax)} micro-batches")
     return amax
@@ -203,5 +205,5 @@ def _require_usable(largest: Mapping[str, Amax]) -> None:
 
 
 def _in_depth(layer: str) -> tuple[tuple[float, str], ...]:
-    """Sorts layer 2 before layer 10."""
+    """Sort key that puts layer 2 before layer 10."""
     return tuple((float(part), "") if part.isdecimal() else (math.inf, part) for part in layer.split("."))

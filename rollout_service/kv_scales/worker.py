@@ -1,13 +1,13 @@
-"""What a vLLM worker does about the scales of its FP8 KV cache: measures q, k and v, and loads the scales made of them.
+"""The vLLM worker's part of an FP8 KV cache's scales: measure q, k and v, and load the resulting scales.
 
-Measuring is a forward pass of its own, while the engine is paused: eagerly, since compiled code passes hooks by, and
-without KV cache and scheduler. Attention is computed here, from q, k and v before any rounding, in hooks on vLLM's
-attention layers, whose own answer without a cache is empty. So what is measured does not depend on the scales that the
-engine has, and is what a trainer sees in its forward pass.
+Measuring is a separate forward pass while the engine is paused. It is eager, since compiled code skips hooks, and uses
+neither KV cache nor scheduler. Hooks on vLLM's attention layers, which return nothing useful without a cache, compute
+attention from q, k and v before any rounding. The measurement therefore does not depend on the engine's current scales,
+and equals the trainer's forward pass.
 
-vLLM keeps each scale several times: a tensor on the device, a Python float, for k and v a tensor on the host too. Which
-kernel reads which differs, so they are only ever changed by vLLM's own loader, of the attention layers alone, and read
-back afterwards. They therefore follow a version however its weights were loaded.
+vLLM stores each scale several times: as a tensor on the device, as a Python float, and for k and v also as a tensor on
+the host. Different kernels read different copies. Scales are therefore only changed by vLLM's own loader, on the
+attention layers alone, and read back afterwards. They follow a version regardless of how its weights were loaded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +31,14 @@ from rollout_service.kv_scales.scales import TENSORS, LayerScales
 from rollout_service.protocol.kv_scales import KVMeasurement
 
 MOST_TOKENS = 2048
-"""Of one pass, padding included, or as many as a step of the engine may have: memory for more was not set aside."""
+"""Maximum tokens of one pass, including padding. Also limited by the engine's maximum tokens per step, since no more
+memory is reserved."""
 _ATTENTION = ".attn"
-"""vLLM's module inside the one that a checkpoint's names end at: ``model.layers.0.self_attn`` has ``.attn``."""
+"""Name of vLLM's module inside the module that a checkpoint names: ``model.layers.0.self_attn`` has ``.attn``."""
 
 
 class TransferEngine(Protocol):
-    """What is used of a worker's weight-transfer engine, which knows the model that it loads."""
+    """The attributes used of a worker's weight-transfer engine, which knows the model that it loads."""
 
     model: torch.nn.Module
     model_config: ModelConfig
@@ -46,18 +47,18 @@ class TransferEngine(Protocol):
 
 
 class KVScalesWorker:
-    """Mixed into vLLM's worker class (``engine/worker.py``): what a replica asks of every rank."""
+    """Mixin for vLLM's worker class (``engine/worker.py``): methods that a replica calls on every rank."""
 
     weight_transfer_engine: TransferEngine
 
     def measure_kv(self, sequences: list[list[int]], scales: dict[str, float] | None) -> dict[str, object]:
-        """See ``measure_kv``; a KVMeasurement as JSON."""
+        """See ``measure_kv``; returns a KVMeasurement as JSON."""
         engine = self.weight_transfer_engine
         measured = measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales)
         return measured.model_dump(mode="json")
 
     def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-        """Other scales for the weights that are loaded; see ``load_kv_scales``."""
+        """Load other scales for the current weights; see ``load_kv_scales``."""
         load_kv_scales(self.weight_transfer_engine.model, self.weight_transfer_engine.model_config, scales)
 
 
@@ -68,12 +69,12 @@ def measure_kv(
     sequences: Sequence[Sequence[int]],
     scales: Mapping[str, float] | None = None,
 ) -> KVMeasurement:
-    """Run ``sequences`` of token ids through the model; every few of them are a forward pass.
+    """Run ``sequences`` of token ids through the model, several in each forward pass.
 
     Args:
-        scales: against which errors are measured, by ``<layer>.{q,k,v}_scale``; None: those that the engine has.
+        scales: scales against which errors are measured, by ``<layer>.{q,k,v}_scale``; None: the engine's.
 
-    Raises RuntimeError for attention that cannot be computed here (with the reason), or without any sequence.
+    Raises RuntimeError for unsupported attention (with the reason), or without any sequence.
     """
     layers = layers_by_name(model)
     if not layers or not sequences:
@@ -96,7 +97,7 @@ def measure_kv(
 
 
 class _Watch:
-    """A forward hook of one attention layer: looks at its arguments, and puts attention in the place of its answer."""
+    """A forward hook of one attention layer: measures its arguments, and replaces its result by computed attention."""
 
     counts: torch.Tensor
     """[batch, tokens] bool: not padding."""
@@ -121,11 +122,11 @@ class _Watch:
         return attended.transpose(1, 2).reshape(answer.shape)
 
     def amax(self) -> tuple[tuple[float, float, float], ...]:
-        """Of each pass."""
+        """Return the largest values of each pass."""
         return tuple((q, k, v) for q, k, v in torch.stack(self._passes).double().tolist())
 
     def _mask(self) -> torch.Tensor | None:
-        """Where a sliding window lets a position look; padding stands at the end, where nobody looks."""
+        """Return the mask of a sliding window. Padding is at the end, to which no position attends."""
         if self._window is None:
             return None
         tokens = self.counts.shape[1]
@@ -151,7 +152,7 @@ def _forward(
 
 
 def _batches(sequences: Sequence[Sequence[int]], limit: int) -> Iterator[list[Sequence[int]]]:
-    """Rows of like length, longest first, so many that with padding they are at most ``limit`` tokens; one at least."""
+    """Yield rows of similar length, longest first, of at most ``limit`` tokens including padding; at least one row."""
     ordered = sorted(sequences, key=len, reverse=True)
     while ordered:
         count = max(1, limit // len(ordered[0]))
@@ -181,14 +182,14 @@ def _require_computable(name: str, layer: Attention, vllm_config: VllmConfig) ->
 
 
 def load_kv_scales(model: torch.nn.Module, model_config: ModelConfig, scales: Mapping[str, float] | None) -> int:
-    """Give every layer with an FP8 cache its q, k and v scales; returns how many scales were loaded.
+    """Give every layer with an FP8 cache its q, k and v scales; return the number of scales loaded.
 
-    Layers that have them already are left alone. Call it with nothing cached: codes of other scales mean other values.
+    Layers with unchanged scales are left alone. The KV cache must be empty: cached codes would mean other values.
 
     Args:
         scales: by ``model.layers.N.self_attn.{q,k,v}_scale``. None: 1 for all.
 
-    Raises RuntimeError if a name is of no layer, a layer gets none, or vLLM holds something else afterwards.
+    Raises RuntimeError if a name does not belong to a layer, a layer gets none, or vLLM holds other scales afterwards.
     """
     layers = layers_by_name(model)
     if not layers:  # a BF16 cache
@@ -205,7 +206,8 @@ def load_kv_scales(model: torch.nn.Module, model_config: ModelConfig, scales: Ma
 
 
 def layers_by_name(model: torch.nn.Module) -> dict[str, Attention]:
-    """vLLM's attention layers with an FP8 cache, by their names in a checkpoint: ``model.layers.0.self_attn``."""
+    """Return vLLM's attention layers with an FP8 cache, by their names in a checkpoint:
+    ``model.layers.0.self_attn``."""
     return {
         name.removesuffix(_ATTENTION): module
         for name, module in model.named_modules()
@@ -214,12 +216,12 @@ def layers_by_name(model: torch.nn.Module) -> dict[str, Attention]:
 
 
 def held_scales(layer: torch.nn.Module) -> dict[str, list[float]]:
-    """``q``, ``k``, ``v`` → every copy of the scale that vLLM has in an attention layer."""
+    """Return ``q``, ``k``, ``v`` → every copy of the scale that vLLM has in an attention layer."""
     return {x: kv_scale_copies(layer, x) for x in TENSORS}
 
 
 def _load(name: str, layer: torch.nn.Module, model_config: ModelConfig, wanted: Mapping[str, torch.Tensor]) -> None:
-    """As a reload of the whole model does it with a checkpoint's scales, looking for nothing else to reload."""
+    """Load the scales of one layer, like a reload of the whole model does, without looking for other weights."""
     initialize_layerwise_reload(layer)
     for x in TENSORS:
         parameter = getattr(layer, f"{x}_scale", None)
@@ -230,12 +232,12 @@ def _load(name: str, layer: torch.nn.Module, model_config: ModelConfig, wanted: 
 
 
 def _has(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> bool:
-    """By the Python floats, for which no device is waited for."""
+    """Compare the Python floats, which needs no synchronization with the device."""
     return all(kv_scale(layer, x) == wanted[f"{name}.{x}_scale"].item() for x in TENSORS)
 
 
 def _differing(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """What is not as wanted, in words."""
+    """Describe the scales that differ from ``wanted``."""
     return [
         f"{name}.{x}_scale is {copies}, not {wanted[f'{name}.{x}_scale'].item()}"
         for x, copies in held_scales(layer).items()
