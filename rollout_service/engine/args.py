@@ -37,6 +37,8 @@ BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]
 """vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
 (the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
 
+_GRAPH_SETTINGS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+"""Keys of vLLM's ``compilation_config`` that choose the sizes; vLLM takes them from one place alone."""
 _LARGEST_GRAPH = 512
 """Tokens; vLLM 0.32 captures no larger step by itself."""
 
@@ -153,7 +155,9 @@ def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
         raise ValueError(f"engine.cuda_graph_sizes is {sizes}, and the CPU has no CUDA graphs: leave it out")
     if engine.cuda_graph_sizes is not None:
         return list(engine.cuda_graph_sizes)
-    return None if engine.enforce_eager or on_cpu else default_graph_sizes(engine.max_num_seqs)
+    compilation = engine.extra.get("compilation_config")
+    own = isinstance(compilation, dict) and not _GRAPH_SETTINGS.isdisjoint(compilation)
+    return None if engine.enforce_eager or on_cpu or own else default_graph_sizes(engine.max_num_seqs)
 
 
 def default_graph_sizes(max_num_seqs: int) -> list[int]:

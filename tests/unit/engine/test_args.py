@@ -165,6 +165,15 @@ def test_default_graphs_cover_twice_the_sequences_up_to_512(max_num_seqs: int, l
     assert (sizes[0], sizes[-1], len(sizes)) == (1, largest, count)
 
 
+def test_graph_sizes_of_vllms_own_setting_are_left_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, "llama")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(9, 0))
+    for compilation, sizes in (({"cudagraph_capture_sizes": [1, 8]}, None), ({"mode": 3}, default_graph_sizes(256))):
+        config = _config(tmp_path, engine={"extra": {"compilation_config": compilation}, "max_num_seqs": 256})
+        assert engine_args(config, (), has_tokenizer=False).cudagraph_capture_sizes == sizes
+
+
 def test_cuda_graphs_and_an_eager_engine_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cuda_graph_sizes=\[1, 8\], but engine.enforce_eager"):
         _config(tmp_path, engine={"cuda_graph_sizes": [1, 8], "enforce_eager": True})
