@@ -1,1 +1,1 @@
-"""The engine replicas together: who is live, which of them gets a rollout, and how many there should be."""
+"""The engine replicas as a fleet: live replicas, routing of rollouts, and autoscaling."""

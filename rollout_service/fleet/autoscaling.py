@@ -1,9 +1,9 @@
-"""How many engines there should be: decided by what the engines are doing, not by how many requests there are.
+"""Autoscaling of engines, decided by their load, not by the number of requests.
 
     replica.record_autoscaling_stats()  →  Serve's controller  →  RolloutAutoscaling  →  decide()
 
-``decide`` is a pure function over plain data. Around it, ``RolloutAutoscaling`` is a custom policy of Ray Serve.
-Serve ships this module to its controller by value: it imports nothing but the standard library and Ray.
+``decide`` is a pure function over plain data. ``RolloutAutoscaling`` wraps it as a custom policy of Ray Serve. Serve
+ships this module to its controller by value, so it imports nothing but the standard library and Ray.
 """
 
 import logging
@@ -23,20 +23,20 @@ VERSION, SERVING, BLOCKED = "version", "serving", "blocked_starts"
 ``blocked_starts`` is the number of replicas of the fleet that wait for a GPU whose memory another process holds."""
 
 SILENT_AFTER_S = 30.0
-"""Replicas send their points every 10 s; of one that has sent nothing for so long, nothing is known."""
+"""Time in seconds after which a replica's last stats are ignored. Replicas send stats every 10 s."""
 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """What one replica was doing at one moment."""
+    """The load of one replica at one moment."""
 
     sequences: float
-    """Running and waiting."""
+    """Running and waiting sequences."""
     kv_usage: float
     """Share of the KV cache's blocks that sequences hold, 0 to 1."""
     version: int
     serving: bool
-    """Ready and not paused: else its load says nothing about the demand."""
+    """True if the replica is ready and not paused; otherwise its load does not show the demand."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,27 @@ class Goals:
     downscale_delay_s: float
 
     def bounded(self, replicas: int) -> int:
-        """``replicas``, or the nearest bound."""
+        """Clamp ``replicas`` to the bounds."""
         return max(self.min_replicas, min(self.max_replicas, replicas))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one decision leaves for the next."""
+    """State that is passed from one decision to the next."""
 
     at_s: float
-    """When it was made."""
+    """Time of the decision in seconds."""
     direction: int = 0
-    """1: more replicas have been wanted than there are; -1: fewer; 0: neither."""
+    """1: more replicas were wanted than exist; -1: fewer; 0: neither."""
     lasted_s: float = 0.0
-    """For how long. Time in which no decision could be made does not count."""
+    """Duration of that direction in seconds, without times in which no decision was possible."""
     most_wanted: int = 0
-    """The most that were wanted in that time."""
+    """Maximum number of replicas wanted in that time."""
 
 
 def held_because(fleet: Sequence[ReplicaLoad | None]) -> str | None:
-    """Why the number of replicas must stay as it is; None if it may change. ``None`` in ``fleet``: not known."""
+    """Return the reason for keeping the number of replicas; None if it may change. ``None`` in ``fleet``: unknown
+    load."""
     if not fleet:
         return "no replica is running yet"
     known = [load for load in fleet if load is not None]
@@ -84,20 +85,21 @@ def held_because(fleet: Sequence[ReplicaLoad | None]) -> str | None:
 
 
 def wanted_replicas(fleet: Sequence[ReplicaLoad], goals: Goals) -> int:
-    """The fewest replicas on which neither target is exceeded, within the bounds."""
+    """Return the minimum number of replicas for which neither target is exceeded, within the bounds."""
     by_sequences = sum(load.sequences for load in fleet) / goals.target_sequences
     by_kv = sum(load.kv_usage for load in fleet) / goals.target_kv_usage
-    # the tolerance is for sums of shares: 0.3 + 0.5 is a little more than 0.8
+    # the tolerance is for rounding errors of sums: 0.3 + 0.5 is slightly more than 0.8
     return goals.bounded(math.ceil(max(by_sequences, by_kv) - 1e-9))
 
 
 def decide(
     fleet: Sequence[ReplicaLoad | None], target: int, goals: Goals, memory: Memory, now_s: float
 ) -> tuple[int, Memory]:
-    """The number of replicas there should be, given that ``target`` are there or being started.
+    """Return the number of replicas to run, given that ``target`` are running or starting.
 
-    More come when more have been wanted for ``upscale_delay_s``. Fewer stay when fewer have been wanted for
-    ``downscale_delay_s``: as many as were wanted at most in that time, and the last one goes alone.
+    It increases after more were wanted for ``upscale_delay_s``. It decreases after fewer were wanted for
+    ``downscale_delay_s``, to the maximum that was wanted in that time. The step from one replica to zero is taken
+    alone.
     """
     known = [load for load in fleet if load is not None]
     if held_because(fleet) is not None:
@@ -122,10 +124,10 @@ def decide(
 def decide_beside_blocked(
     fleet: Sequence[ReplicaLoad | None], target: int, blocked: int, goals: Goals, memory: Memory, now_s: float
 ) -> tuple[int, Memory]:
-    """``decide``, where ``blocked`` of the ``target`` replicas wait for a GPU that another process uses.
+    """Return ``decide``'s result if ``blocked`` of the ``target`` replicas wait for a GPU that another process uses.
 
-    Those serve nobody, so that many more are asked for beside them. They keep Ray from giving out the same GPU again.
-    When fewer replicas are wanted, Serve stops those that have not started first.
+    Blocked replicas do not serve, so as many more are requested. They are kept, since Ray would otherwise assign the
+    same GPU again. When fewer replicas are wanted, Serve first stops those that have not started.
     """
     useful = target - blocked
     wanted, memory = decide(fleet, useful, goals, memory, now_s)
@@ -135,7 +137,7 @@ def decide_beside_blocked(
 
 
 class Point(Protocol):
-    """One value of a time series, as Serve keeps them."""
+    """One value of a time series in Serve."""
 
     timestamp: float
     """Unix time in seconds."""
@@ -145,7 +147,8 @@ class Point(Protocol):
 def fleet_at_one_moment(
     metrics: Mapping[str, Mapping[ReplicaID, Sequence[Point]]], replicas: Sequence[ReplicaID], now_s: float
 ) -> list[ReplicaLoad | None]:
-    """Every replica at the last moment of which all have reported: at different ones, versions would always differ."""
+    """Return every replica's load at the last moment that all reports cover: at different moments, versions would
+    differ."""
     serving = metrics.get(SERVING, {})
     ends = {replica: serving[replica][-1].timestamp for replica in replicas if serving.get(replica)}
     recent = {replica: end for replica, end in ends.items() if now_s - end <= SILENT_AFTER_S}
@@ -171,7 +174,7 @@ def fleet_at_one_moment(
 def blocked_starts(
     metrics: Mapping[str, Mapping[ReplicaID, Sequence[Point]]], replicas: Sequence[ReplicaID], most: int
 ) -> int:
-    """Return how many replicas wait for a GPU, as the replica says that reported last; at most ``most``."""
+    """Return the number of replicas that wait for a GPU, by the most recent report; at most ``most``."""
     told = metrics.get(BLOCKED, {})
     last = max(
         (told[replica][-1] for replica in replicas if told.get(replica)), key=lambda p: p.timestamp, default=None
@@ -182,7 +185,7 @@ def blocked_starts(
 class RolloutAutoscaling:
     """Ray Serve's custom autoscaling policy; one per deployment, in the controller. Serve's own delays must be 0.
 
-    From zero replicas, Serve wakes the first by itself when a call waits at a handle, and does not ask a policy.
+    From zero replicas, Serve starts the first one itself when a call waits at a handle, without asking a policy.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class RolloutAutoscaling:
         self._blocked = 0
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, object]]:
-        """Serve's hook, ten times a second: the target, and the state that it hands back at the next call."""
+        """Serve's hook, called ten times a second. Return the target, and the state for the next call."""
         goals = replace(
             self._goals,
             min_replicas=ctx.capacity_adjusted_min_replicas,

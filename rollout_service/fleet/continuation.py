@@ -1,4 +1,4 @@
-"""How a completion that was cut short goes on elsewhere, and how its pieces become one."""
+"""Continue an interrupted completion on another replica, and merge its pieces."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -15,19 +15,20 @@ from rollout_service.protocol.sampling_mask import repacked
 
 _T = TypeVar("_T")
 _WINDOW = 4096
-"""Tokens before a seam in which a stop string may begin: the longest has 1024 characters."""
+"""Number of tokens before a seam that are searched for the beginning of a stop string: the longest has 1024
+characters."""
 
 
 def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
-    """The request for the tokens that ``partial``, one of the call's completions, still lacks.
+    """Return the request for the tokens that ``partial``, one of the call's completions, still lacks.
 
-    Its ``min_weight_version`` is at least the version of the last token of ``partial``. Experts are asked for from the
-    last token on, which no engine has read; from where the call wants them, if ``partial`` came without any.
+    Its ``min_weight_version`` is at least the version of the last token of ``partial``. Routed experts are requested
+    from the last token on, which no engine has read, or from the call's start if ``partial`` has none.
     """
     done = len(partial.token_ids)
     sampling = call.sampling
     changes = dict[str, object]()
-    if partial.prompt_logprobs is not None:  # of what a lost replica told there are none
+    if partial.prompt_logprobs is not None:  # a lost replica does not report prompt logprobs
         changes["prompt_logprobs"] = None
     if sampling.routed_experts_prompt_start is not None and partial.routed_experts is not None:
         changes["routed_experts_prompt_start"] = len(call.prompt_token_ids) + done - 1
@@ -50,17 +51,17 @@ def min_version_of_rest(asked: int | None, partial: Completion) -> int | None:
 
 
 def is_version_gone(refusal: TooEarly, version: int | None) -> bool:
-    """Return True if the refusal says that the log's newest version is older than ``version``, which was served before.
+    """Return True if the log's newest version is now older than ``version``, which was served before.
 
-    A log in memory ends with its host: the service then goes on from the newest version that was saved.
+    A log in memory is lost with its host; the service then continues from the newest version that was saved.
     """
     latest = refusal.detail.get("latest_version")
     return isinstance(latest, int) and version is not None and latest < version
 
 
 def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:
-    """How completion ``index``, which has ``done`` tokens, is sampled further: what is left of ``max_tokens`` and
-    ``min_tokens``, and another stream of random numbers."""
+    """Return the sampling parameters for the rest of completion ``index``, which has ``done`` tokens: the remaining
+    ``max_tokens`` and ``min_tokens``, and another seed."""
     changes: dict[str, object] = {"n": 1, "min_tokens": max(0, sampling.min_tokens - done)}
     if sampling.max_tokens is not None:
         changes["max_tokens"] = sampling.max_tokens - done
@@ -70,7 +71,8 @@ def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:
 
 
 def named(rollout: Rollout) -> Rollout:
-    """With the replica in each span, as the completions may be joined with what other replicas make."""
+    """Return the rollout with the replica in each span, since its completions may be merged with those of other
+    replicas."""
     completions = tuple(
         c.model_copy(update={"spans": tuple(s.model_copy(update={"replica_id": rollout.replica_id}) for s in c.spans)})
         for c in rollout.completions
@@ -79,10 +81,11 @@ def named(rollout: Rollout) -> Rollout:
 
 
 def starts_anew(sampling: Sampling, limits: EngineConfig) -> str | None:
-    """Why a completion that is cut short cannot go on from its tokens, which become part of a prompt; None: it can.
+    """Return the reason why an interrupted completion cannot continue from its tokens, as part of a prompt; None: it
+    can.
 
-    Sampling parameters that look back at the completion's own tokens have to see those, too: a grammar of vLLM's cannot
-    be advanced by them, and penalties count them where the engines have ``PartialPenalties``.
+    Sampling parameters that depend on the completion's own tokens must see those of the first part, too. vLLM's
+    grammars cannot be advanced by them. Penalties count them only if the engines have ``PartialPenalties``.
     """
     if sampling.structured_outputs is not None:
         return "structured_outputs, which vLLM cannot take up in their middle"
@@ -92,22 +95,22 @@ def starts_anew(sampling: Sampling, limits: EngineConfig) -> str | None:
 
 
 def is_penalized(sampling: Sampling) -> bool:
-    """Whether sampling counts the completion's own tokens."""
+    """Return True if sampling counts the completion's own tokens."""
     return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 def nothing_of(partial: Completion) -> Completion:
-    """``partial`` without its tokens, to start anew."""
+    """Return ``partial`` without its tokens, to start anew."""
     nothing: dict[str, tuple[()] | None] = {"token_ids": (), "logprobs": (), "spans": ()}
     nothing |= dict.fromkeys(("top_logprobs", "packed_sampling_mask", "routed_experts"))
     return partial.model_copy(update=nothing)
 
 
 def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Completion:
-    """One completion of a partial one of the call's and what was made after it; it ends as ``rest`` ended."""
+    """Merge a partial completion of the call with its continuation; it ends as ``rest`` ended."""
     done = len(partial.token_ids)
     of_the_prompt = partial.prompt_logprobs
-    if of_the_prompt is None and rest.prompt_logprobs is not None:  # its prompt had the first tokens in it
+    if of_the_prompt is None and rest.prompt_logprobs is not None:  # the prompt of ``rest`` contains the first tokens
         of_the_prompt = rest.prompt_logprobs[: len(rest.prompt_logprobs) - done]
     return Completion(
         index=partial.index,
@@ -124,9 +127,9 @@ def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Complet
 
 
 def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -> RoutedExperts | None:
-    """Those of both. Where ``partial`` came without them, what its tokens were sampled with is missing: the rows of the
-    prompt's last token and of its own but the last one, which the rest's engine read first. What that one chose for the
-    others is something else."""
+    """Merge the routed experts of both parts. If ``partial`` has none, the rows of its tokens are marked as missing:
+    from the prompt's last token to the last but one of its own. The second engine read these tokens in its prompt, and
+    its routing there is not the one with which they were sampled."""
     first, second = partial.routed_experts, rest.routed_experts
     if first is None and second is not None:
         return second.without(prompt_tokens - 1, prompt_tokens + len(partial.token_ids) - 1)
@@ -134,7 +137,8 @@ def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -
 
 
 def part(completion: Completion, start: int, end: int) -> Completion:
-    """Its tokens ``[start, end)``, with spans that count from the first of them, and without routed experts."""
+    """Return tokens ``[start, end)`` of a completion, with spans that count from the first of them, without routed
+    experts."""
     spans = (
         span.model_copy(update={"start": max(start, span.start) - start, "end": min(end, span.end) - start})
         for span in completion.spans
@@ -154,21 +158,21 @@ def part(completion: Completion, start: int, end: int) -> Completion:
 
 
 class StopSearch:
-    """Looks for stop strings that the engine which continues a completion cannot find, or finds where there is none.
+    """Searches for stop strings across the seam of a continued completion, where the engine's own search is wrong.
 
-    That engine has the first tokens in its prompt, where it does not look. So a stop string that begins before the seam
-    and ends after it is looked for here. If the prompt ends inside a character, vLLM takes the text of the whole prompt
-    for the completion's as soon as the character is complete, and ends at a stop string of the prompt. All stop strings
-    are then looked for here, until the completion's own text is longer than they are. As in vLLM, a stop string that is
-    complete before ``min_tokens`` tokens ends nothing.
+    The engine has the first tokens in its prompt, which it does not search. Stop strings that begin before the seam and
+    end after it are therefore searched here. If the prompt ends inside a character, vLLM counts the text of the whole
+    prompt as the completion's once the character is complete, and stops at a stop string in the prompt. All stop
+    strings are then searched here, until the completion's own text is longer than they are. As in vLLM, a stop string
+    that is complete before ``min_tokens`` tokens is ignored.
     """
 
     def __init__(self, call: GenerateCall, base: Sequence[int], decode: Decode) -> None:
-        """``base``: the call's tokens before the seam; those that it has of its completion from before come first."""
+        """``base``: tokens of the completion before the seam, after those that the call already contains."""
         sampling = call.sampling
         self._stops = sampling.stop
         self._least = sampling.min_tokens - len(base)
-        """Tokens after the seam that may end nothing."""
+        """Number of tokens after the seam in which stop strings are ignored."""
         self._longest = max(map(len, self._stops), default=0)
         prompt_tokens = len(call.prompt_token_ids) - call.partial_tokens
         tokens = (*call.prompt_token_ids, *base)
@@ -176,21 +180,21 @@ class StopSearch:
         self._text = Detokenizer(decode, tokens[:begin], sampling.skip_special_tokens)
         text = self._text.add(tokens[begin:])
         self._held = text[max(0, len(text) - self._longest + 1) :]
-        """Text in which a stop string may begin, or lie: that before the seam, and all after it."""
+        """Text that may contain a stop string or its beginning: some text before the seam, and all text after it."""
         self._seam = len(self._held)
-        """Characters of it before the seam."""
+        """Number of characters in it before the seam."""
         self.doubts_engine = self._text.is_inside_character
-        """Whether the engine may end the completion at a stop string of its prompt."""
+        """True if the engine may stop the completion at a stop string of its prompt."""
         self._num_tokens = 0
 
     @property
     def is_over(self) -> bool:
-        """The engine finds every stop string that can still end, and no other."""
+        """Return True if the engine finds every stop string that can still occur, and no other."""
         return len(self._held) - self._seam >= max(self._longest - 1, int(self.doubts_engine))
 
     def end_in(self, tokens: Iterable[int]) -> tuple[int, str] | None:
-        """The next tokens after the seam: how many of all of them there are up to the one that completes a stop string,
-        and which it is; None: none is complete yet."""
+        """Search the next tokens after the seam. Return the number of tokens up to the one that completes a stop
+        string, and the string; None: none is complete yet."""
         for token in tokens:
             if self.is_over:
                 return None
@@ -217,7 +221,7 @@ class StopSearch:
 
 
 def ended_at(call: GenerateCall, completion: Completion, count: int, stop: str) -> Completion:
-    """A completion of the call's, ended by a stop string that its token ``count`` completes."""
+    """Return a completion that ends at the stop string which its token ``count`` completes."""
     experts = completion.routed_experts
     if experts is not None:
         experts = experts.until(len(call.prompt_token_ids) + count - 1)
@@ -226,12 +230,13 @@ def ended_at(call: GenerateCall, completion: Completion, count: int, stop: str) 
 
 
 def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
-    """None where an engine returns none; a completion cut off before its first token has none either."""
+    """Concatenate lists; None if an engine returned none. A completion that was aborted before its first token has
+    none."""
     return None if not pieces or None in pieces else tuple(each for piece in pieces for each in piece or ())
 
 
 def _seed(seed: int, index: int, done: int) -> int | None:
-    """Return the seed of the rest: the same one again would repeat the draws of the first tokens.
+    """Return the seed of the rest: the same seed would repeat the random numbers of the first tokens.
 
     Completion ``index`` starts with ``seed + index``, as in vLLM, which takes -1 for none.
     """

@@ -1,7 +1,7 @@
-"""Looks after Serve's controller, which nobody else does.
+"""Restart Serve's controller if it does not answer.
 
-Ray starts a controller anew when its process has died. One that got SIGTERM lives on and answers no call (Ray 2.60.0):
-no replica can start any more, and none is replaced.
+Ray restarts a controller whose process has died. A controller that got SIGTERM stays alive and answers no call (Ray
+2.60.0): no replica can start any more, and none is replaced.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 PATIENCE_S = 15.0
-"""Longer than a controller on busy cores takes to answer; what runs goes on without one."""
+"""Timeout in seconds, longer than a controller on busy cores takes to answer. Running replicas work without a
+controller."""
 
 
 async def watch_controller(
@@ -22,12 +23,13 @@ async def watch_controller(
     restart: Callable[[], None] = ray_internals.restart_controller,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Restart a controller that does not answer, without end. ``answers``: whether it does, within so many seconds."""
+    """Restart a controller that does not answer, in an endless loop. ``answers``: returns True if it does within that
+    many seconds."""
     while True:
         await sleep(PERIOD_S)
         if not await answers(PATIENCE_S):
             logger.error("Ray Serve's controller has not answered for %g s: it is started anew", PATIENCE_S)
             try:
                 restart()
-            except ValueError:  # there is none: Serve is being shut down
+            except ValueError:  # Serve is being shut down
                 logger.info("there is no controller to restart")

@@ -1,4 +1,4 @@
-"""The ingest's side of the fleet: what replicas report, what is wanted of them, and who waits for that."""
+"""The ingest's side of the fleet: replicas' reports, their desired state, and callers that wait for it."""
 
 import asyncio
 import logging
@@ -24,8 +24,8 @@ SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
 
 
 class FleetCoordinator:
-    """Follows every replica and tells each the desired state: the newest version of one log, paused or not, asleep or
-    not."""
+    """Collects the reports of all replicas and sends them the desired state: the newest version of one log, paused or
+    not, asleep or not."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class FleetCoordinator:
         changes: Changes,
         place: LogPlace | None = None,
     ) -> None:
-        """``changes``: notified of reports, and of each change of the desired state. ``place``: of the log."""
+        """``changes``: notified of reports, and of each change of the desired state. ``place``: location of the log."""
         self._place = place
         self._log, self._history, self._changes = log, history, changes
         self._poll_s = config.weights.poll_s
@@ -50,7 +50,8 @@ class FleetCoordinator:
         self._controlling, self._shielded = Turns(), ShieldedTasks()
 
     def start(self) -> None:
-        """Say durably that this process writes the log, and expect who was live before. Raises LogCorrupt, OSError."""
+        """Record durably that this process writes the log, and expect the previously live replicas. Raises LogCorrupt,
+        OSError."""
         self._origin = self._log.sign()
         self.table.compare_with(self._log.head(), self._origin.log)
         self._control = self._log.control()
@@ -59,17 +60,17 @@ class FleetCoordinator:
         self._history.known(self._noted)
 
     async def close(self) -> None:
-        """Take no more pauses; one that is being noted is finished."""
+        """Accept no more requests; finish a running write to the log."""
         await self._controlling.close()
 
     def follow_log(self) -> None:
-        """Want of the replicas what the log says now; wakes nobody. Raises LogCorrupt, LogUnreadable."""
+        """Set the desired state from the log; notifies no waiter. Raises LogCorrupt, LogUnreadable."""
         head = self._log.head()
         if head is not None:
             self.follow(head)
 
     def follow(self, head: Head) -> None:
-        """Want of the replicas the newest version, and what was asked of the fleet last; wakes nobody."""
+        """Set the desired state to the newest version and the operator's last request; notifies no waiter."""
         self._head, control = head, self._control
         self.table.compare_with(head, self._origin.log)
         self._desired = DesiredState(
@@ -86,7 +87,8 @@ class FleetCoordinator:
         )
 
     def require_followed(self) -> None:
-        """Raise LogCorrupt if nobody would follow what is written: the log was replaced, or replicas follow another."""
+        """Raise LogCorrupt if the log was replaced, or replicas follow another log, so that a commit would have no
+        effect."""
         if (found := self._log.origin()) != self._origin:
             raise LogCorrupt(
                 f"the log at {self._log.root} was replaced while this ingest wrote it (ORIGIN is {found}, and was "
@@ -104,7 +106,7 @@ class FleetCoordinator:
     # --- replicas
 
     async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
-        """A replica's report, and its long poll: answers when what is wanted differs from ``seen``, or after
+        """Handle a replica's report and long poll: return when the desired state differs from ``seen``, or after
         ``poll_s``."""
         await self.report(status)
         self._require_desired()
@@ -112,12 +114,12 @@ class FleetCoordinator:
         return self._require_desired()
 
     async def report(self, status: ReplicaStatus) -> None:
-        """A replica's report alone."""
+        """Handle a replica's report without a poll."""
         self.table.report(status)
         await self._changed()
 
     async def goodbye(self, replica_id: str) -> None:
-        """A replica ends: nobody waits for it any more, and it is not in the fleet's table."""
+        """Remove a replica that ends from the table, so that callers do not wait for it."""
         self.table.leave(replica_id)
         self._history.left(replica_id)
         await self._changed()
@@ -125,7 +127,7 @@ class FleetCoordinator:
     # --- operators and trainers
 
     async def fleet(self) -> Fleet:
-        """The live replicas, those that start included, beside the newest version."""
+        """Return the live replicas, including starting ones, and the newest version."""
         desired = self._require_desired()
         return Fleet(
             latest_version=desired.version,
@@ -138,16 +140,15 @@ class FleetCoordinator:
         )
 
     def observe(self) -> None:
-        """Count who came, failed or went since the last look."""
+        """Count replicas that started, failed or left since the last call."""
         if self.table.is_complete():
             self._history.saw(self.table.live())
 
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
-        """Pause or resume every replica, later ones too; returns when all live ones have.
+        """Pause or resume every replica, including later ones; returns once all live ones have.
 
-        ``on_abort``: see ``Control``. Engines that are asleep are paused.
-        Raises NotReady after ``timeout_s``, Overtaken once something else was asked for, or Asleep for a resume of
-        engines that are asleep.
+        ``on_abort``: see ``Control``. Sleeping engines are paused. Raises NotReady after ``timeout_s``, Overtaken after
+        a different request, or Asleep for resuming engines that are asleep.
         """
 
         def changed(control: Control) -> Control:
@@ -160,13 +161,13 @@ class FleetCoordinator:
         await self._all_obey(changed, "paused" if paused else "resumed", timeout_s)
 
     async def abort_running(self, timeout_s: float) -> None:
-        """Have every replica return what it runs as it is; returns when all live ones have. Nothing is paused.
+        """Make every replica abort and return what it runs; returns once all live ones have. Nothing is paused.
 
-        The order ends with this call: a replica that obeyed later would abort what was begun since.
-        Raises NotReady after ``timeout_s``.
+        The request ends with this call, since a replica that obeyed later would abort newer rollouts. Raises NotReady
+        after ``timeout_s``.
         """
         self._require_desired()
-        # larger than those of an ingest before this one
+        # larger than the numbers of a previous ingest
         number = self._abort = max(self._abort + 1, time.time_ns())
         await self._want_abort(number)
         try:
@@ -180,17 +181,17 @@ class FleetCoordinator:
                 await self._want_abort(0)
 
     async def sleep(self, mode: PauseMode, timeout_s: float) -> None:
-        """Have every replica give back the memory of its engine, once what runs was dealt with as ``mode`` says.
+        """Make every replica release its engine's memory, after treating running rollouts by ``mode``.
 
-        Returns when all live ones have. Raises as ``set_paused``.
+        Returns once all live ones have. Raises the errors of ``set_paused``.
         """
         await self._all_obey(lambda _: Control(paused=True, mode=mode, asleep=SLEEP_TAGS), "asleep", timeout_s)
 
     async def wake_up(self, tags: Collection[SleepTag], timeout_s: float) -> bool:
-        """Ask memory back. Once nothing is left of it the engines wake, load the newest version and go on.
+        """Restore memory of engines. Once all of it is restored, the engines wake, load the newest version and resume.
 
-        Returns whether they are awake, when all live ones are. Of engines that do not sleep nothing is changed.
-        Raises as ``set_paused``.
+        Returns once all live engines have; True if they are awake. Has no effect on engines that are awake. Raises the
+        errors of ``set_paused``.
         """
         left = SLEEP_TAGS
 
@@ -205,24 +206,24 @@ class FleetCoordinator:
         return not left
 
     async def is_sleeping(self) -> bool:
-        """Whether the engines were put to sleep, and every live one is."""
+        """Return True if the engines were put to sleep, and every live one is asleep."""
         return self._desired is not None and self._desired.asleep and self.table.all_obey(self._desired.order)
 
     async def until_awake(self) -> bool:
-        """Whether engines may take memory; waits for that for ``poll_s`` at most."""
+        """Return True if engines may allocate memory; waits for that for ``poll_s`` at most."""
         return await self._changes.wait(lambda: self._desired is None or not self._desired.asleep, self._poll_s)
 
     async def is_paused(self) -> bool:
-        """Whether a pause was asked for and every live replica has obeyed."""
+        """Return True if a pause was requested and every live replica is paused."""
         return self._desired is not None and self._desired.paused and self.table.all_obey(self._desired.order)
 
     async def wait_served(self, version: int, digest: str | None, timeout_s: float) -> None:
         """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
 
-        Replicas that start are not waited for: they take no request before they are at the newest version. Nor are
-        those that sleep: they load the newest version when they wake.
+        It does not wait for starting replicas, which take no request before they have the newest version, nor for
+        sleeping ones, which load it when they wake.
 
-        ``digest``: what the log says of the version; None: its number is enough.
+        ``digest``: the version's digest in the log; None: only numbers are compared.
         """
 
         def served() -> bool:
@@ -253,11 +254,11 @@ class FleetCoordinator:
         async with self._controlling:
             try:
                 await asyncio.to_thread(self._log.set_fleet, self._noted)
-            except OSError as error:  # only an ingest that starts while this lasts would know less
+            except OSError as error:  # only an ingest that restarts now would miss it
                 logger.warning("could not note which replicas are live: %s", error)
 
     async def _all_obey(self, changed: Callable[[Control], Control], asked: str, timeout_s: float) -> None:
-        """Ask something else of the fleet; returns when all live replicas are ``asked``, which is for messages."""
+        """Change the request to the fleet; returns once all live replicas are ``asked``, a word for messages."""
         order = await self._shielded.run(self._set_control(changed))
         reached = await self._changes.wait(lambda: self._overtaken(order) or self.table.all_obey(order), timeout_s)
         if self._overtaken(order):
@@ -271,9 +272,10 @@ class FleetCoordinator:
             )
 
     async def _set_control(self, changed: Callable[[Control], Control]) -> str:
-        """Note what is asked of the fleet, and wake it. Returns the order, which is the same for the same again.
+        """Record the request to the fleet in the log, and notify replicas. Return its order; an unchanged request has
+        the same.
 
-        ``changed``: of what was asked before, what is asked now.
+        ``changed``: computes the new request from the previous one.
         """
         async with self._controlling:
             known = self._control
@@ -292,9 +294,9 @@ class FleetCoordinator:
         return control.order
 
     def _require_may_go_on(self, known: Control, control: Control, error: OSError) -> None:
-        """Raise InsufficientStorage or RolloutServiceError for a pause or sleep that could not be noted in the log.
+        """Raise InsufficientStorage or RolloutServiceError for a pause or sleep that could not be recorded in the log.
 
-        Engines that are to go on do so whatever the disk says: nobody could resume them otherwise.
+        A resume takes effect even if the disk fails: otherwise the engines could not be resumed at all.
         """
         if control.paused and not set(control.asleep) < set(known.asleep):
             what = "what is asked of the fleet"
@@ -303,7 +305,7 @@ class FleetCoordinator:
             raise RolloutServiceError(f"{what} cannot be noted in {self._log.root}, and is not changed: {error}")
         try:
             if not control.paused:
-                self._log.clear_control()  # needs no room, and means the same
+                self._log.clear_control()  # needs no disk space, and has the same meaning
                 return
         except OSError as also:
             error = also

@@ -1,25 +1,25 @@
-"""The text of a completion's tokens, as vLLM's incremental detokenizer makes it."""
+"""The text of a completion's tokens, computed like vLLM's incremental detokenizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Decode = Callable[[Sequence[int], bool], str]
-"""Returns the text of token ids; the second argument leaves special tokens out of it."""
+"""Returns the text of token ids; the second argument leaves out special tokens."""
 INCOMPLETE = "\ufffd"
-"""The text of bytes that are not a whole character."""
+"""The text of an incomplete character."""
 _CONTEXT = 8
-"""The number of tokens that new ones are decoded with."""
+"""Number of previous tokens with which new ones are decoded."""
 _CHARACTER = 4
-"""The most tokens that one character can have."""
+"""Maximum number of tokens of one character."""
 _MAX_PENDING = 32
-"""The most tokens without a whole character. No text looks like this, but a broken model's output does, and each new
-token would be decoded with all of them."""
+"""Maximum number of tokens without a complete character. Only a broken model's output has more, and each new token
+would be decoded with all of them."""
 
 
 def decoder_of(tokenizer: Any) -> Decode:
-    """Return the tokenizer's ``decode`` without what transformers changes in the text afterwards, as vLLM uses it."""
+    """Return the tokenizer's ``decode``, without transformers' changes to the text afterwards, as vLLM uses it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # one that is not of the tokenizers library
+    if backend is None:  # the tokenizer is not of the tokenizers library
         backend = tokenizer
 
     def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -31,39 +31,38 @@ def decoder_of(tokenizer: Any) -> Decode:
 class Detokenizer:
     """Turns the tokens of one completion into text, piece by piece.
 
-    The text of a token depends on the tokens before it, those of the prompt included: tokenizers of SentencePiece's
-    kind drop the space that a text begins with. A token that ends inside a character has no text; the token that
-    completes the character has all of it.
+    The text of a token depends on the tokens before it, including the prompt's: SentencePiece tokenizers drop a leading
+    space. A token that ends inside a character has no text; the token that completes the character has all of it.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._decode, self._skip_special = decode, skip_special_tokens
         begin, end = self._context_in(prompt)
         self._ids = list(prompt[begin:])
-        """Tokens whose text is known, then tokens that wait for the rest of a character."""
+        """Tokens with known text, followed by tokens of an incomplete character."""
         self._known = end - begin
         self._before = self._text(self._known)
         self._unfinished_prompt = self._text() if len(self._ids) > self._known else None
-        """The text of a prompt that ends inside a character, until that character is whole."""
+        """The text of a prompt that ends inside a character, until that character is complete."""
 
     @property
     def is_inside_character(self) -> bool:
-        """Whether the tokens so far end inside a character."""
+        """Return True if the tokens so far end inside a character."""
         return self._known < len(self._ids) and self._text().endswith(INCOMPLETE)
 
     @property
     def has_context(self) -> bool:
-        """Whether the next token follows whole characters, so that its text does not depend on which these are."""
+        """Return True if the next token follows complete characters, so that its text does not depend on them."""
         return bool(self._before) and self._known == len(self._ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is new with the next tokens."""
+        """Return the new text of the next tokens."""
         start = len(self._ids)
         self._ids += token_ids
         found = self._last_whole(_CHARACTER)
         if found is not None:
             return self._advance(*found)
-        waiting = self._ids[start:]  # garbage, or too few tokens for a character
+        waiting = self._ids[start:]  # invalid bytes, or too few tokens for a character
         del self._ids[start:]
         made = []
         while waiting:
@@ -78,7 +77,7 @@ class Detokenizer:
         return "".join(made)
 
     def text_of_next(self, token_id: int) -> str:
-        """Return the text of a token that might come next; empty if it ends inside a character."""
+        """Return the text of a possible next token; empty if it ends inside a character."""
         text = self._decode([*self._ids[: self._known], token_id], self._skip_special)
         if not text.endswith(INCOMPLETE):
             return text[len(self._before) :]
@@ -86,7 +85,7 @@ class Detokenizer:
         return "" if text.endswith(INCOMPLETE) else self._new_in(text)
 
     def _last_whole(self, max_tokens: int) -> tuple[int, str] | None:
-        """Return the end of the last whole character among the last ``max_tokens`` ends, and the text up to there.
+        """Return the end of the last complete character among the last ``max_tokens`` ends, and the text up to there.
 
         None if there is none after the known tokens.
         """
@@ -96,9 +95,9 @@ class Detokenizer:
         return None
 
     def _advance(self, end: int, text: str) -> str:
-        """Return what is new in the ``text`` of the tokens up to ``end``; the next text begins there."""
+        """Return the new part of ``text``, the text of the tokens up to ``end``; the next text begins there."""
         new = self._new_in(text)
-        if not new:  # special tokens, which are left out: what is before them stays the context
+        if not new:  # special tokens that are left out: the context stays before them
             if end - self._known >= _MAX_PENDING:
                 del self._ids[self._known : end]
             return ""
@@ -112,7 +111,7 @@ class Detokenizer:
         return new
 
     def _new_in(self, text: str) -> str:
-        # a prompt may end with bytes that no token completes: they are no part of the completion
+        # a prompt may end with bytes that no token completes, which are not part of the completion
         if self._unfinished_prompt is not None and text.startswith(self._unfinished_prompt):
             return text[len(self._unfinished_prompt) :]
         return text[len(self._before) :]
@@ -121,7 +120,7 @@ class Detokenizer:
         return self._decode(self._ids[:end], self._skip_special)
 
     def _context_in(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Return begin and end of the tokens that the next ones are decoded with: whole characters, and not empty."""
+        """Return begin and end of the context for decoding the next tokens: complete characters, and not empty."""
         for end in range(len(ids), max(-1, len(ids) - _CHARACTER), -1):
             for size in (*range(_CONTEXT, _CONTEXT + _CHARACTER), 8 * _CONTEXT, 64 * _CONTEXT):
                 begin = max(0, end - size)
@@ -135,19 +134,19 @@ class Detokenizer:
 
 
 class TokenStrings:
-    """Names the tokens of one completion, and those that might have stood in their places, by the text of each."""
+    """Text of each token of one completion, and of alternative tokens at the same positions."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._detokenizer = Detokenizer(decode, prompt, skip_special_tokens=False)
         self._known: dict[int, str] = {}
-        """The text of tokens that is the same after any other."""
+        """The text of tokens that have the same text after any other."""
 
     def of_next(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the strings of tokens that might come next."""
+        """Return the text of each possible next token."""
         return [self._of_next(token) for token in token_ids]
 
     def add(self, token_id: int) -> None:
-        """Go on to the place after ``token_id``."""
+        """Advance to the position after ``token_id``."""
         self._detokenizer.add((token_id,))
 
     def _of_next(self, token: int) -> str:

@@ -1,9 +1,9 @@
-"""One rollout on however many replicas it takes.
+"""Dispatch of a rollout to one or several replicas, with retries.
 
-A call waits in the gateway's queue (``fleet/queue.py``) until a replica has room. A *refusal* (full, behind the version
-asked for, being replaced) costs nothing: another replica is asked, then the call waits in the queue again. An *attempt*
-is a generation that began: it may be aborted, and then goes on from its tokens on another replica, or be lost with its
-replica, and then goes on from those that the replica had told (``fleet/progress.py``). Attempts are bounded.
+A call waits in the gateway's queue (``fleet/queue.py``) until a replica has room. A *refusal* (full, older version than
+requested, being replaced) has no cost: other replicas are asked, then the call waits in the queue again. An *attempt*
+is a generation that began. If it is aborted, it continues from its tokens on another replica. If its replica is lost,
+it continues from the tokens that the replica had reported (``fleet/progress.py``). Attempts are bounded.
 """
 
 import asyncio
@@ -44,42 +44,43 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (Overloaded, TooEarly, NotReady)
 _UNPLACED_S = 5.0
-"""A call that no replica has taken for so long is sent again: Serve refuses it once it has given the engines up."""
+"""Time in seconds after which a call that no replica has taken is sent again: Serve refuses it once it has given up the
+engines."""
 _FLEET_ANSWERS_S = 5.0
 _SHOW_QUEUE_S = 5.0
 _MAX_FAILED_STARTS = 3
-"""After so many failed starts in a row, and with no replica left, calls are told why rather than kept waiting."""
+"""Number of consecutive failed starts after which, without a replica, calls fail with the reason instead of waiting."""
 _BYTES_PER_TOKEN = 40
-"""Of a prompt in the gateway: a pointer and a Python int."""
+"""Size of a prompt token in the gateway: a pointer and a Python int."""
 _BYTES_PER_CALL = 16 << 10
-"""Memory of a call without its prompt: its HTTP request, task and parameters."""
+"""Size in bytes of a call without its prompt: its HTTP request, task and parameters."""
 
 
 @dataclass
 class _Progress:
-    """What one call has been through."""
+    """Retry state of one call."""
 
     ticket: Ticket
     attempts: int = 1
     lost_on: tuple[str, ...] = ()
     cut_short_by: Literal["abort", "lost"] = "abort"
     is_rest: bool = False
-    """True of what a completion lacks that was cut short."""
+    """True for the continuation of an interrupted completion."""
     not_sent: int = 0
-    """How often Serve could not send the call to any replica."""
+    """Number of times that Serve could not send the call to any replica."""
 
     def lose(self, replica_id: object) -> None:
-        """The replica that it was on is lost."""
+        """Note that the call's replica is lost."""
         self.cut_short_by = "lost"
         self.lost_on += (replica_id,) if isinstance(replica_id, str) else ()
 
 
 Watch = Callable[[Record], None]
-"""Is told of the record of each generation that begins."""
+"""Called with the record of each generation that begins."""
 
 
 class Dispatcher:
-    """Has calls answered by the engine deployment."""
+    """Sends calls to the engine deployment."""
 
     def __init__(
         self,
@@ -102,24 +103,24 @@ class Dispatcher:
         self._origin = uuid.uuid4().hex
         self._fleet, self._share, self._is_listening = fleet, share, False
         self.queue = DispatchQueue(self._room)
-        """The calls that wait."""
+        """The waiting calls."""
         self._follower = Follower(engine, self._origin, queued=lambda: self.queue.sequences)
 
     def why_not_from_tokens(self, sampling: Sampling) -> str | None:
-        """Why a completion cannot go on from tokens that it has; None: it can."""
+        """Return the reason why a completion cannot continue from its tokens; None: it can."""
         return starts_anew(sampling, self._limits)
 
     async def complete(
         self, call: GenerateCall, on_abort: OnAbort = "continue", live: LiveRollout | None = None
     ) -> Rollout:
-        """The ``n`` completions of one prompt. Cancelling cancels them wherever they are made.
+        """Return the ``n`` completions of one prompt. Cancelling this also cancels them on the replicas.
 
-        With ``on_abort="return"``, when attempts are used up, or when a pause that returns what it aborts was the
-        cause, an aborted completion comes back with the tokens it has and ``finish_reason="abort"``. So does one whose
-        replica was lost, and one whose rest is refused or fails. ``live``: somebody who reads along.
+        With ``on_abort="return"``, after the last attempt, or after a pause that returns aborted completions, an
+        aborted completion is returned with its tokens and ``finish_reason="abort"``. The same holds for a completion
+        whose replica was lost, or whose continuation is refused or fails. ``live``: for a streaming client.
 
-        Raises Overloaded when the queue is full, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed
-        when no completion has a token.
+        Raises Overloaded if the queue is full, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed if
+        no completion has a token.
         """
         self._listen()
         progress = _Progress(self.queue.ticket(call.priority))
@@ -159,16 +160,17 @@ class Dispatcher:
         live: LiveRollout | None,
         returns: bool,
     ) -> tuple[Completion, str, int, RolloutServiceError | None]:
-        """Continue ``completion`` until it ends by itself, attempts are used up, or its rest fails.
+        """Continue ``completion`` until it ends by itself, attempts are used up, or its continuation fails.
 
-        ``is_refuted``: its engine ended it at a stop string of its prompt. ``returns``: the caller continues what is
-        aborted. Returns the completion, the replica that sampled its last token, the attempts, and why its rest failed.
+        ``is_refuted``: its engine ended it at a stop string of its prompt. ``returns``: the caller continues aborted
+        completions itself. Return the completion, the replica that sampled its last token, the number of attempts, and
+        the continuation's error.
         """
         progress, failure, number = replace(so_far, is_rest=True), None, so_far.attempts
         while completion.finish_reason == "abort":
             number += 1
             anew = starts_anew(call.sampling, self._limits) is not None
-            if anew or not is_refuted:  # else nothing was in the way of the generation before
+            if anew or not is_refuted:  # a refuted stop is not an interruption, and so not another attempt
                 if returns or progress.attempts >= self._limits.max_attempts:
                     break
                 progress.attempts += 1
@@ -196,9 +198,9 @@ class Dispatcher:
     async def _rest(
         self, call: GenerateCall, base: Completion, number: int, progress: _Progress, watch: Watch
     ) -> Rollout:
-        """Generate what ``base`` lacks, with weights that are not older than those of its last token.
+        """Generate what ``base`` lacks, with weights at least as new as those of its last token.
 
-        ``number``: of the generation, in the request's id.
+        ``number``: number of the generation, for the request's id.
         """
         request = remainder(call, base, number)
         try:
@@ -211,16 +213,16 @@ class Dispatcher:
         return await self._generated(request, progress, watch)
 
     def _search(self, call: GenerateCall, base: tuple[int, ...]) -> StopSearch | None:
-        """Return a search for stop strings in what follows ``base``; None if the engine finds each, and no other."""
+        """Return a search for stop strings after ``base``; None if the engine finds each of them, and no other."""
         if not call.sampling.stop or self._decode is None:
             return None
         search = StopSearch(call, base, self._decode)
         return search if call.partial_tokens or base or search.doubts_engine else None
 
     def _stopped_after(self, call: GenerateCall, completion: Completion, seam: int) -> Completion:
-        """Return the completion as stop strings end it. Its tokens from ``seam`` on are of one generation.
+        """Return the completion up to the first stop string. Its tokens from ``seam`` on are of one generation.
 
-        One that its engine ended at a stop string of its prompt ends with "abort", and is to be continued.
+        If its engine stopped at a stop string of its prompt, it gets "abort", and must be continued.
         """
         is_stopped = completion.finish_reason == "stop" and isinstance(completion.stop_reason, str)
         if not (call.partial_tokens or seam or is_stopped):
@@ -236,7 +238,7 @@ class Dispatcher:
         return completion.model_copy(update={"finish_reason": "length" if is_longest else "abort", "stop_reason": None})
 
     async def _generated(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
-        """One generation that was not lost with its replica before it made a token.
+        """Return one generation, retrying if its replica is lost before it reported a token.
 
         Raises EngineFailed when attempts are used up.
         """
@@ -254,11 +256,11 @@ class Dispatcher:
                 record(table.CONTINUATIONS, cause="lost")
 
     async def _taken(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
-        """Return the answer of the first replica that takes the call; of a lost one, what it had told.
+        """Send the call until a replica accepts it. If that replica is lost, return the tokens it had reported.
 
-        Waits in the queue for as long as replicas are full or being replaced: the rest of a completion up to
-        ``replica_wait_s``. Waits up to ``version_wait_s`` for ``min_weight_version``. Raises EngineFailed when the lost
-        replica had told no token.
+        Waits in the queue while replicas are full or being replaced; the rest of a completion for at most
+        ``replica_wait_s``. Waits up to ``version_wait_s`` for ``min_weight_version``. Raises EngineFailed if the lost
+        replica had reported no token.
         """
         time = asyncio.get_running_loop().time
         rounds, refusals = 0, list[RolloutServiceError]()
@@ -288,9 +290,9 @@ class Dispatcher:
     async def _first_answer(
         self, call: GenerateCall, progress: _Progress, watch: Watch
     ) -> Rollout | list[RolloutServiceError]:
-        """Ask one replica after the other. Return the refusals if all have refused.
+        """Send the call to one replica after the other. Return the refusals if all have refused.
 
-        Raises NotReady when Serve has given the engines up, or could not send the call several times.
+        Raises NotReady if Serve has given up the engines, or could not send the call several times.
         """
         refused, refusals = set(progress.lost_on), list[RolloutServiceError]()
         while True:
@@ -312,7 +314,7 @@ class Dispatcher:
                 refused.add(replica_id)
 
     async def _sent(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
-        """One replica's answer, or what it had told when it was lost."""
+        """Return one replica's reply, or the tokens it had reported before it was lost."""
         with self._follower.follow(call.sampling.n) as told:
             watch(told)
             try:
@@ -321,7 +323,7 @@ class Dispatcher:
                 raise
             except (EngineFailed, NotReady) as lost:
                 if told.is_empty and isinstance(lost, NotReady):
-                    raise  # a refusal; of a call that made tokens it is a loss: its answer went with a node, say
+                    raise  # a refusal; a call with tokens was lost instead, for example with its node
                 replica_id = lost.detail.get("replica_id", told.replica_id)
                 progress.lose(replica_id)
                 if told.is_empty:
@@ -334,9 +336,9 @@ class Dispatcher:
                 )
 
     async def _generate(self, call: GenerateCall, told: Record) -> Rollout:
-        """Have a replica generate. While there is none, look from time to time whether one can start.
+        """Have a replica generate. While there is none, check periodically that one can start.
 
-        Raises NotReady if Serve has given the engines or the ingest up, or if starts keep failing.
+        Raises NotReady if Serve has given up the engines or the ingest, or if starts keep failing.
         """
         while self._fleet is not None and not self._fleet.replicas:
             generating = asyncio.ensure_future(self._engine.generate(call))
@@ -366,7 +368,8 @@ class Dispatcher:
             )
 
     async def show_queue(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """Export the queue's length without end. Ray drops a gauge that is not set for 20 s. ``sleep``: in seconds."""
+        """Export the queue's length, in an endless loop: Ray drops a gauge that is not set for 20 s. ``sleep``: in
+        seconds."""
         while True:
             record(table.QUEUE_SEQUENCES, self.queue.sequences)
             await sleep(_SHOW_QUEUE_S)
@@ -376,13 +379,13 @@ class Dispatcher:
         return limit if self._fleet is None else self._fleet.room(limit, self._share)
 
     def _listen(self) -> None:
-        """Have the queue told of changes of the fleet, on the event loop of the calls."""
+        """Notify the queue of changes of the fleet, in the event loop of the calls."""
         if self._fleet is None or self._is_listening:
             return
         self._is_listening, loop = True, asyncio.get_running_loop()
 
         def changed(can_take_others: bool) -> None:
-            with suppress(RuntimeError):  # the loop is closed: this process ends
+            with suppress(RuntimeError):  # the loop is closed, because this process ends
                 loop.call_soon_threadsafe(self.queue.fleet_changed, can_take_others)
 
         self._fleet.listen(changed)
@@ -413,7 +416,7 @@ def _serves(fleet: Fleet) -> bool:
 
 
 def _size(call: GenerateCall) -> int:
-    """Estimate the bytes of a call that waits."""
+    """Estimate the size of a waiting call in bytes."""
     grammar = call.sampling.structured_outputs
     text = sum(map(len, call.sampling.stop)) + (0 if grammar is None else len(grammar.model_dump_json()))
     return _BYTES_PER_CALL + _BYTES_PER_TOKEN * len(call.prompt_token_ids) + text
@@ -425,6 +428,6 @@ def _is_refuted(made: Completion, stopped: Completion) -> bool:
 
 
 def _whole(told: Completion, call: GenerateCall) -> Completion:
-    """Of a replica that was lost as it made the last token that was asked for."""
+    """Mark a lost replica's completion as finished if it has all requested tokens."""
     is_whole = told.finish_reason == "abort" and len(told.token_ids) == call.sampling.max_tokens
     return told.model_copy(update={"finish_reason": "length"}) if is_whole else told

@@ -1,4 +1,4 @@
-"""Starts of engine replicas that failed: how many, and why the first one did."""
+"""Failed starts of engine replicas: their number, and the error of the first one."""
 
 import time
 
@@ -6,16 +6,16 @@ from rollout_service.protocol.fleet import FailedStart, FailedStarts, ReplicaSta
 
 
 class FailedStartLog:
-    """A series of failures ends when a replica serves its first version; the next failure begins another.
+    """A series of failed starts. It ends when a replica serves its first version; the next failure begins another.
 
-    The last series is kept, so that a service that recovered still says what was wrong.
+    The last series is kept, so that its reason is known after the service has recovered.
     """
 
     def __init__(self) -> None:
         self._failed: FailedStarts | None = None
 
     def saw(self, before: ReplicaStatus | None, now: ReplicaStatus) -> None:
-        """Take in a replica's report. ``before``: its last one."""
+        """Process a replica's report. ``before``: its previous one."""
         if now.version is not None:
             if self._failed is not None and (before is None or before.version is None):  # it serves its first version
                 self._failed = self._failed.model_copy(update={"over": True})
@@ -26,5 +26,5 @@ class FailedStartLog:
             self._failed = FailedStarts(tries=tries, first=first, last=start, over=False)
 
     def failed(self) -> FailedStarts | None:
-        """The last series; None: every start went well."""
+        """Return the last series; None: no start has failed."""
         return self._failed

@@ -1,6 +1,6 @@
-"""A rollout while it is made, for one reader along.
+"""Incremental view of a running rollout for one streaming client.
 
-Nothing is queued: a reader that is slow finds more at once when it looks again, in the record that is kept anyway.
+Nothing is queued: a slow client gets more tokens at once from the record, which is kept in any case.
 """
 
 import asyncio
@@ -14,38 +14,39 @@ from rollout_service.protocol.rollout import Completion, Rollout
 
 
 class LivePiece(NamedTuple):
-    """More of one completion."""
+    """New tokens of one completion."""
 
     made: Completion
     """These tokens alone; spans count from the first of them. ``finish_reason`` is "abort" until the last piece."""
     start: int
-    """Tokens that came before."""
+    """Number of tokens before these."""
     is_last: bool
-    """Of this completion. It may have no token, and ends "abort" if it was cut short for good."""
+    """True for the completion's last piece. It may be without tokens; its ``finish_reason`` is "abort" if the
+    completion was aborted for good."""
 
 
 @dataclass
 class _Growing:
-    """Where one completion is being made."""
+    """The running generation of one completion."""
 
     base: Completion | None
-    """What was there before this generation."""
+    """The completion before this generation."""
     record: Record
     place: int
-    """Of the completion in the record."""
+    """Index of the completion in the record."""
     search: StopSearch | None
-    """For stop strings that the engine of this generation does not find, or finds in its prompt."""
+    """Search for stop strings that this generation's engine misses, or finds in its prompt."""
     looked_at: int = 0
-    """Tokens of this generation that the search has seen."""
+    """Number of tokens of this generation that were searched."""
     end: int | None = None
-    """How many of them there are up to the one that completes a stop string; None: no such token yet."""
+    """Number of tokens up to the one that completes a stop string; None: not found yet."""
 
 
 class LiveRollout:
-    """The completions of one call.
+    """The running completions of one call.
 
-    What was shown is never taken back. So a completion that would start anew if it were cut short is shown when it has
-    ended, and of one that went on nothing is shown before a stop string was looked for in it.
+    Tokens that were sent are never withdrawn. A completion that would start anew after an interruption is therefore
+    sent when it has ended. Tokens of a continuation are sent after the search for stop strings.
     """
 
     def __init__(self, num_completions: int) -> None:
@@ -56,7 +57,7 @@ class LiveRollout:
         self._more = asyncio.Event()
 
     def watch(self, record: Record, new_search: Callable[[], StopSearch | None] = lambda: None) -> None:
-        """The first generation begins, or begins again since it was refused, with all completions.
+        """Watch a generation of all completions. Called again after each refusal.
 
         ``new_search``: returns the search of one completion.
         """
@@ -64,14 +65,14 @@ class LiveRollout:
         self._growing = {index: _Growing(None, record, index, new_search()) for index in range(self._num_completions)}
 
     def watch_rest(self, base: Completion, record: Record, search: StopSearch | None = None) -> None:
-        """What is left of the completion ``base`` is being made."""
+        """Watch the generation that continues the completion ``base``."""
         record.on_more(self._more.set)
         self._growing[base.index] = _Growing(base, record, 0, search)
 
     async def pieces(self, making: asyncio.Task[Rollout]) -> AsyncGenerator[LivePiece]:
-        """More of a completion each time, until ``making`` has made all of them; raises what it raises.
+        """Yield new tokens until ``making`` has all completions; raises its errors.
 
-        Closing this, or cancelling who waits in it, cancels ``making``.
+        Closing this generator, or cancelling its consumer, cancels ``making``.
         """
         making.add_done_callback(lambda _: self._more.set())
         try:
@@ -122,6 +123,6 @@ class LiveRollout:
                 growing.end = growing.looked_at
         if growing.end is None:
             return made
-        # the last piece, which says how it ended, comes with the rollout, and has the token that ends it
+        # the last piece, with the finish reason and the stop token, comes with the rollout
         up_to = part(made, 0, max(0, growing.end - 1 - so_far))
         return up_to.model_copy(update={"finish_reason": "abort", "stop_reason": None})

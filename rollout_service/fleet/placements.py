@@ -1,38 +1,38 @@
-"""What the router of this process tells the gateway: which replica has taken which call, and which replicas there are.
+"""Information from this process's router for the gateway: the replica of each call, and the known replicas.
 
-The router runs on a thread of Serve's.
+The router runs on one of Serve's threads.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Placed = Callable[[int, str], None]
-"""Takes a call's number and a replica's id."""
+"""Called with a call's number and a replica's id."""
 
 
 class Placements:
-    """Of one process."""
+    """Placements of calls by this process's router."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, Placed] = {}
 
     def listen(self, origin: str, placed: Placed) -> None:
-        """Have ``placed`` told of the calls that ``origin`` sends, on the router's thread."""
+        """Call ``placed`` for each call that ``origin`` sends, on the router's thread."""
         self._listeners[origin] = placed
 
     def forget(self, origin: str) -> None:
-        """Tell nobody any more."""
+        """Remove the listener."""
         self._listeners.pop(origin, None)
 
     def note(self, origin: str, number: int, replica_id: str) -> None:
-        """A replica has taken a call."""
+        """Note that a replica has taken a call."""
         placed = self._listeners.get(origin)
         if placed is not None:
             placed(number, replica_id)
 
 
 PLACEMENTS = Placements()
-"""Of this one."""
+"""The placements of this process."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class RoutedReplica:
     state: str
     version: int | None
     others: int
-    """Sequences that other gateways have there."""
+    """Number of other gateways' sequences on it."""
 
 
 class RoutedFleet:
-    """The replicas among which the router of this process chooses."""
+    """The replicas among which this process's router chooses."""
 
     def __init__(self) -> None:
         self.replicas: Mapping[str, RoutedReplica] = {}
         self._changed: Callable[[bool], None] | None = None
 
     def listen(self, changed: Callable[[bool], None]) -> None:
-        """Have ``changed`` called on the router's thread: with True if replicas came, went or changed their state or
-        version, with False if only the load of other gateways has changed."""
+        """Register a listener, called on the router's thread. Its argument is True if replicas came, left or changed
+        their state or version, and False if only the load by other gateways has changed."""
         self._changed = changed
 
     def update(self, replicas: Mapping[str, RoutedReplica]) -> None:
-        """Take in what the router knows now."""
+        """Update the replicas from the router."""
         before, self.replicas = self.replicas, dict(replicas)
         if self._changed is not None:
             self._changed(_without_load(before) != _without_load(self.replicas))
@@ -68,7 +68,7 @@ class RoutedFleet:
 
         Args:
             limit: ``engine.admission_limit``.
-            share: The part of the limit that is this gateway's whatever other gateways have there.
+            share: The part of the limit that is reserved for this gateway.
         """
         sound = [each for each in self.replicas.values() if each.state not in ("failed", "draining")]
         return sum(max(limit - each.others, share) for each in sound)
@@ -79,4 +79,4 @@ def _without_load(replicas: Mapping[str, RoutedReplica]) -> dict[str, tuple[str,
 
 
 ROUTED_FLEET = RoutedFleet()
-"""Of this process."""
+"""The replicas known in this process."""

@@ -1,7 +1,7 @@
-"""What a gateway's calls have made so far, so that they can go on elsewhere when their replica is lost.
+"""Progress of a gateway's calls, from which they continue if their replica is lost.
 
-One question at a time goes to each replica that has calls of this gateway (``protocol/progress.py``). What comes is
-kept until the call is answered: 12 bytes a token, of at most ``max_tokens``, and what else the request asked for.
+One poll at a time goes to each replica that has calls of this gateway (``protocol/progress.py``). Reported tokens are
+kept until the call is answered: 12 bytes a token, at most ``max_tokens``, plus requested extras.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from rollout_service.runtime.rpc import EngineCalls
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""After a question that was not answered."""
+"""Time in seconds before a failed poll is repeated."""
 
 
 class Draft:
-    """One completion of one generation, as far as was told."""
+    """One completion of one generation, as far as it was reported."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.finish_reason: FinishReason = "abort"
-        """Its own once it has ended."""
+        """"abort" until the completion has ended."""
         self.stop_reason: int | str | None = None
         self._token_ids, self._logprobs = array("i"), array("d")
         self._spans: list[Span] = []
@@ -44,8 +44,7 @@ class Draft:
         return len(self._token_ids)
 
     def add(self, start: int, made: Completion) -> None:
-        """More of it. What was told before is not taken again, as when an answer came after all that was taken for
-        lost."""
+        """Append tokens. Tokens that were already added are skipped, as after a late reply to a poll."""
         told, ended = len(self) - start, self.finish_reason != "abort"
         if ended or not 0 <= told <= len(made.token_ids):
             return
@@ -64,7 +63,8 @@ class Draft:
         self.finish_reason, self.stop_reason = made.finish_reason, made.stop_reason
 
     def since(self, start: int, replica_id: str | None) -> Completion:
-        """What came after ``start`` tokens, where a piece ended; its spans count from there and name the replica."""
+        """Return the tokens after ``start``, which must be the end of a piece; spans count from there and name the
+        replica."""
         return Completion(
             index=self.index,
             token_ids=tuple(self._token_ids[start:]),
@@ -86,39 +86,39 @@ class Draft:
 
 
 class Record:
-    """One call, while it is under way on one replica."""
+    """A running call on one replica."""
 
     def __init__(self, number: int, num_completions: int) -> None:
         self.number = number
         self.replica_id: str | None = None
-        """That took it; None: none so far."""
+        """The replica that took the call; None: none so far."""
         self.drafts = tuple(Draft(index) for index in range(num_completions))
         self.early: list[tuple[str, Piece]] = []
-        """What replicas told before the router said which of them took the call."""
+        """Pieces that replicas reported before the router named the call's replica."""
         self._on_more: Callable[[], None] | None = None
 
     def on_more(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called whenever more has come."""
+        """Call ``call`` whenever tokens arrive."""
         self._on_more = call
 
     def add(self, piece: Piece) -> None:
-        """Take in what a replica told."""
+        """Append a piece that the replica reported."""
         self.drafts[piece.made.index].add(piece.start, piece.made)
         if self._on_more is not None:
             self._on_more()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token has come."""
+        """Return True if no token has arrived."""
         return not any(len(draft) for draft in self.drafts)
 
     def completions(self) -> tuple[Completion, ...]:
-        """All of it so far; ``finish_reason`` is "abort" where a completion has not ended."""
+        """Return all completions so far; ``finish_reason`` is "abort" for those that have not ended."""
         return tuple(draft.since(0, self.replica_id) for draft in self.drafts)
 
 
 class Follower:
-    """Asks the replicas that have calls of one gateway."""
+    """Polls the replicas that run calls of one gateway."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Follower:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``origin``: the gateway. ``sleep``: in seconds. ``queued``: returns the sequences in its queue."""
+        """``origin``: the gateway. ``sleep``: in seconds. ``queued``: returns the number of sequences in its queue."""
         self._engine, self._origin, self._placements, self._sleep = engine, origin, placements, sleep
         self._queued = queued
         self._numbers = itertools.count(1)
@@ -137,7 +137,7 @@ class Follower:
 
     @contextmanager
     def follow(self, num_completions: int) -> Iterator[Record]:
-        """While a call that carries the record's ``number`` is under way."""
+        """Track a running call within this context. The call must carry the record's ``number``."""
         if not self._records:
             loop = asyncio.get_running_loop()
 
@@ -156,7 +156,7 @@ class Follower:
 
     def _placed(self, number: int, replica_id: str) -> None:
         record = self._records.get(number)
-        if record is None:  # answered, or refused, already
+        if record is None:  # already answered, or refused
             return
         record.replica_id = replica_id
         for teller, piece in record.early:
@@ -167,11 +167,11 @@ class Follower:
             self._asking[replica_id] = asyncio.create_task(
                 self._ask(replica_id),
                 name=f"progress of {replica_id}",
-                context=Context(),  # and not that of the request which came first, with its trace
+                context=Context(),  # an empty context, not that of the first request with its trace
             )
 
     async def _ask(self, replica_id: str) -> None:
-        """As long as the replica has calls."""
+        """Poll a replica while it has calls."""
         acknowledged = 0
         try:
             while any(record.replica_id == replica_id for record in self._records.values()):
@@ -179,7 +179,7 @@ class Follower:
                     replica_id=replica_id,
                     origin=self._origin,
                     acknowledged=acknowledged,
-                    # each replica is told its part, so that the autoscaler, which adds them up, counts the queue once
+                    # divided among replicas, so that the autoscaler, which adds up, counts the queue once
                     queued=-(-self._queued() // len(self._asking)),
                 )
                 try:
@@ -194,7 +194,7 @@ class Follower:
                     record = self._records.get(piece.call)
                     if record is None:
                         continue
-                    if record.replica_id is None:  # two threads of Serve's bring the answer and the placement
+                    if record.replica_id is None:  # the reply and the placement come on two of Serve's threads
                         record.early.append((replica_id, piece))
                     elif record.replica_id == replica_id:
                         record.add(piece)

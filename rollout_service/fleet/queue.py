@@ -1,10 +1,10 @@
-"""The calls of one gateway that wait until a replica has room for them.
+"""Queue of one gateway's calls that wait until a replica has room for them.
 
-Calls leave in vLLM's order: the lowest ``priority`` first, then the earliest arrival. A replica takes a call of any
-``n`` while it has room for one sequence, so calls with a large ``n`` never wait for more room than others.
+Calls leave in vLLM's order: the lowest ``priority`` first, then the earliest arrival. A replica with room for one
+sequence takes a call of any ``n``, so calls with a large ``n`` never wait for more room than others.
 
-What replicas publish is seconds old, so a replica may refuse a call that the queue has let go. Such a call keeps its
-place in the order and is set aside until the fleet changes, or until another call ends and leaves its room.
+The state that replicas publish is seconds old, so a replica may refuse a call that has left the queue. Such a call
+keeps its place in the order. It waits until the fleet changes, or another call ends and frees its room.
 """
 
 import asyncio
@@ -17,26 +17,27 @@ from dataclasses import dataclass, field
 from rollout_service.errors import Overloaded
 
 MAX_SEQUENCES = 500_000
-"""Sequences that may wait in one gateway."""
+"""Maximum number of sequences that may wait in one gateway."""
 MAX_BYTES = 4 << 30
-"""Estimated memory of the calls that may wait in one gateway."""
+"""Maximum estimated memory in bytes of the calls that may wait in one gateway."""
 RETRY_S = 0.25
-"""Period after which a few refused calls are sent again without an event: an update of the router may be lost."""
+"""Time in seconds after which a few refused calls are sent again without an event, in case the router missed an
+update."""
 RETRIED_CALLS = 16
-"""Calls that are sent again after one such period."""
+"""Number of calls that are sent again after that time."""
 
 Later = Callable[[float, Callable[[], None]], object]
-"""Calls a function after so many seconds."""
+"""Calls a function after that many seconds."""
 
 
 @dataclass
 class Ticket:
-    """A place in the order of all calls. The continuations of a call have the ticket of the call."""
+    """A place in the order of all calls. The continuations of a call share the call's ticket."""
 
     priority: int
     arrival: int
     was_sent: bool = False
-    """True once a replica was asked to take the call: the bounds of the queue no longer hold for it."""
+    """True once a replica was asked to take the call: the bounds of the queue no longer apply to it."""
 
 
 @dataclass(order=True)
@@ -54,7 +55,7 @@ class Turn:
 
 
 class DispatchQueue:
-    """Lets calls go in their order, as far as there is room."""
+    """Releases calls in order while there is room."""
 
     def __init__(
         self,
@@ -67,22 +68,22 @@ class DispatchQueue:
         Args:
             room: Returns the number of sequences that the fleet may hold for this gateway.
             max_sequences, max_bytes: Bounds on the calls that wait.
-            later: Takes the place of the event loop's ``call_later``.
+            later: Replaces the event loop's ``call_later``.
         """
         self._room, self._max_sequences, self._max_bytes, self._later = room, max_sequences, max_bytes, later
         self._arrivals, self._order = itertools.count(), itertools.count()
         self._ready: list[Turn] = []
         self._refused: list[Turn] = []
         self._left = 0
-        """Turns in both lists whose callers have left."""
+        """Number of turns in both lists whose callers have left."""
         self._is_full = False
-        """True after replicas said so, until the router knows more."""
+        """True after replicas reported that they are full, until the router has newer information."""
         self._retrying = False
         self._calls_sent = self._sequences_sent = 0
         self.sequences = 0
-        """The number of sequences that wait."""
+        """Number of waiting sequences."""
         self.nbytes = 0
-        """Estimated bytes of the calls that wait."""
+        """Estimated memory of the waiting calls in bytes."""
 
     def ticket(self, priority: int) -> Ticket:
         """Return the place of a call that arrives now."""
@@ -92,13 +93,13 @@ class DispatchQueue:
     async def turn(self, ticket: Ticket, sequences: int, nbytes: int, rounds: int = 0) -> AsyncIterator[Turn]:
         """Wait for the turn of a call, and hold its room until the block ends.
 
-        A call that is cancelled leaves the queue at once.
+        A cancelled call leaves the queue at once.
 
         Args:
             ticket: Place of the call.
-            sequences: Completions that it asks for.
-            nbytes: Estimated memory of the call.
-            rounds: How often every replica has refused the call. Above 0 it waits for a change first.
+            sequences: Number of its completions.
+            nbytes: Estimated memory of the call in bytes.
+            rounds: Number of times that every replica has refused the call. Above 0 it first waits for a change.
 
         Raises:
             Overloaded: The queue has reached a bound, and the call is new.
@@ -108,7 +109,7 @@ class DispatchQueue:
         self.sequences += sequences
         self.nbytes += nbytes
         if rounds:
-            # calls that were refused less often come first: none waits behind a call that no replica can take
+            # calls with fewer refusals come first, so that none waits behind a call that no replica can take
             turn.key = (rounds, *key)
             heapq.heappush(self._refused, turn)
             self._retry_later()
@@ -122,7 +123,7 @@ class DispatchQueue:
         except BaseException:
             if turn.begun.cancelled() or not turn.begun.done():
                 self._leave(turn)
-            else:  # cancelled after its turn had come
+            else:  # cancelled after its turn had begun
                 self._end(turn)
             raise
         ticket.was_sent = True
@@ -132,10 +133,10 @@ class DispatchQueue:
             self._end(turn)
 
     def fleet_changed(self, can_take_others: bool) -> None:
-        """Let calls go that have room now. Called when the router knows more of the replicas.
+        """Release calls that now have room. Called when the router has new information about replicas.
 
-        ``can_take_others``: Replicas came or went, or changed their state or version, so that refused calls are sent
-        again. Otherwise only the room has changed.
+        ``can_take_others``: Replicas came or left, or changed their state or version, so refused calls are sent again.
+        Otherwise only the room has changed.
         """
         self._is_full = False
         if can_take_others:
@@ -156,13 +157,14 @@ class DispatchQueue:
                 )
 
     def _let_go(self, sequences_beyond: int = 0) -> None:
-        """Begin turns. ``sequences_beyond``: so many even after replicas said that they are full."""
+        """Begin turns. ``sequences_beyond``: number of sequences released even if replicas reported that they are
+        full."""
         while self._ready:
             if self._ready[0].begun.done():  # its caller has left
                 heapq.heappop(self._ready)
                 self._left -= 1
                 continue
-            # one call goes in any case: what is known of the fleet may be wrong, and a fleet of zero starts by it
+            # one call always goes: the known state of the fleet may be wrong, and a fleet of zero starts by it
             has_room = self._sequences_sent < self._room() and (not self._is_full or sequences_beyond > 0)
             if self._calls_sent and not has_room:
                 return

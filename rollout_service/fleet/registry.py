@@ -1,4 +1,4 @@
-"""The table of replicas: who is live, what each serves, and the state that all of them should reach."""
+"""Table of live replicas, their versions, and checks if all have reached a state."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,15 @@ from rollout_service.protocol.weight_log import Head
 
 
 class FleetTable:
-    """The last report of each replica; it leaves the table when it says so, or was silent for ``dead_after_s``.
+    """The last report of each replica. A replica leaves the table when it ends, or after ``dead_after_s`` without a
+    report.
 
-    A replica that has not served yet stands in the table, but nobody waits for it: it gets no request before it is at
+    A replica that has not served yet is in the table, but callers do not wait for it: it gets no request before it has
     the newest version.
     """
 
     def __init__(self, dead_after_s: float, may_be_empty: bool = False) -> None:
-        """``may_be_empty``: without a live replica there is nobody to wait for; else one must be about to come."""
+        """``may_be_empty``: True if no live replica is a valid state; otherwise one must be expected."""
         self._dead_after_s, self._may_be_empty = dead_after_s, may_be_empty
         self._reports: dict[str, tuple[float, ReplicaStatus]] = {}
         self._left: dict[str, float] = {}
@@ -25,28 +26,28 @@ class FleetTable:
         self._newest: Head | None = None
         self._log: str | None = None
         self.starts = FailedStartLog()
-        """Those that failed; they stand here when their replicas have left the table."""
+        """Failed starts, kept after their replicas have left the table."""
 
     def wait_for(self, replicas: frozenset[str]) -> None:
-        """After a restart: no version counts as live until each of these replicas has reported or timed out."""
+        """After a restart, count no version as live until each of these replicas has reported or timed out."""
         self._awaited, self._awaited_until = replicas, time.monotonic() + self._dead_after_s
 
     def compare_with(self, newest: Head | None, log: str) -> None:
-        """What replicas should serve by now, and the log that it is in: numbers alone do not say what they serve."""
+        """Set the version that replicas should serve, and its log: version numbers alone do not identify weights."""
         self._newest, self._log = newest, log
 
     def strangers(self) -> tuple[ReplicaStatus, ...]:
-        """Live replicas that follow another log."""
+        """Return the live replicas that follow another log."""
         return tuple(status for status in self.live() if status.log not in (None, self._log))
 
     def is_complete(self) -> bool:
-        """Whether every replica that may be live has reported."""
+        """Return True if every replica that may be live has reported."""
         return self._awaited <= self._reports.keys() or time.monotonic() >= self._awaited_until
 
     def report(self, status: ReplicaStatus) -> None:
-        """Take in what a replica says of itself."""
+        """Process a replica's report."""
         if status.replica_id in self._left:
-            return  # overtaken by its goodbye
+            return  # the report was overtaken by the replica's goodbye
         known = self._reports.get(status.replica_id)
         if known is not None and known[1].sequence > status.sequence:
             return
@@ -54,14 +55,14 @@ class FleetTable:
         self._reports[status.replica_id] = (time.monotonic(), status)
 
     def leave(self, replica_id: str) -> None:
-        """Take a replica out at once, because it ends."""
+        """Remove a replica that ends."""
         now = time.monotonic()
         self._left = {i: at for i, at in self._left.items() if now - at < self._dead_after_s} | {replica_id: now}
         self._reports.pop(replica_id, None)
         self._awaited -= {replica_id}
 
     def live(self) -> tuple[ReplicaStatus, ...]:
-        """The live replicas, with the age of their reports."""
+        """Return the live replicas, with the age of their reports."""
         now = time.monotonic()
         self._awaited -= self._reports.keys()
         self._reports = {i: r for i, r in self._reports.items() if now - r[0] < self._dead_after_s}
@@ -70,10 +71,11 @@ class FleetTable:
         )
 
     def all_serve(self, version: int, digest: str | None = None) -> bool:
-        """Whether every replica that takes requests serves ``version`` or newer, and there is one if there must be.
+        """Return True if every replica that takes requests serves ``version`` or newer, and there is one if there must
+        be.
 
-        One that drains is not waited for: nobody asks it for anything any more. ``digest``: what the log says of
-        ``version``; None: its number is enough.
+        Draining replicas do not count, since they get no new requests. ``digest``: the digest of ``version`` in the
+        log; None: only numbers are compared.
         """
         serving = [status for status in self.live() if status.state != "draining" and status.version is not None]
         served = all(self._serves(status, Head(version=version, digest=digest or "")) for status in serving)
@@ -90,11 +92,12 @@ class FleetTable:
         return status.version < self._newest.version
 
     def all_obey(self, order: str) -> bool:
-        """Whether every replica that has served is as was last asked, and there is one if there must be."""
+        """Return True if every replica that has served has completed that request, and there is one if there must
+        be."""
         return self._all_have_served_and(lambda status: status.obeyed == order)
 
     def all_aborted(self, number: int) -> bool:
-        """Return True if every replica that has served has obeyed that abort or a later one."""
+        """Return True if every replica that has served has completed that abort or a later one."""
         return self._all_have_served_and(lambda status: status.aborted >= number)
 
     def _all_have_served_and(self, is_so: Callable[[ReplicaStatus], bool]) -> bool:
@@ -102,9 +105,9 @@ class FleetTable:
         return self.is_complete() and bool(found or self._may_be_empty) and all(found)
 
     def is_loading(self, replica_id: str, version: int) -> bool:
-        """Whether a replica is live and on its way to a version."""
+        """Return True if a replica is live and loading a version."""
         return any(status.replica_id == replica_id and status.target == version for status in self.live())
 
     def in_use(self) -> set[int]:
-        """Versions that a live replica serves or is loading: their files must stay."""
+        """Return the versions that a live replica serves or is loading: their files must stay."""
         return {v for status in self.live() for v in (status.version, status.target) if v is not None}

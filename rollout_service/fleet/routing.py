@@ -1,12 +1,11 @@
-"""Which replica gets a call: one with the version it asks for and room, its session's, else one that had a prompt with
-the same beginning, else the least loaded.
+"""Routing of calls to replicas: by version and room, then session, then shared prefix, then load.
 
-What replicas publish is seconds old, so the router only prefers: the replica itself checks the version and refuses
-what it cannot do, and the gateway sends the call on. The router never waits either: Serve routes with a few tasks, and
-a call that waited in one for its version would hold up all others. What has to wait does so in the gateway
-(``fleet/queue.py``), which hears from the router when there are other replicas, or when there is room.
+The state that replicas publish is seconds old, so the router only states preferences: the replica itself checks the
+version and refuses what it cannot do, and the gateway sends the call to another one. The router never waits: Serve
+routes with a few tasks, and a call that waited in one for its version would block all others. Calls wait in the gateway
+(``fleet/queue.py``) instead, which the router notifies of other replicas or free room.
 
-Serve ships this module to the gateway by value: as it is loaded, it imports nothing but the standard library and Ray.
+Serve ships this module to the gateway by value, so its top level imports nothing but the standard library and Ray.
 """
 
 import threading
@@ -22,42 +21,43 @@ if TYPE_CHECKING:
     from rollout_service.protocol.sampling import GenerateCall
 
 STATS_PERIOD_S = 1.0
-"""How often Serve asks replicas for their routing stats."""
+"""Interval in seconds at which Serve requests routing stats of replicas."""
 MOST_SESSIONS = 100_000
-"""Sessions that a gateway remembers; the one that was silent longest goes first."""
+"""Maximum number of sessions that a gateway remembers; the least recently used one is dropped."""
 PREFIX_TOKENS = 512
-"""Prompts that begin alike for so many tokens, or a multiple, are kept together: their replica has computed that part,
-and has it in memory once."""
+"""Prompts that share a prefix of this many tokens, or a multiple, are routed to one replica, which has that prefix in
+its prefix cache."""
 MOST_PREFIX_TOKENS = 64 * PREFIX_TOKENS
-"""Of one prompt, that are looked at."""
+"""Maximum number of tokens of a prompt that are considered."""
 MOST_PREFIXES = 100_000
-"""Beginnings of prompts that a gateway remembers; the one that was silent longest goes first."""
+"""Maximum number of prefixes that a gateway remembers; the least recently used one is dropped."""
 UNEVEN_SHARE = 4
-"""A beginning's replica is left once it has more than the least loaded one by a capacity's part: a quarter."""
+"""A prefix's replica is not used if its load exceeds the lowest load by more than a quarter of its capacity."""
 NEVER_SENT_S = 60.0
-"""A call that was cancelled between choice and sending is never reported as done; after this it counts no more."""
+"""Time in seconds after which a chosen but unsent call is not counted: if it was cancelled, its end is never
+reported."""
 
 _Key = TypeVar("_Key")
 _LAST_RESORT = {"stale": 1, "asleep": 2, "draining": 2, "starting": 2, "failed": 3}
-"""States that are worse than ``ready`` and ``syncing``, by how much."""
+"""Order of states that are worse than ``ready`` and ``syncing``."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is known of one replica."""
+    """The known state of one replica."""
 
     replica_id: str
     version: int | None = None
-    """None: it has published nothing yet, and a replica starts at the newest version."""
+    """None: nothing is published yet, and the replica starts at the newest version."""
     state: str = "ready"
     load: int = 0
-    """Sequences in flight."""
+    """Number of sequences in flight."""
     turn: int = 0
-    """When it was last chosen, counted in choices."""
+    """Number of the choice in which it was last chosen."""
     capacity: int = 0
-    """Sequences that it decodes at once; 0: not known."""
+    """Maximum number of sequences that it decodes at once; 0: unknown."""
     is_full: bool = False
-    """It would refuse a call: it holds as many sequences as it may."""
+    """True if it would refuse a call, since it holds its maximum number of sequences."""
 
 
 def ranked(
@@ -69,11 +69,11 @@ def ranked(
     sequences: int = 1,
     avoid: Collection[str] = (),
 ) -> list[str]:
-    """Ids of all candidates, the best first; ``sequences``: of the call.
+    """Return the ids of all candidates, the best first. ``sequences``: number of the call's sequences.
 
-    A sound one before a failing one, one that the call has not failed on yet, one with the version, one that is not
-    full, the session's, the one that had the prompt's beginning if it decodes it at once, the one with the fewest
-    sequences, the one that was chosen longest ago: sessions that begin on an idle fleet spread.
+    Criteria, in order: a healthy replica, one that the call has not failed on, one with the version, one that is not
+    full, the session's, the one that had the prompt's prefix (if it has room to decode the call at once), the lowest
+    load, the one chosen longest ago. The last criterion spreads sessions that begin on an idle fleet.
     """
     least = min((candidate.load for candidate in candidates), default=0)
 
@@ -101,9 +101,9 @@ def ranked(
 
 
 def prefixes(prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
-    """Numbers for the prompt's beginnings of ``PREFIX_TOKENS`` and its multiples, the longest first.
+    """Return hashes of the prompt's prefixes of ``PREFIX_TOKENS`` and its multiples, the longest first.
 
-    The same in one process for the same tokens and ``salt``, what the prefix cache keeps apart; a shorter prompt has
+    Equal within one process for the same tokens and ``salt``, which separates the prefix cache. A shorter prompt has
     none.
     """
     found, number = list[int](), hash(salt)
@@ -123,9 +123,9 @@ class _Sent:
 
 
 class Ledger:
-    """What this router has in flight where, what others have there, and where sessions and prompts went last.
+    """Load of replicas by this and by other gateways, and the last replica of each session and prefix.
 
-    Serve tells of the end of calls on threads of Ray, hence the lock.
+    Has a lock, since Serve reports the end of calls on threads of Ray.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Ledger:
         self._reports: dict[str, Mapping[str, int]] = {}
         """Replica → its sequences by the gateway that sent them."""
         self.origin = ""
-        """The gateway that this router is in: what it has in flight is counted here, and not seconds later."""
+        """The router's own gateway, whose load is counted here at once, not seconds later."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._prefixes: OrderedDict[int, str] = OrderedDict()
         self._turns: dict[str, int] = {}
@@ -169,26 +169,26 @@ class Ledger:
         """Note which replica took the call."""
         with self._lock:
             sent = self._sent.get(call_id)
-            if sent is None:  # it is done already
+            if sent is None:  # it is already done
                 return
             if sent.replica_id != replica_id:
                 self.choose(call_id, replica_id, sent.sequences, session, sent.chosen_at, sent.prefixes)
             self._sent[call_id].arrived = True
 
     def complete(self, call_id: str) -> None:
-        """A call is over, whatever way."""
+        """Note that a call has ended."""
         with self._lock:
             sent = self._sent.pop(call_id, None)
             if sent is not None and sent.replica_id in self._own:
                 self._own[sent.replica_id] -= sent.sequences
 
     def report(self, replica_id: str, running: Mapping[str, int]) -> None:
-        """Take in a replica's count of all its sequences, by gateway."""
+        """Store a replica's number of sequences, by gateway."""
         with self._lock:
             self._reports[replica_id] = running
 
     def keep_only(self, replica_ids: Collection[str], now: float) -> None:
-        """Forget what was in flight on replicas that are gone, and calls that never left."""
+        """Drop calls on replicas that have left, and calls that were never sent."""
         with self._lock:
             for call_id, sent in list(self._sent.items()):
                 if sent.replica_id not in replica_ids or (not sent.arrived and now - sent.chosen_at > NEVER_SENT_S):
@@ -199,28 +199,28 @@ class Ledger:
                 self._turns.pop(replica_id, None)
 
     def load(self, replica_id: str) -> int:
-        """Sequences in flight on a replica, as far as is known."""
+        """Return the known number of sequences in flight on a replica."""
         return self.own(replica_id) + self.others(replica_id)
 
     def own(self, replica_id: str) -> int:
-        """Sequences of this gateway in flight on a replica."""
+        """Return the number of this gateway's sequences in flight on a replica."""
         return self._own.get(replica_id, 0)
 
     def others(self, replica_id: str) -> int:
-        """Sequences of other gateways on a replica, as it reported them last."""
+        """Return the number of other gateways' sequences on a replica, as last reported."""
         reported = self._reports.get(replica_id, {})
         return sum(n for origin, n in reported.items() if origin != self.origin)
 
     def turn(self, replica_id: str) -> int:
-        """When the replica was last chosen, counted in choices; 0: never."""
+        """Return the number of the choice in which the replica was last chosen; 0: never."""
         return self._turns.get(replica_id, 0)
 
     def replica_of(self, session: str | None) -> str | None:
-        """Where the session's last call went; that replica may be gone."""
+        """Return the replica of the session's last call; it may have left."""
         return None if session is None else self._sessions.get(session)
 
     def replica_with(self, begins: Iterable[int]) -> str | None:
-        """Where the last prompt went that began alike for longest; that replica may be gone."""
+        """Return the replica of the last prompt with the longest shared prefix; it may have left."""
         with self._lock:
             return next((self._prefixes[prefix] for prefix in begins if prefix in self._prefixes), None)
 
@@ -233,24 +233,25 @@ def _remember(held: OrderedDict[_Key, str], key: _Key, replica_id: str, most: in
 
 
 class RolloutRouter(RequestRouter):
-    """Serve's request router for the engine deployment; calls other than ``generate`` go to the least loaded."""
+    """Serve's request router for the engine deployment; calls other than ``generate`` go to the least loaded
+    replica."""
 
-    # of Serve: how long a replica may take to answer a probe; by default 0.1 s, and a busy machine lost sessions by it
+    # Serve's timeout for a replica's answer to a probe. With the default of 0.1 s, a busy machine lost sessions.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, limit: int, share: int) -> None:
         """Serve's hook after construction, with ``request_router_kwargs``.
 
         Args:
-            limit: Sequences that a replica holds before it refuses.
-            share: The part of them that each gateway has, whatever the other gateways hold.
+            limit: Number of sequences that a replica holds before it refuses.
+            share: The part of the limit that is reserved for each gateway.
         """
         self._ledger, self._limit, self._share = Ledger(), limit, share
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica a rank: within a rank Serve would count requests, not sequences."""
+        """Return one replica in each rank: within a rank Serve would count requests, not sequences."""
         call = _call(pending_request)
         session = getattr(call, "session_id", None)
         self._ledger.origin = getattr(call, "origin", self._ledger.origin)
@@ -276,25 +277,26 @@ class RolloutRouter(RequestRouter):
         call = _call(pending_request)
         session = getattr(call, "session_id", None)
         if call is not None and call.number:
-            # by name, and not as this module is loaded: the gateway's own, which what is shipped by value cannot hold
+            # imported here, not at the top: an object of the gateway's process cannot be part of a module that is
+            # shipped by value
             from rollout_service.fleet.placements import PLACEMENTS
 
             PLACEMENTS.note(call.origin, call.number, replica_id.unique_id)
         self._ledger.arrive(pending_request.metadata.internal_request_id, replica_id.unique_id, session)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Serve's hook: the call is over."""
+        """Serve's hook: the call has ended."""
         self._ledger.complete(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve's hook: replicas came, went, or published other stats."""
+        """Serve's hook: replicas came, left, or published new stats."""
         for replica in replicas:
             stats = replica.routing_stats
             if stats:
                 self._ledger.report(replica.replica_id.unique_id, stats["running"])
         self._ledger.keep_only({replica.replica_id.unique_id for replica in replicas}, time.monotonic())
         super().update_replicas(replicas)
-        # by name, as in on_request_routed
+        # imported here, as in on_request_routed
         from rollout_service.fleet.placements import ROUTED_FLEET, RoutedReplica
 
         candidates = [self._candidate(replica) for replica in replicas]
@@ -315,12 +317,13 @@ class RolloutRouter(RequestRouter):
 
 
 def _meant(pending_request: PendingRequest | None) -> str:
-    """The replica that a ``ProgressAsk`` is for; else an empty string. One that is gone has nothing to tell."""
+    """Return the replica to which a ``ProgressAsk`` is addressed, else an empty string. If it has left, any may
+    answer."""
     argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
     return str(getattr(argument, "replica_id", ""))
 
 
 def _call(pending_request: PendingRequest | None) -> "GenerateCall | None":
-    """The ``GenerateCall`` of a pending request; None for calls of other methods."""
+    """Return the ``GenerateCall`` of a pending request; None for calls of other methods."""
     argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
     return argument if hasattr(argument, "sampling") else None

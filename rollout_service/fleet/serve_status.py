@@ -1,4 +1,4 @@
-"""What Serve says of deployments that do not run: for failures before our own processes can report them."""
+"""Serve's status messages for deployments that do not run, for failures before our own processes can report them."""
 
 import re
 
@@ -11,7 +11,8 @@ _IN_FRAME = "    "
 
 
 def not_running(application: str) -> dict[str, str]:
-    """Deployment → why it does not run, as short as Serve's message allows; "" → why the application could not be made.
+    """Return deployment → reason why it does not run, abbreviated; "" → reason why the application could not be
+    created.
 
     Asks Serve's controller, and blocks until it answers.
     """
@@ -29,7 +30,7 @@ def not_running(application: str) -> dict[str, str]:
 
 
 def in_short(message: str) -> str:
-    """A message of Serve without the traceback in it: what it says itself, and the error at the end."""
+    """Return Serve's message without its traceback: the text before it, and the error at the end."""
     head, _, error = message.partition("Error:\n")
     lines = error.splitlines()
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
