@@ -1,1 +1,1 @@
-"""Blockwise FP8: which tensors are quantized (``recipe``) and how (``blockwise``)."""
+"""Quantization of weights to FP8 or INT8, blockwise or channelwise."""

@@ -5,8 +5,8 @@ For each 128×128 block of the BF16-rounded weight, padded with zeros at ragged 
     s = max(max|w|, 1e-12) / 448        (fp32; rounded up to a power of two if asked)
     q = RNE(clamp(w / s, -448, 448))    (E4M3, IEEE division)
 
-and the engine computes with w ≈ q·s. The scale is stored under ``<name>_scale_inv``: the name is the checkpoint
-format's (DeepSeek-V3), although it is the factor a code is multiplied by.
+The engine computes with w ≈ q·s. The scale is stored under ``<name>_scale_inv``. This is the name in the checkpoint
+format (DeepSeek-V3), although codes are multiplied by the scale.
 """
 
 import functools
@@ -28,12 +28,14 @@ _EXPONENT_BF16 = 0x7F80
 """All ones: NaN or infinity."""
 _PIECE_BYTES = 1 << 18
 _JOINED_BYTES = 4 << 20
-"""A tensor that is smaller is copied to be looked at with others: a GPU does that faster than another call."""
+"""Size in bytes below which tensors are concatenated before a check: on a GPU the copy is faster than another kernel
+launch."""
 
 
 @functools.lru_cache(1024)
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a weight ``[N, K]``: ``[⌈N/128⌉, ⌈K/128⌉]``; of stacked experts ``[E, …]`` likewise."""
+    """Return the shape of the scales of a weight ``[N, K]``: ``[⌈N/128⌉, ⌈K/128⌉]``; of stacked experts ``[E, …]``
+    likewise."""
     *experts, rows, columns = shape
     return (*experts, -(-rows // BLOCK), -(-columns // BLOCK))
 
@@ -44,9 +46,9 @@ def quantize_blockwise(
     """Quantize ``weight`` to codes e4m3 of its shape and scales fp32 of ``scale_shape``, on its device.
 
     ``weight``: [N, K], or [E, N, K] for stacked experts, each by itself; BF16, FP16 or FP32; any strides, any size.
-    ``power_of_two``: scales are rounded up to powers of two (what Blackwell's block-scaled products take).
+    ``power_of_two``: round scales up to powers of two (which Blackwell's block-scaled products need).
 
-    Raises QuantizationError, naming ``name`` and the first index, if the weight holds NaN or infinity.
+    Raises QuantizationError, with ``name`` and the first index, if the weight holds NaN or infinity.
     """
     if weight.dim() not in (2, 3):
         raise QuantizationError(
@@ -60,8 +62,8 @@ def quantize_blockwise(
 
 
 def block_scales(amax: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
-    """Scales fp32 from the blocks' largest magnitudes fp32, of any shape."""
-    # a tensor divides: by a Python number torch multiplies with the reciprocal on CUDA, which is another last bit
+    """Return scales fp32 from the blocks' largest magnitudes fp32, of any shape."""
+    # divide by a tensor: for a Python number, torch on CUDA multiplies with the reciprocal, which changes the last bit
     scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, E4M3_MAX)
     if not power_of_two:
         return scales
@@ -69,7 +71,7 @@ def block_scales(amax: torch.Tensor, *, power_of_two: bool) -> torch.Tensor:
 
 
 def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``q·s`` in fp32 from codes e4m3 [N, K] or [E, N, K] and scales fp32 of their ``scale_shape``."""
+    """Return ``q·s`` in fp32 from codes e4m3 [N, K] or [E, N, K] and scales fp32 of their ``scale_shape``."""
     blocks = _padded_blocks(codes).mul_(scales[..., :, None, :, None])
     return _without_padding(blocks, codes.shape)
 
@@ -89,7 +91,7 @@ def require_finite(weight: torch.Tensor, name: str) -> None:
 
 
 def _is_finite_bf16(weight: torch.Tensor) -> bool:
-    """Whether these are on a GPU, or BF16 on the CPU, and all finite."""
+    """Return True for finite weights on a GPU, or in BF16 on the CPU; False for non-finite or other weights."""
     if weight.is_cuda:
         return bool(are_finite([weight]))
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
@@ -100,19 +102,19 @@ def _is_finite_bf16(weight: torch.Tensor) -> bool:
 
 
 def are_finite(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether all numbers of these are, rounded to BF16: bool [] on their device, which nobody has waited for.
+    """Check that all numbers are finite after rounding to BF16: bool [] on their device, without a synchronization.
 
-    A kernel for each that is large, and a few for all: rounding keeps the order, and ``aminmax`` hands NaN on.
+    One kernel for each large tensor, and a few for all others: rounding is monotonic, and ``aminmax`` propagates NaN.
     """
     extremes = [extreme.to(torch.bfloat16) for numbers in joined(weights) for extreme in torch.aminmax(numbers)]
     if not extremes:
         return torch.ones((), dtype=torch.bool, device=weights[0].device if weights else None)
-    return torch.stack(extremes).abs_().amax() < math.inf  # NaN is not
+    return torch.stack(extremes).abs_().amax() < math.inf  # false for NaN
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Their numbers, in one dimension; those of small ones of the same dtype together, so that what is asked of
-    thousands of tensors on a GPU is asked in a few kernels."""
+    """Yield the tensors' numbers, in one dimension. Small tensors of one dtype are concatenated, so that thousands of
+    tensors on a GPU are checked with a few kernels."""
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     for weight in tensors:
         if weight.nbytes > _JOINED_BYTES:
@@ -124,15 +126,15 @@ def joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def any_has_all_bits(numbers: npt.NDArray[np.integer], bits: int) -> bool:
-    """Whether any of these integers, in one dimension, has all of ``bits`` set."""
-    # in pieces that fit into a core's cache, and not by torch, whose threads wait for each other: 20 times as fast
+    """Return True if any of these integers, in one dimension, has all of ``bits`` set."""
+    # in pieces that fit into a core's cache, without torch, whose threads wait for each other: 20 times as fast
     step = _PIECE_BYTES // numbers.itemsize
     pieces = (numbers[start : start + step] for start in range(0, numbers.size, step))
     return any((piece & bits).max() == bits for piece in pieces)
 
 
 def _padded_blocks(matrices: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., ⌈N/128⌉, 128, ⌈K/128⌉, 128] of weights (rounded to BF16) or codes, zeros beyond the edges; a copy."""
+    """Return fp32 [..., ⌈N/128⌉, 128, ⌈K/128⌉, 128] of weights (rounded to BF16) or codes, zero-padded; a copy."""
     *experts, rows, columns = matrices.shape
     *_, block_rows, block_columns = scale_shape(tuple(matrices.shape))
     values = matrices.float() if matrices.dtype == CODES else matrices.to(torch.bfloat16).float()

@@ -1,8 +1,9 @@
-"""The quantizer on the CPU, compiled by numba: a block or row is read twice while it is in the cache, and written once.
+"""The quantizer on the CPU, compiled by numba. It reads each block or row twice while it is cached, and writes it once.
 
-Bit for bit ``blockwise.quantize_blockwise`` and ``channelwise.quantize_channelwise``: IEEE division, then E4M3 by
-integer arithmetic on the quotient's bits, or INT8 from those of a sum whose last bit is worth 1. Every operation is
-cast, because numba widens integers to 64 bits, and the compiler then gives up on vectors.
+Results are equal, bit for bit, to ``blockwise.quantize_blockwise`` and ``channelwise.quantize_channelwise``. It uses
+IEEE division, then computes E4M3 by integer arithmetic on the quotient's bits, or INT8 from the bits of a sum whose
+last bit is worth 1. Every operation has a cast, because numba widens integers to 64 bits, which the compiler cannot
+vectorize.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,9 +37,9 @@ _compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cach
 
 
 def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes e4m3 and scales fp32 of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
+    """Return codes e4m3 and scales fp32 of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
 
-    A block that holds NaN or infinity gets the scale NaN: look at the scales before the codes are used.
+    A block that holds NaN or infinity gets the scale NaN: check the scales before using the codes.
     """
     weight = weight.detach().to(torch.bfloat16).contiguous()
     codes = torch.empty(weight.shape, dtype=CODES)
@@ -49,11 +50,11 @@ def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[t
 
 
 def quantize_channels_cpu(weight: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales fp32 [..., N, 1] of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
+    """Return codes and scales fp32 [..., N, 1] of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
 
-    ``dtype``: of the codes, int8 or e4m3.
+    ``dtype``: dtype of the codes, int8 or e4m3.
 
-    A row that holds NaN or infinity gets the scale NaN: look at the scales before the codes are used.
+    A row that holds NaN or infinity gets the scale NaN: check the scales before using the codes.
     """
     weight = weight.detach().to(torch.bfloat16).contiguous()
     codes = torch.empty(weight.shape, dtype=dtype)
@@ -69,7 +70,7 @@ def _matrices(arrays: _Matrix) -> list[_Matrix]:
 
 
 def _parts(matrices: list[_Matrix]) -> Iterator[tuple[_Array, _Array, _Array, int, int]]:
-    """Rows of the matrices' scales, cut into about as many parts as there are threads, or one a matrix."""
+    """Split the rows of the matrices' scales into about as many parts as there are threads, at least one per matrix."""
     rows = sum(scales.shape[0] for *_, scales in matrices)
     per_part = max(1, rows // _threads())
     for weight, codes, scales in matrices:
@@ -79,18 +80,19 @@ def _parts(matrices: list[_Matrix]) -> Iterator[tuple[_Array, _Array, _Array, in
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    # not numba's own threads: its default pool may not be entered by two Python threads at once
+    # not numba's own threads: two Python threads may not use its default pool at once
     return ThreadPoolExecutor(_threads(), "quantize-cpu")
 
 
 def _threads() -> int:
-    # Ray gives torch one thread in an actor that reserves no CPU, as the ingest is, on a machine of any size
+    # in an actor that reserves no CPU, such as the ingest, Ray limits torch to one thread
     return max(torch.get_num_threads(), io_threads())
 
 
 @_compiled
 def _quantize_rows(weight, codes, scales, first, end, power_of_two):
-    """Rows of blocks ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales`` fp32."""
+    """Quantize rows of blocks ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales``
+    fp32."""
     rows, columns = weight.shape
     largest = np.empty(BLOCK, _U16)
     for i in range(first, end):
@@ -108,7 +110,8 @@ def _quantize_rows(weight, codes, scales, first, end, power_of_two):
 
 @_compiled
 def _quantize_channels(weight, codes, scales, first, end, is_fp8):
-    """Rows ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales`` fp32 [N, 1]."""
+    """Quantize rows ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales`` fp32 [N,
+    1]."""
     for row in range(first, end):
         largest = _U16(0)
         for k in range(weight.shape[1]):
@@ -130,7 +133,7 @@ def _quantize_channels(weight, codes, scales, first, end, is_fp8):
 @_compiled
 def _encode_integers(weights, codes, scale):
     for k in range(weights.size):
-        # no clamp: the largest quotient is 127 or the fp32 number beside it
+        # no clamp: the largest quotient is 127 or the next fp32 number
         quotient = _F32(_U32(_U32(weights[k]) << _U32(16)).view(_F32) / scale)
         codes[k] = np.uint8(_F32(quotient + _TO_INTEGER).view(np.int32) - _TO_INTEGER_BITS)
 

@@ -1,16 +1,17 @@
 """The quantizer on a GPU: a Triton kernel, launched once for all matrices of equal shape, strides and dtype.
 
-For blockwise FP8 each program reads one 128×128 block once, and writes codes and scale; for channels it reads some
-whole rows twice, the second time from the cache. Bit for bit ``blockwise.quantize_blockwise``, at the speed of
-memory, and ``channelwise.quantize_channelwise``:
+For blockwise FP8 each program reads one 128×128 block once, and writes codes and scale. For channels it reads some
+whole rows twice, the second time from the cache. Results are equal, bit for bit, to ``blockwise.quantize_blockwise``
+and ``channelwise.quantize_channelwise``, at memory speed:
 
-- The maximum is taken over the BF16 bits as integers: exact, packed two a register, and NaN and infinity win it, so a
-  bad weight shows in its block's scale and needs no pass of its own.
-- The quotient w/s is IEEE's, but division costs a third of the bandwidth. 1/s is instead split once a block into
+- The maximum is taken over the BF16 bits as integers: exact, and packed two a register. NaN and infinity are the
+  largest, so a bad weight shows in its block's scale without a separate check.
+- The quotient w/s is IEEE's, but division costs a third of the bandwidth. Instead, 1/s is split once per block into
   ``high + low``, and ``fma(w, high, w·low)`` rounds the nearly exact product once. w has 8 significant bits and s comes
-  from an 8-bit amax, so the few mantissas there are can all be tried: tests/unit/quant/test_split_reciprocal.py does.
+  from an 8-bit amax, so tests/unit/quant/test_split_reciprocal.py can try all mantissas.
 - Where the hardware rounds to BF16 and E4M3 (nearest even), its instructions are used. Triton's interpreter on the CPU
-  truncates in its casts and has no fused multiply-add: ``INTERPRETED`` rounds in integer arithmetic, and divides.
+  truncates in its casts and has no fused multiply-add. With ``INTERPRETED``, the kernel rounds in integer arithmetic,
+  and divides.
 """
 
 from collections import defaultdict
@@ -29,17 +30,17 @@ from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
 
 LAUNCH_OPTIONS = {"num_warps": 8, "maxnreg": 80}
-"""Three blocks then fit a multiprocessor's registers (H200), so that reading one overlaps with writing another; left
-alone, the compiler takes 128 registers a thread and two fit: 5 to 8% slower."""
+"""Three blocks then fit a multiprocessor's registers (H200), so that reading one overlaps with writing another. By
+default the compiler uses 128 registers a thread, and two blocks fit: 5 to 8% slower."""
 MAX_MATRICES = 65535
-"""Of one launch: the extent of CUDA's grid in its second dimension."""
+"""Maximum number of matrices in a launch: the extent of CUDA's grid in its second dimension."""
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ALIGNED_BYTES = 16
-"""Of codes, and of weights, that the kernel reads and writes fastest."""
+"""Alignment in bytes of codes and weights with which the kernel is fastest."""
 _MAX_WHOLE_STRIDE = 1 << 24
 _ROWS, _COLUMNS = 4, 2048
-"""What a program of ``quantize_rows`` holds at once."""
+"""Number of rows and columns that a program of ``quantize_rows`` holds at once."""
 
 _BLOCK = tl.constexpr(128)
 _E4M3_MAX = tl.constexpr(448.0)
@@ -54,12 +55,12 @@ _ROUND_TO_SUBNORMALS = tl.constexpr(1.5 * 2.0**14)  # adding it leaves multiples
 _Matrix: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Weight, codes and scales."""
 _TABLE_ROWS = 2
-"""Of 24 bytes, in multiples of which launches have theirs in a table: Triton compiles a kernel anew for a table that
-does not begin at a multiple of 16 bytes."""
+"""Number of table rows, of 24 bytes, to which each launch's part is padded: Triton compiles a kernel again for a table
+that does not begin at a multiple of 16 bytes."""
 
 
 class Layout(NamedTuple):
-    """What the matrices of one launch have in common."""
+    """Common properties of the matrices of one launch."""
 
     rows: int
     columns: int
@@ -67,7 +68,7 @@ class Layout(NamedTuple):
     column_stride: int
     dtype: torch.dtype
     whole: bool
-    """Full blocks of contiguous, aligned rows: the kernel then needs no masks."""
+    """True for full blocks of contiguous, aligned rows: the kernel then needs no masks."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,20 @@ class _Launch:
     layout: Layout
     matrices: int
     is_grouped: bool
-    """Whether a table says where they are."""
+    """True if a table has the matrices' addresses."""
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    """The kernel's first four: the table, or weight, codes and scales of the only one. What a launch does not read is
-    filled up with what it has, since the kernel wants some tensor there."""
+    """The kernel's first four arguments: the table, or weight, codes and scales of a single matrix. Unused arguments
+    are filled with any of these, since the kernel needs a tensor."""
 
 
 class GroupedQuantization:
-    """Quantizes fixed storage, as often as it is run: prepare once, ``run`` at each version.
+    """Quantizes fixed storage repeatedly: prepare once, and call ``run`` for each version.
 
     ``weights``: [N, K] or [E, N, K], BF16, FP16 or FP32, of any strides. ``codes``, of ``form.dtype``, and ``scales``,
-    fp32, of the same leading dimensions, contiguous, are written; nothing else is allocated but a table of addresses,
-    24 bytes a matrix. NaN and infinity become scales that are not finite: look at those before the codes are used.
+    fp32, of the same leading dimensions, contiguous, are written. The only allocation is a table of addresses, 24 bytes
+    a matrix. NaN and infinity become scales that are not finite: check those before using the codes.
 
-    Raises ValueError for tensors that do not belong together, or are not on one device.
+    Raises ValueError for tensors that do not match, or are not on one device.
     """
 
     def __init__(
@@ -125,11 +126,11 @@ class GroupedQuantization:
         power_of_two: bool = False,
         form: WeightFormat = FP8_BLOCK,
     ) -> Self:
-        """Of matrices of which only the addresses are given: that they are what the constructor asks for, and stay
-        where they are, is the caller's affair.
+        """Create one from addresses. The caller ensures that the matrices meet the constructor's conditions, and stay
+        in place.
 
-        ``groups``: each of at most ``MAX_MATRICES`` that have a layout in common, int64 [matrices, 3]: addresses of
-        weight, codes and scales.
+        ``groups``: each of at most ``MAX_MATRICES`` with a common layout, int64 [matrices, 3]: addresses of weight,
+        codes and scales.
         """
         made = cls.__new__(cls)
         made._power_of_two, made._form = power_of_two, form
@@ -145,7 +146,7 @@ class GroupedQuantization:
 
     @property
     def launches(self) -> int:
-        """Kernel launches of one ``run``."""
+        """Return the number of kernel launches of one ``run``."""
         return len(self._launches)
 
     def run(self) -> None:
@@ -181,9 +182,9 @@ def _layout(weight: torch.Tensor, codes: torch.Tensor) -> Layout:
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, address: int, codes: int) -> Layout:
-    """Of a matrix [N, K], with strides in elements, and its codes, at these addresses.
+    """Return the layout of a matrix [N, K], with strides in elements, and its codes, at these addresses.
 
-    Or at others that leave the same rest when they are divided by 16.
+    Addresses only matter modulo 16.
     """
     rows, columns = shape
     row_stride, column_stride = strides
@@ -198,14 +199,14 @@ def layout_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, 
 
 
 def _prepared(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
-    """With one table for all of them, since each would be a copy to the device."""
+    """Prepare the launches, with one table for all of them, since each table would be a copy to the device."""
     rows: list[tuple[int, int, int]] = []
     starts: list[int] = []
     for _, group in groups:
         starts.append(len(rows))
         if len(group) > 1:
             rows += [(weight.data_ptr(), codes.data_ptr(), scales.data_ptr()) for weight, codes, scales in group]
-            rows += [(0, 0, 0)] * (-len(rows) % _TABLE_ROWS)  # or a launch's part is aligned otherwise
+            rows += [(0, 0, 0)] * (-len(rows) % _TABLE_ROWS)  # keeps the alignment of each launch's part
     table = None
     if rows:
         table = queued_to(groups[0][1][0][0].device, torch.from_numpy(np.array(rows, np.int64)))
@@ -274,9 +275,9 @@ def quantize_blocks(
     """Quantize matrices ``[rows, columns]`` of one shape, strides (in elements) and dtype; grid: (blocks, matrices).
 
     ``GROUPED``: ``table`` int64 [matrices, 3] holds the addresses of each matrix, its codes and its scales; otherwise
-    there is one matrix, at ``source``, ``codes``, ``scales``. ``WHOLE``: the caller vouches that rows and columns are
-    multiples of 128, columns lie side by side, rows are less than 2^24 elements apart, and addresses and rows start at
-    multiples of 16 bytes.
+    there is one matrix, at ``source``, ``codes``, ``scales``. ``WHOLE``: the caller guarantees that rows and columns
+    are multiples of 128, columns are contiguous, rows are less than 2^24 elements apart, and addresses and rows start
+    at multiples of 16 bytes.
     """
     if GROUPED:
         entry = table + 3 * tl.program_id(1)
@@ -393,7 +394,8 @@ def _as_bf16(weights, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _split_reciprocal(scale):
-    """1/scale = high + low with 0 ≤ low: a negative low would turn the product of a negative zero into +0."""
+    """Return high and low with 1/scale = high + low and 0 ≤ low: a negative low would turn the product of a negative
+    zero into +0."""
     nearest = tl.div_rn(1.0, scale)
     bits = nearest.to(tl.int32, bitcast=True)
     below = (bits - 1).to(tl.float32, bitcast=True)
@@ -403,7 +405,8 @@ def _split_reciprocal(scale):
 
 @triton.jit
 def _round_to_e4m3(quotient):
-    """Nearest even at 3 mantissa bits, or at multiples of 2^-9 below the smallest normal; still fp32, sign kept."""
+    """Round to nearest even at 3 mantissa bits, or to multiples of 2^-9 below the smallest normal; stays fp32, keeps
+    the sign."""
     bits = quotient.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
     subnormal = (quotient + _ROUND_TO_SUBNORMALS) - _ROUND_TO_SUBNORMALS

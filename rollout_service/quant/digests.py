@@ -1,12 +1,12 @@
-"""xxh3-128 of many runs of bytes on a GPU: the digests of a manifest's chunks, at the speed of the GPU's memory.
+"""Compute xxh3-128 of many byte ranges on a GPU, at memory speed, for the digests of a manifest's chunks.
 
-An input of more than 240 bytes is read by xxh3 in blocks of 1024 bytes, each of 16 stripes of 64. Eight sums of 64 bits
-are kept, and what a stripe adds to them does not depend on them: a program, of one warp, adds a block's stripes side by
-side, and only what follows a block (``scramble``) is one after the other. Chunks of at most 1 MiB are many enough to
-keep a GPU busy. The last step, which makes 128 bits of eight sums, is the host's, for all chunks at once.
+xxh3 reads an input of more than 240 bytes in blocks of 1024 bytes, each of 16 stripes of 64. It keeps eight 64-bit
+sums, and the values added for a stripe do not depend on them. A program of one warp therefore adds a block's stripes in
+parallel; only the step after each block (``scramble``) is sequential. Chunks of at most 1 MiB are numerous enough to
+keep a GPU busy. The host does the last step, 128 bits from eight sums, for all chunks at once.
 
-Shorter inputs are hashed otherwise by xxh3, and here by the host.
-Format: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+xxh3 hashes shorter inputs in another way, and the host does that. Format:
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 import threading
@@ -28,37 +28,37 @@ from rollout_service.gpu.streams import on_device, queued_to, queued_to_host
 Words = npt.NDArray[np.uint64]
 
 LEAST_BYTES = 241
-"""Of a run that is hashed on the GPU."""
+"""Minimum size in bytes of a range that is hashed on the GPU."""
 DIGEST_BYTES = 16
 
 _BLOCK_BYTES = 1024
 _UNROLLED = 8
-"""Blocks whose bytes are asked for at once; memory answers after as long as they take."""
+"""Number of blocks that are loaded at once, to hide memory latency."""
 _U64 = (1 << 64) - 1
 _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _P64_1, _P64_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F
 _P64_3, _P64_4, _P64_5 = 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _AVALANCHE = 0x165667919E3779F9
 _SUMS = (_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1)
-"""What the eight begin with."""
+"""Initial values of the eight sums."""
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
     "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
     "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
     "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-"""xxh3's own, which stands for seed 0."""
+"""xxh3's default secret, for seed 0."""
 
 
 class Run(NamedTuple):
-    """Bytes that are hashed."""
+    """A range of bytes to be hashed."""
 
     address: int
     nbytes: int
 
 
 Runs: TypeAlias = Sequence[Run] | npt.NDArray[np.int64]
-"""Or their addresses and bytes, int64 [runs, 2]."""
+"""Ranges, or their addresses and sizes in bytes, int64 [runs, 2]."""
 
 
 def _words(start: int, count: int) -> list[int]:
@@ -66,15 +66,16 @@ def _words(start: int, count: int) -> list[int]:
 
 
 _TABLE = np.array([*_words(0, 24), *_words(len(_SECRET) - 71, 8), *_SUMS], np.uint64).view(np.int64)
-"""What the kernel reads: of a stripe s of a block words s to s + 8, of ``scramble`` words 16 to 24, of the last stripe
-words 24 to 32, and the sums' beginnings."""
+"""Constants of the kernel: words s to s + 8 for stripe s of a block, words 16 to 24 for ``scramble``, words 24 to 32
+for the last stripe, and the sums' initial values."""
 
 
 class Hashing:
-    """The digests of runs in a GPU's memory, in groups that are hashed when their bytes are there.
+    """Digests of ranges in GPU memory, in groups that are hashed when their bytes are there.
 
-    ``groups``: each of them runs, or int64 [runs, 2] of their addresses and bytes. ``device``: in Triton's interpreter
-    the CPU. Raises RuntimeError if the kernel does not do there what xxhash does, which is tried once in a process.
+    ``groups``: each has ranges, or int64 [runs, 2] of their addresses and sizes. ``device``: the CPU in Triton's
+    interpreter. Raises RuntimeError if the kernel's results differ from xxhash on the device, which is tested once per
+    process.
     """
 
     def __init__(self, groups: Sequence[Runs], device: torch.device) -> None:
@@ -83,7 +84,7 @@ class Hashing:
 
     @classmethod
     def untried(cls, groups: Sequence[Runs], device: torch.device) -> Self:
-        """Whatever the kernel does."""
+        """Create one without testing the kernel."""
         made = cls.__new__(cls)
         made._prepare(groups, device)
         return made
@@ -98,7 +99,7 @@ class Hashing:
         order = np.argsort(kinds[long], kind="stable")
         ends = np.searchsorted(kinds[long][order], np.arange(2 * len(of_groups)), "right").tolist()
         self._launches: list[list[tuple[slice, bool]]] = [[] for _ in of_groups]
-        """Of each group: of which rows of the table, and whether these runs are aligned."""
+        """Rows of the table for each group, and True if their ranges are aligned."""
         for kind, (start, end) in enumerate(pairwise([0, *ends])):
             if end > start:
                 self._launches[kind // 2].append((slice(start, end), kind % 2 == 0))
@@ -111,7 +112,7 @@ class Hashing:
         self._on_host: torch.Tensor | None = None
 
     def queue(self, group: int) -> None:
-        """Hash a group on the device's current stream. The bytes must stay what they are until that has come so far."""
+        """Hash a group on the device's current stream. The bytes must not change until the stream has read them."""
         device = self._table.device
         with on_device(device):
             for rows, is_aligned in self._launches[group]:
@@ -121,17 +122,18 @@ class Hashing:
                 )  # fmt: skip
 
     def collect(self) -> None:
-        """Queue on the current stream what ``read`` needs, once all groups are: ``read`` then need not wait for it.
+        """Queue on the current stream the copy of the results to the host, after all groups were queued.
 
-        The stream must have come so far before ``read``.
+        Synchronize with the stream before ``read``.
         """
         self._on_host = queued_to_host(self._sums)
 
     def read(self, short: Callable[[int], memoryview]) -> bytes:
-        """``DIGEST_BYTES`` of each run, one after the other, as ``xxhash.xxh3_128_digest`` gives them.
+        """Return ``DIGEST_BYTES`` of each range, concatenated, equal to those of ``xxhash.xxh3_128_digest``.
 
-        All groups must have been queued on the current stream, or on others that were waited for. ``short``: the bytes
-        of a run, by its number, on the host; asked for those of less than ``LEAST_BYTES``.
+        All groups must have been queued on the current stream, or on others with which the caller has synchronized.
+        ``short``: returns the bytes of a range on the host, by its number; called for ranges smaller than
+        ``LEAST_BYTES``.
         """
         found = np.empty((len(self._lengths), DIGEST_BYTES), np.uint8)
         summed = self._sums.cpu() if self._on_host is None else self._on_host
@@ -147,8 +149,8 @@ Integers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def chunks_of(nbytes: Integers, chunk_bytes: int) -> tuple[Integers, Integers, Integers]:
-    """The chunks of pieces that have so many bytes, in order: of which piece each is, where it begins in it, and its
-    bytes."""
+    """Split pieces of these sizes into chunks, in order. Return the piece, the offset in it, and the size in bytes of
+    each chunk."""
     piece, number = numbered(-(-nbytes // chunk_bytes))
     start = number * chunk_bytes
     return piece, start, np.minimum(chunk_bytes, nbytes[piece] - start)
@@ -164,7 +166,7 @@ _tried: set[torch.device] = set()
 
 
 def require_equal_digests(device: torch.device) -> None:
-    """Raises RuntimeError if the kernel does not do on ``device`` what xxhash does. It is tried once in a process."""
+    """Raise RuntimeError if the kernel's results differ from xxhash on ``device``. Tested once per process."""
     with _trying:
         if device in _tried:
             return
@@ -180,11 +182,11 @@ def require_equal_digests(device: torch.device) -> None:
 
 
 _HALVES = np.array([_words(len(_SECRET) - 64 - 11, 8), _words(11, 8)], np.uint64)
-"""[2, 8]: what the sums are combined with for the upper 64 bits of a digest, and for the lower ones."""
+"""[2, 8]: keys that are combined with the sums for the upper 64 bits of a digest, and for the lower ones."""
 
 
 def _merged(sums: Words, begins: Words) -> Words:
-    """uint64 [runs, 2], the upper and the lower half of each digest, of sums [runs, 8] and what they begin with."""
+    """Return uint64 [runs, 2], the upper and the lower half of each digest, from sums [runs, 8] and initial values."""
     keyed = sums[:, None] ^ _HALVES
     merged: Words = begins + _folded_product(keyed[..., 0::2], keyed[..., 1::2]).sum(axis=2, dtype=np.uint64)
     merged ^= merged >> np.uint64(37)
@@ -194,7 +196,7 @@ def _merged(sums: Words, begins: Words) -> Words:
 
 
 def _folded_product(a: Words, b: Words) -> Words:
-    """The lower half of the 128 bits of a · b, xor the upper half."""
+    """Return the lower half of the 128 bits of a · b, xor the upper half."""
     half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
     low = a_low * b_low
@@ -205,12 +207,12 @@ def _folded_product(a: Words, b: Words) -> Words:
     return high
 
 
-@triton.jit(do_not_specialize_on_alignment=["runs"])  # or it is compiled anew for tables that begin elsewhere
+@triton.jit(do_not_specialize_on_alignment=["runs"])  # otherwise it is compiled again for tables with another alignment
 def add_up(runs, words, sums, ALIGNED: tl.constexpr, UNROLLED: tl.constexpr):
-    """The eight sums of each run; grid: (runs,).
+    """Compute the eight sums of each range; grid: (runs,).
 
-    ``runs`` int64 [runs, 3]: address, bytes, and row in ``sums``, int64 [all runs, 8]. ``words`` int64: ``_TABLE``.
-    ``ALIGNED``: every address is a multiple of 8.
+    ``runs`` int64 [runs, 3]: address, size in bytes, and row in ``sums``, int64 [all runs, 8]. ``words`` int64:
+    ``_TABLE``. ``ALIGNED``: every address is a multiple of 8.
     """
     entry = runs + 3 * tl.program_id(0)
     address, nbytes, row = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -250,7 +252,7 @@ def add_up(runs, words, sums, ALIGNED: tl.constexpr, UNROLLED: tl.constexpr):
 
 @triton.jit
 def _of_stripes(start, places, swapped, keys, ALIGNED: tl.constexpr):
-    """What 16 stripes add, uint64 [8]."""
+    """Return the contribution of 16 stripes to the sums, uint64 [8]."""
     everywhere = places >= 0
     product = _product(_words_at(start + places, everywhere, ALIGNED) ^ keys)
     return tl.sum(product + _words_at(start + swapped, everywhere, ALIGNED), 0)
@@ -258,14 +260,15 @@ def _of_stripes(start, places, swapped, keys, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _words_at(addresses, inside, ALIGNED: tl.constexpr):
-    """uint64, little-endian, 0 where it is not ``inside``. Without ``ALIGNED`` of the two words that hold the bytes."""
+    """Load uint64, little-endian; 0 where not ``inside``. Without ``ALIGNED``, combine the two words that contain the
+    bytes."""
     if ALIGNED:
         pointers = addresses.to(tl.pointer_type(tl.int64))
         return tl.load(pointers, mask=inside, other=0).to(tl.uint64, bitcast=True)
     skipped = (addresses & 7) * 8
     pointers = (addresses - (addresses & 7)).to(tl.pointer_type(tl.int64))
     low = tl.load(pointers, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    # of an aligned address the second word is none of its bytes, and may lie outside of the memory
+    # for an aligned address, the second word is not needed, and may lie outside of the memory
     high = tl.load(pointers + 1, mask=inside & (skipped > 0), other=0).to(tl.uint64, bitcast=True)
     shift = skipped.to(tl.uint64, bitcast=True)
     return (low >> shift) | ((high << 1) << (63 - shift))

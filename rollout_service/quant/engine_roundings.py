@@ -1,23 +1,23 @@
-"""A trainer that rounds where vLLM does, so that the same weights give the same logprobs.
+"""Round in a trainer at the same places as vLLM, so that the same weights give the same logprobs.
 
     with engine_roundings(model):
         loss = …
 
-Between a layer's products vLLM rounds to the model's dtype less often than transformers, and not in the same places on
-a CPU, in CUDA kernels (``engine.enforce_eager``) and in what torch.compile makes of it (a GPU without that):
+Between a layer's matrix products, vLLM rounds to the model's dtype less often than transformers. The places differ
+between a CPU, CUDA kernels (``engine.enforce_eager``) and torch.compile (a GPU without that setting):
 
 - rotary embedding: sines and cosines are rounded, the rotation is in fp32, and its result is rounded;
-- RMSNorm after a residual sum: compiled, and on the CPU, of the sum before it is rounded; CUDA's
-  ``fused_add_rms_norm`` rounds it first. The residual that goes on is the rounded sum;
-- RMSNorm's weight: on a GPU it multiplies what is not rounded yet, that of QK-norm as well;
-- SwiGLU of dense layers: compiled, one rounding in place of two;
+- RMSNorm after a residual sum: compiled, and on the CPU, of the sum before rounding; CUDA's ``fused_add_rms_norm``
+  rounds it first. The residual that is passed on is the rounded sum;
+- RMSNorm's weight: on a GPU it multiplies the unrounded value, also for QK-norm;
+- SwiGLU of dense layers: compiled, one rounding instead of two;
 - the weights of chosen experts: not rounded on a GPU;
 - attention of a CPU engine: in fp32 from rounded queries, keys and values to a rounded result (on processors without
-  AMX). Elsewhere the trainer's own attention is called, with rounded queries and keys.
+  AMX). Otherwise the trainer's own attention is used, with rounded queries and keys.
 
-Read in vLLM 0.32. On a GPU it was compared with engines: those in CUDA kernels compute so, but for the last bits of
-attention and experts, and compiled ones do not yet (docs/numerics.md, "On a GPU"). All of it is differentiated as it is
-computed. A model in fp32 computes as before: nothing rounds.
+These facts are from vLLM 0.32. They were compared with engines on a GPU. With CUDA kernels, the results agree except
+for the last bits of attention and experts; compiled ones do not agree yet (docs/numerics.md, "On a GPU"). Gradients are
+of the computation as it is. A model in fp32 is unchanged: nothing is rounded.
 """
 
 from collections import Counter
@@ -43,18 +43,18 @@ KNOWN_LAYERS = frozenset(
 )
 """Classes of transformers whose forward pass is known: RMSNorm, attention, sum, RMSNorm, MLP, sum."""
 Kernels = Literal["cpu", "cuda_eager", "cuda_compiled"]
-"""What an engine computes with between its products."""
+"""Kinds of an engine's kernels between its matrix products."""
 
 
 class EngineRoundings:
-    """A model that rounds as the engines do, until ``remove()`` or the end of a ``with`` block."""
+    """A model that rounds like the engines, until ``remove()`` or the end of a ``with`` block."""
 
     def __init__(self, forwards: Forwards, kernel: str, attention: Collection[nn.Module]) -> None:
         self._forwards, self._kernel, self._attention = forwards, kernel, attention
         _attention.enter(kernel, attention)
 
     def remove(self) -> None:
-        """The model computes as it did; again does no harm. Raises RuntimeError as ``Forwards.remove`` does."""
+        """Restore the model's own computation; may be called again. Raises RuntimeError as ``Forwards.remove`` does."""
         self._forwards.remove()
         if self._attention:
             _attention.leave(self._kernel, self._attention)
@@ -68,18 +68,18 @@ class EngineRoundings:
 
 
 def kernels_of(model: nn.Module) -> Kernels:
-    """Those of a default engine where the model's first parameter lies."""
+    """Return the kernels of a default engine on the device of the model's first parameter."""
     return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda_compiled"
 
 
 def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> EngineRoundings:
-    """Have a transformers causal language model round where vLLM does, from now on.
+    """Make a transformers causal language model round at the same places as vLLM, from now on.
 
     ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``.
 
-    Between decoder layers goes the sum in fp32, four bytes a channel in place of two, that gradient checkpointing keeps
-    as well. FSDP2 rounds it, and with it a part of the gain, unless its ``MixedPrecisionPolicy`` has
-    ``cast_forward_inputs=False``. With gradient checkpointing the backward pass, too, belongs before ``remove()``.
+    The hidden state between decoder layers is the sum in fp32, four bytes a channel instead of two, which gradient
+    checkpointing also stores. FSDP2 rounds it, which loses a part of the gain, unless its ``MixedPrecisionPolicy`` has
+    ``cast_forward_inputs=False``. With gradient checkpointing, call ``remove()`` after the backward pass.
 
     Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``.
     """
@@ -109,12 +109,12 @@ def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> Engine
 
 
 def _is_known(layer: nn.Module) -> bool:
-    # among all its classes: FSDP2 puts one of its own before the model's, with another name
+    # check all base classes: FSDP2 inserts a class of its own with another name
     return any(cls.__name__ in KNOWN_LAYERS for cls in type(layer).__mro__)
 
 
 def _rounded(like: torch.Tensor) -> torch.dtype:
-    """What results are rounded to: the dtype of autocast, or of a parameter or input."""
+    """Return the dtype to which results are rounded: that of autocast, or of a parameter or input."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
 
@@ -123,7 +123,7 @@ def _rotary_forward(rotary: nn.Module) -> Forward:
     own = rotary.forward
 
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        # in fp32, so that the products with them are: ``_rounding_attention`` rounds the rotated queries and keys
+        # in fp32, so that products with them are: ``_rounding_attention`` rounds the rotated queries and keys
         cos, sin = own(hidden, *args, **kwargs)
         return cos.to(_rounded(hidden)).float(), sin.to(_rounded(hidden)).float()
 
@@ -148,7 +148,7 @@ def _norm_forward(norm: Any, kernels: Kernels) -> Forward:
 
 
 def _forwards_on_a_gpu(layer: Any, kernels: Kernels) -> dict[nn.Module, Forward]:
-    """Of QK-norm, the dense MLP and the router, what the layer has of them."""
+    """Return the forward passes of the layer's QK-norm, dense MLP and router, as far as it has them."""
     forwards: dict[nn.Module, Forward] = {}
     norm: Any
     for name in ("q_norm", "k_norm"):
@@ -200,12 +200,12 @@ def _layer_forward(layer: Any) -> Forward:
 
 
 class _RoundingAttention:
-    """Attention with rounded queries and keys, in transformers' registry once for all models that call a kernel."""
+    """Attention with rounded queries and keys, registered in transformers once for all models that use a kernel."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._models: dict[str, Counter[nn.Module]] = {}
-        """Kernel → the attention modules that round, each as often as ``engine_roundings`` was called."""
+        """Kernel → attention modules that round, each with the number of ``engine_roundings`` calls."""
         self._registered: dict[str, ExitStack] = {}
 
     def enter(self, kernel: str, modules: Collection[nn.Module]) -> None:
@@ -229,7 +229,7 @@ _attention = _RoundingAttention()
 
 
 def _rounding_attention(own: AttentionFunction | None, rounding: Mapping[nn.Module, int]) -> AttentionFunction:
-    """``own``, but for the modules of ``rounding``: their queries and keys come in fp32, and are rounded first."""
+    """Return ``own``, but for the modules in ``rounding``, round queries and keys first, which come in fp32."""
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,14 +1,15 @@
-"""A trainer that computes as the engines do: FP8 weights and inputs in the forward pass, gradients straight through.
+"""Compute like the engines in a trainer: FP8 weights and inputs in the forward pass, straight-through gradients.
 
     recipe = await client.recipe()
     with fake_quant(model, recipe):
         loss = …
 
-Each layer that the service quantizes multiplies what its engines multiply: the weight's codes times their 128×128
-scales, and the input's codes times its 1×128 scales; between the layers it rounds where they do (``engine_roundings``),
-so that no input lands on another code than theirs. The backward pass takes both roundings for the identity
-(straight-through estimator, Bengio et al., arXiv 1308.3432), with the rounded weight and input, as quantization-aware
-training does. A layer keeps for it what it would keep without: the input and the weight, which are rounded again.
+Each layer that the service quantizes multiplies the same values as its engines: the weight's codes times their 128×128
+scales, and the input's codes times its 1×128 scales. Between layers it rounds where the engines do
+(``engine_roundings``), so that inputs have the same codes. The backward pass treats both quantizations as the identity
+(straight-through estimator, Bengio et al., arXiv 1308.3432), with the quantized weight and input, as in
+quantization-aware training. A layer saves the same tensors for the backward pass as without this: input and weight,
+which are quantized again.
 """
 
 import functools
@@ -35,11 +36,11 @@ _STACKED = {"gate_up_proj", "down_proj"}
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.")
 _GROUP_FLOOR = 1e-10
 _FUSED_SCALE_FLOOR = 1 / (E4M3_MAX * 512)
-"""Least scale of vLLM's kernels that quantize what they compute themselves (its ``min_scaling_factor``)."""
+"""Minimum scale of vLLM's kernels with fused quantization (its ``min_scaling_factor``)."""
 _FIRST_WITH_FP8, _HOPPER = (8, 9), 9
 """CUDA's compute capability."""
 Products = Literal["fp8", "bf16", "fp32"]
-"""What products are computed in: on a GPU's FP8 tensor cores as engines do, in the trainer's dtype, or in fp32."""
+"""Arithmetic of products: on a GPU's FP8 tensor cores like engines, in the trainer's dtype, or in fp32."""
 
 
 class FakeQuant:
@@ -49,13 +50,13 @@ class FakeQuant:
         self.layers = tuple(forwards)
         """Linear layers, and the modules that hold a layer's experts."""
         self.roundings = roundings
-        """Where the model rounds as the engines do; None where it rounds as transformers does."""
+        """The roundings of the engines; None: the model rounds as in transformers."""
         self._forwards = Forwards(forwards)
 
     def remove(self) -> None:
-        """The layers compute as they did; again does no harm.
+        """Restore the layers' own computation; may be called again.
 
-        Raises RuntimeError if one has got yet another forward since.
+        Raises RuntimeError if a layer's forward has been replaced again since.
         """
         self._forwards.remove()
         if self.roundings is not None:
@@ -76,24 +77,24 @@ def fake_quant(
     kernels: Kernels | None = None,
     products: Products | None = None,
 ) -> FakeQuant:
-    """Have a transformers ``model`` compute as the engines of the service with that ``recipe``, from now on.
+    """Make a transformers ``model`` compute like the engines of the service with that ``recipe``, from now on.
 
     Args:
-        model: a whole one, BF16 or fp32. FSDP may wrap its layers; tensor parallelism may not cut them.
+        model: a whole model in BF16 or fp32. FSDP may wrap its layers; tensor parallelism may not shard them.
         recipe: ``client.recipe()``.
-        roundings: those of ``engine_roundings`` as well, which has its conditions. A model of which they are not known
-            keeps its own, and a warning says so.
+        roundings: also apply ``engine_roundings``, with its conditions. A model without known roundings keeps its own,
+            with a warning.
         kernels: as for ``engine_roundings``.
-        products: of codes. None: what is nearest to the engines, ``fp32`` on the CPU, ``fp8`` on a Hopper, and on other
-            GPUs ``bf16``. ``fp8``, by a Triton kernel (``fp8_product.py``), adds up as the engines' kernels do: a
-            Hopper's tensor cores keep some 14 bits of a sum, so that not even fp32 has the same results. ``bf16``, the
-            dtype of autocast or else of the weight, rounds each scaled code once more.
+        products: arithmetic of products. None: the nearest to the engines: ``fp32`` on the CPU, ``fp8`` on a Hopper,
+            and ``bf16`` on other GPUs. ``fp8``, a Triton kernel (``fp8_product.py``), accumulates like the engines'
+            kernels: a Hopper's tensor cores keep about 14 bits of a sum, so that not even fp32 has the same results.
+            ``bf16``, the dtype of autocast or else of the weight, rounds each scaled code once more.
 
-    The result has the dtype of autocast or else of the input, in which the backward pass computes, too; in fp32 where
-    products are in fp32. Nothing of the model's parameters changes.
+    The result has the dtype of autocast or else of the input, and fp32 where products are in fp32. The backward pass
+    uses the same dtype. The model's parameters do not change.
 
-    Raises ValueError if the service quantizes nothing, to another format than FP8, something that ``model`` has not, or
-    a part of a layer; for ``fp8`` where the model is on no GPU that has it.
+    Raises ValueError if the service quantizes nothing, uses another format than FP8 blocks, quantizes a weight that
+    ``model`` does not have, or only a part of a layer; for ``fp8`` if the model is not on a GPU that supports it.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): a trainer computes as it does already")
@@ -127,36 +128,38 @@ def fake_quant(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What distinguishes the kernels that multiply."""
+    """Properties of the kernels that multiply."""
 
     scales_in_turn: bool = False
     """See ``fp8_product.scaled_product``."""
     is_fused: bool = False
-    """What is before the product and after it is one kernel with it: neither its input nor its result is rounded."""
+    """True if the steps before and after the product are in one kernel with it: neither its input nor its result is
+    rounded."""
 
 
 _LINEAR = _Kernel()
 _OF_EXPERTS = _Kernel(scales_in_turn=True)
 _SECOND_OF_EXPERTS = _Kernel(scales_in_turn=True, is_fused=True)
-"""On a GPU: it quantizes what the activation makes of the gate, and multiplies the result with the expert's share."""
+"""Second product of experts on a GPU: it quantizes the activation's result, and multiplies the product with the
+expert's weight."""
 
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """How layers compute."""
+    """The arithmetic of layers."""
 
     quantizer: Quantizer
     kernels: Kernels
     products: Products
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, kernel: _Kernel = _LINEAR) -> torch.Tensor:
-        """``input @ weightᵀ`` of what both are in FP8."""
+        """Return ``input @ weightᵀ`` of the quantized input and weight."""
         made: torch.Tensor = _Product.apply(hidden, weight, self, kernel)  # type: ignore[no-untyped-call]
         return made
 
 
 def _products_of(model: nn.Module, wanted: Products | None) -> Products:
-    """What is wanted, or the nearest to the engines where the model's first parameter lies."""
+    """Return ``wanted``, or the arithmetic nearest to the engines on the device of the model's first parameter."""
     device = next(model.parameters()).device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if wanted == "fp8" and capability < _FIRST_WITH_FP8:
@@ -180,7 +183,7 @@ def _roundings_of(model: nn.Module, kernels: Kernels) -> EngineRoundings | None:
 
 
 def _own(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the prefixes of wrappers."""
     return _WRAPPERS.sub("", name)
 
 
@@ -199,7 +202,7 @@ def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         made = arithmetic.product(hidden, module.weight)
         if arithmetic.kernels != "cpu":
-            made = made.to(_made(hidden))  # vLLM adds the bias to what CUTLASS has rounded
+            made = made.to(_made(hidden))  # vLLM adds the bias to the rounded result of CUTLASS
         return (made if module.bias is None else made + module.bias).to(_made(hidden))
 
     return forward
@@ -209,7 +212,7 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
     on_cpu = arithmetic.kernels == "cpu"
 
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        # taken apart once: the gradient of a view of one expert alone would be as large as all of them
+        # unbind once: the gradient of each indexed expert would be as large as all of them
         gates_ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
         rounded = _made(hidden)
         if on_cpu:  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
@@ -232,7 +235,7 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
                 places.append(token * top_k_index.shape[1] + place)
         of_places = hidden.new_zeros(top_k_index.numel(), hidden.shape[1], dtype=torch.float32)
         of_places = of_places.index_copy(0, torch.cat(places), torch.cat(made)).unflatten(0, top_k_index.shape)
-        if on_cpu:  # added up by the experts' numbers; on a GPU in the order in which the router gives them
+        if on_cpu:  # the CPU sums in the order of experts' numbers, a GPU in the router's order
             by_number = top_k_index.argsort(dim=1)[:, :, None].expand_as(of_places)
             of_places = of_places.gather(1, by_number)
         summed: torch.Tensor = functools.reduce(torch.add, of_places.unbind(1))
@@ -242,23 +245,23 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
 
 
 def _gated_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
-    """What vLLM's experts make of their gate, all in fp32; only for SiLU is it one kernel with what quantizes it."""
+    """Return the gated activation of vLLM's experts, in fp32. Only SiLU is fused with the quantization."""
     gated: torch.Tensor
     if is_silu(activation):
-        gated = gate * torch.sigmoid(gate) * up  # spelled as there: SiLU may have another last bit
+        gated = gate * torch.sigmoid(gate) * up  # the same formula as in vLLM: torch's SiLU may differ in the last bit
     else:
         gated = (activation(gate).to(rounded) * up).to(rounded).float()
     return gated
 
 
 def _made(hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of a layer's result: that of autocast, or of its input."""
+    """Return the dtype of a layer's result: that of autocast, or of its input."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 class _Product(torch.autograd.Function):
-    """``input @ weightᵀ`` of what both are in FP8; input [..., K], weight [N, K]."""
+    """``input @ weightᵀ`` of the quantized input [..., K] and weight [N, K]."""
 
     @staticmethod
     def forward(
@@ -290,7 +293,8 @@ class _Product(torch.autograd.Function):
 def _in_fp8(
     hidden: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, computed: torch.dtype, kernel: _Kernel
 ) -> torch.Tensor:
-    from rollout_service.quant.fp8_product import scaled_product  # Triton, which a trainer on the CPU may not have
+    # imported here: a trainer on the CPU may not have Triton
+    from rollout_service.quant.fp8_product import scaled_product
 
     inputs, input_scales = group_codes(hidden.flatten(0, -2), is_fused=kernel.is_fused)
     [(codes, scales)] = quantizer.quantize([("weight", weight.detach())])
@@ -300,11 +304,12 @@ def _in_fp8(
 
 
 def group_codes(hidden: torch.Tensor, *, is_fused: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an engine quantizes a layer's input [..., K] to: E4M3 of that shape, and scales fp32 [..., K / 128].
+    """Quantize a layer's input [..., K] like an engine: E4M3 of that shape, and scales fp32 [..., K / 128].
 
-    Of the input in BF16, in groups of 1×128, ``s = max(max|x|, 1e-10) / 448`` in fp32 and ``x / s``, as vLLM's
-    ``per_token_group_quant_fp8``. ``is_fused``: of the input in fp32, ``s = max(max|x| / 448, 1 / (448 · 512))``, as
-    its ``silu_and_mul_per_block_quant``, which experts on a GPU have. Raises RuntimeError if K is no multiple of 128.
+    It takes the input in BF16, in groups of 1×128, with ``s = max(max|x|, 1e-10) / 448`` in fp32 and ``x / s``, like
+    vLLM's ``per_token_group_quant_fp8``. ``is_fused``: it takes the input in fp32, with ``s = max(max|x| / 448, 1 /
+    (448 · 512))``, like ``silu_and_mul_per_block_quant`` for experts on a GPU. Raises RuntimeError if K is not a
+    multiple of 128.
     """
     groups = (hidden if is_fused else hidden.to(torch.bfloat16)).float().unflatten(-1, (-1, BLOCK))
     largest = groups.abs().amax(-1, keepdim=True)
@@ -318,7 +323,7 @@ def group_codes(hidden: torch.Tensor, *, is_fused: bool = False) -> tuple[torch.
 
 
 def through_groups(hidden: torch.Tensor, *, is_fused: bool = False) -> torch.Tensor:
-    """What ``group_codes`` stand for; fp32 [..., K]."""
+    """Return the input after a round trip through ``group_codes``; fp32 [..., K]."""
     codes, scales = group_codes(hidden, is_fused=is_fused)
     decoded: torch.Tensor = codes.float().unflatten(-1, (-1, BLOCK)) * scales[..., None]
     return decoded.flatten(-2)

@@ -1,4 +1,4 @@
-"""The formats that weights are quantized to: names, dtypes and shapes of codes and scales, and their references."""
+"""Formats of quantized weights: names, dtypes and shapes of codes and scales, and their reference implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,26 +13,28 @@ from rollout_service.quant import blockwise, channelwise
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix is stored as codes of its shape and fp32 scales."""
+    """A format that stores a matrix as codes of its shape and fp32 scales."""
 
     name: WeightFormatName
     codes: Literal["float8_e4m3fn", "int8"]
-    """Dtype of the codes, which stand under the weight's own name."""
+    """Dtype of the codes, which are stored under the weight's own name."""
     scale_suffix: str
-    """Appended to the weight's name for its scales."""
+    """Suffix of the weight's name for its scales."""
     scale_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Of the scales of a weight [N, K] or [E, N, K]."""
+    """Returns the shape of the scales of a weight [N, K] or [E, N, K]."""
     quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """The reference: a weight, and its name for errors, to codes and scales; raises QuantizationError."""
+    """Reference implementation: takes a weight and its name for errors, returns codes and scales; raises
+    QuantizationError."""
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Codes and scales to what they stand for, fp32."""
+    """Dequantizes codes and scales to fp32."""
     largest_code: float
     in_blocks: bool
-    """Whether 128×128 weights share a scale, so that a GPU's shard must be a whole number of them; else a row's do."""
+    """True if 128×128 weights share a scale, so that a GPU's shard must consist of whole blocks; False: each row has a
+    scale."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch's, of the codes."""
+        """Return torch's dtype of the codes."""
         made: torch.dtype = getattr(torch, self.codes)
         return made
 
@@ -69,12 +71,12 @@ INT8_CHANNEL = WeightFormat(
 )
 WEIGHT_FORMATS = {made.name: made for made in (FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL)}
 CODE_DTYPES = frozenset(made.codes for made in WEIGHT_FORMATS.values())
-"""What no tensor but codes has."""
+"""Dtypes that only codes have."""
 
 
 _CODES = frozenset(made.dtype for made in WEIGHT_FORMATS.values())
 
 
 def is_codes(tensor: torch.Tensor) -> bool:
-    """Whether these are codes of any format."""
+    """Return True for codes of any format."""
     return tensor.dtype in _CODES

@@ -1,4 +1,4 @@
-"""Forward passes of single modules, in place of those of their classes for a while."""
+"""Temporarily replace the forward passes of single modules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,18 +9,18 @@ Forward = Callable[..., Any]
 
 
 class Forwards:
-    """Modules with other forward passes, until ``remove()``."""
+    """Modules with replaced forward passes, until ``remove()``."""
 
     def __init__(self, forwards: Mapping[nn.Module, Forward]) -> None:
         self._ours = dict(forwards)
         self._before = {module: vars(module).get("forward") for module in forwards}
         for module, forward in forwards.items():
-            module.forward = forward  # an attribute of its own, which hides the method
+            module.forward = forward  # an instance attribute, which hides the method
 
     def remove(self) -> None:
-        """The modules compute as they did before, also by a forward that others had given them; again does no harm.
+        """Restore the previous forward passes, including ones set by other code; may be called again.
 
-        Raises RuntimeError, and removes none, if a module has got yet another forward since.
+        Raises RuntimeError, and restores none, if a module's forward has been replaced again since.
         """
         for module, forward in self._ours.items():
             if vars(module).get("forward") is not forward:

@@ -1,10 +1,10 @@
-"""Products of FP8 codes on a GPU's tensor cores, added up as the engine's kernels add them.
+"""Products of FP8 codes on a GPU's tensor cores, accumulated like the engine's kernels.
 
-A Hopper's tensor cores add FP8 products with about 14 bits (DeepSeek-V3's report, arXiv 2412.19437, 3.3.2): further
-from the sum than BF16 can always hide, so that not even fp32 has the engine's results, but only its instructions have.
-This kernel, as CUTLASS's, starts each block of 128 from zero, and adds it in fp32, times the product of both scales,
-with one rounding. vLLM's Triton kernel for experts multiplies with one scale after the other. Which tile a result is
-computed in does not matter to it. ``tests/gpu/test_fake_quant.py`` asks for equal bits, and found them on an H200.
+A Hopper's tensor cores accumulate FP8 products with about 14 bits (DeepSeek-V3's report, arXiv 2412.19437, 3.3.2). BF16
+does not always hide this error, so only the same instructions give the engine's results, not even fp32 does. Like
+CUTLASS's kernel, this one starts each block of 128 from zero, multiplies its sum by the product of both scales, and
+adds it in fp32 with one rounding. vLLM's Triton kernel for experts multiplies with one scale after the other. Results
+do not depend on the tile. ``tests/gpu/test_fake_quant.py`` checks for equal bits, and passed on an H200.
 """
 
 import torch
@@ -26,11 +26,11 @@ def scaled_product(
     dtype: torch.dtype,
     scales_in_turn: bool = False,
 ) -> torch.Tensor:
-    """``input @ weightᵀ`` [M, N] in ``dtype``, rounded once from fp32.
+    """Return ``input @ weightᵀ`` [M, N] in ``dtype``, rounded once from fp32.
 
-    ``inputs``: E4M3 [M, K] with scales fp32 [M, K / 128]; ``weight``: E4M3 [N, K] with scales fp32
-    [⌈N / 128⌉, K / 128]; all contiguous, on one GPU that has FP8. ``scales_in_turn``: as vLLM's kernel for experts, the
-    input's scale first. Raises ValueError for shapes that do not belong together.
+    ``inputs``: E4M3 [M, K] with scales fp32 [M, K / 128]; ``weight``: E4M3 [N, K] with scales fp32 [⌈N / 128⌉, K /
+    128]; all contiguous, on one GPU that supports FP8. ``scales_in_turn``: multiply with one scale after the other, the
+    input's first, like vLLM's kernel for experts. Raises ValueError for shapes that do not match.
     """
     (tokens, columns), rows = inputs.shape, weight.shape[0]
     expected = (tokens, columns // BLOCK), (rows, columns), (-(-rows // BLOCK), columns // BLOCK)
@@ -69,7 +69,7 @@ def _multiply(
     SCALES_IN_TURN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile [TOKENS, 128] of the result; grid: (tiles of tokens, blocks of the weight's rows)."""
+    """Compute one tile [TOKENS, 128] of the result; grid: (tiles of tokens, blocks of the weight's rows)."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(1).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     column = tl.arange(0, _BLOCK)

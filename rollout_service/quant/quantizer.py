@@ -1,4 +1,4 @@
-"""Quantizes many named weights at once, wherever they lie, by the fastest way there is; all give the same bytes."""
+"""Quantize many named weights at once on any device, with the fastest implementation; all give the same bytes."""
 
 import logging
 import math
@@ -26,8 +26,8 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 class Quantizer:
     """Blockwise FP8, or channelwise FP8 or INT8, bit for bit ``quantize_blockwise`` or ``quantize_channelwise``.
 
-    Weights on a GPU are quantized there. Weights on the CPU are quantized on ``device`` and come back;
-    ``auto``: on a GPU where torch sees one. Raises ValueError for ``cuda`` where it sees none. Threads may share one.
+    Weights on a GPU are quantized there. Weights on the CPU are quantized on ``device`` and returned to the CPU;
+    ``auto``: on a GPU if torch sees one. Raises ValueError for ``cuda`` without a GPU. Thread-safe.
     """
 
     def __init__(self, *, power_of_two: bool = False, device: Device = "auto", form: WeightFormat = FP8_BLOCK) -> None:
@@ -38,7 +38,7 @@ class Quantizer:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether weights on the CPU are quantized on a GPU."""
+        """Return True if weights on the CPU are quantized on a GPU."""
         return self._cpu_weights_to_gpu
 
     def quantize(
@@ -49,15 +49,15 @@ class Quantizer:
         left_on_gpu: bool = False,
         verdicts: Verdicts | None = None,
     ) -> list[Quantized]:
-        """Codes and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
+        """Return codes and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 
-        They lie where the weights do, or on the CPU if asked; ``left_on_gpu``: where they were made. On a GPU the codes
-        of a call share one allocation, and so do the scales: one copy brings all of them to the CPU. The call returns
-        when they are written.
-        Raises QuantizationError naming the first weight that holds NaN or infinity.
+        Results are on the weights' device, or on the CPU with ``to_cpu``; with ``left_on_gpu``, on the device that
+        computed them. On a GPU the codes of a call share one allocation, and so do the scales: one copy brings all of
+        them to the CPU. Returns once they are written. Raises QuantizationError with the name of the first weight that
+        holds NaN or infinity.
 
-        ``verdicts``: of weights that lie on a GPU and are left there, the call returns when all is queued on the
-        thread's own stream (``own_stream``), whether they are finite is asked there, and ``Verdicts`` raises.
+        ``verdicts``: for weights that stay on a GPU, the call returns once all work is queued on the thread's own
+        stream (``own_stream``). The check for finite numbers is queued there, too, and ``Verdicts`` raises the error.
         """
         if not weights:
             return []
@@ -66,7 +66,7 @@ class Quantizer:
             return [self._on_cpu(name, weight) for name, weight in weights]
         gpu = device if device.type == "cuda" else torch.device("cuda", 0)
         to_cpu = to_cpu or (device.type != "cuda" and not left_on_gpu)
-        # memory of the host may be written anew once this returns
+        # host memory may be overwritten after this returns
         later = verdicts if device.type == "cuda" and not to_cpu else None
         return self._on_gpu(weights, gpu, to_cpu=to_cpu, later=later)
 
@@ -100,7 +100,7 @@ class Quantizer:
                 codes, scales = codes.cpu(), scales.cpu()
             else:
                 for bucket in (codes, scales):
-                    bucket.storage.record_stream(callers)  # it was allocated on ours, and is read on theirs
+                    bucket.storage.record_stream(callers)  # allocated on our stream, and read on the caller's
             sound = bool(finite)
             stream.synchronize()
         if not sound:
@@ -109,8 +109,8 @@ class Quantizer:
 
 
 def _are_finite(scales: torch.Tensor) -> torch.Tensor:
-    """Whether scales are, none of which is negative: bool [] on their device."""
-    # two kernels; the largest is NaN if any is. isfinite alone is four
+    """Check that scales, which are not negative, are finite: bool [] on their device."""
+    # two kernels, while isfinite alone is four; the maximum is NaN if any scale is
     return scales.amax() < math.inf if scales.numel() else torch.ones((), dtype=torch.bool, device=scales.device)
 
 
@@ -126,7 +126,7 @@ class _Bucket:
     storage: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
     align: int
-    """Each tensor starts at a multiple of so many elements."""
+    """Alignment of each tensor, in elements."""
 
     @classmethod
     def of(
@@ -146,7 +146,7 @@ class _Bucket:
 
 
 def _pinned(weight: torch.Tensor) -> torch.Tensor:
-    # torch keeps pinned memory and uses it again; from other memory the driver copies bit by bit, one thread at a time
+    # torch reuses pinned memory; from other memory the driver copies in small pieces, one thread at a time
     if weight.device.type == "cuda" or weight.is_pinned():
         return weight
     return torch.empty_like(weight, pin_memory=True).copy_(weight)

@@ -1,8 +1,8 @@
-"""Whether the numbers of many tensors on a GPU are what they may be, in a kernel launch for each size of elements.
+"""Check the numbers of many tensors on a GPU, with one kernel launch for each element size.
 
-What may be stands as bits, which are compared as integers: the numbers of a sign, of any of these dtypes, are in the
-order of their bits. What is wrong with a number, and which it is, ``Converter.convert`` says, which looks at each
-tensor by itself.
+Valid numbers are described by their bits, which are compared as integers: for one sign, numbers of all these dtypes are
+in the order of their bits. ``Converter.convert`` then finds the invalid number and the reason, by checking each tensor
+separately.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from rollout_service.gpu.grouped_copy import numbered
 from rollout_service.gpu.streams import on_device, queued_to
 
 _TILE_BYTES = 16 << 10
-"""What one program of the kernel looks at, at most."""
+"""Maximum size in bytes that one program of the kernel checks."""
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 _ALIGNED_BYTES = 16
 
 
 class Allowed(NamedTuple):
-    """Elements x that may be, as integers with a sign: ``least <= x & looked_at <= most``, and ``x & zeros == 0``."""
+    """Valid elements x, as signed integers: ``least <= x & looked_at <= most``, and ``x & zeros == 0``."""
 
     itemsize: int
     looked_at: int
@@ -36,24 +36,24 @@ class Allowed(NamedTuple):
 FINITE_WEIGHTS = {
     "bfloat16": Allowed(2, 0x7FFF, 0, 0x7F7F),
     "float16": Allowed(2, 0x7FFF, 0, 0x7BFF),
-    "float32": Allowed(4, 0x7FFFFFFF, 0, 0x7F7F7FFF),  # what is above becomes infinity as it is rounded to BF16
+    "float32": Allowed(4, 0x7FFFFFFF, 0, 0x7F7F7FFF),  # larger values become infinity when rounded to BF16
 }
-"""By dtype: weights that are finite once they are rounded to BF16."""
+"""Weights, by dtype, that are finite after rounding to BF16."""
 CODES = {"float8_e4m3fn": Allowed(1, 0x7F, 0, 0x7E), "int8": Allowed(1, -1, -127, 127)}
-"""By dtype: what a quantizer makes; not E4M3's NaN, and no INT8 code beyond those that are symmetric."""
+"""Codes, by dtype, that a quantizer makes; without E4M3's NaN, and without INT8's -128, which is not symmetric."""
 FINITE_SCALES = Allowed(4, -1, 0, 0x7F7FFFFF)
-"""fp32, as a quantizer makes them: they are not finite where the weights are not."""
+"""fp32 scales of a quantizer: they are not finite if the weights are not."""
 
 
 def scales(largest: float, *, power_of_two: bool) -> Allowed:
-    """fp32 that is normal, positive and not above ``largest``."""
+    """Return the conditions for fp32 scales: normal, positive and at most ``largest``."""
     smallest = torch.finfo(torch.float32).tiny
     least, most = np.array([smallest, largest], np.float32).view(np.int32).tolist()
     return Allowed(4, -1, least, most, 0x7FFFFF if power_of_two else 0)
 
 
 class Numbers(NamedTuple):
-    """Where numbers lie that are looked at."""
+    """A range of numbers to be checked."""
 
     address: int
     elements: int
@@ -61,14 +61,14 @@ class Numbers(NamedTuple):
 
 
 def table_of(numbers: Sequence[Numbers]) -> npt.NDArray[np.int64]:
-    """[N, 7], as ``are_allowed`` takes it: the address, how many there are, and what is allowed."""
+    """Return the table for ``are_allowed``, [N, 7]: address, number of elements, and the fields of ``Allowed``."""
     return np.array([(address, elements, *allowed) for address, elements, allowed in numbers], np.int64).reshape(-1, 7)
 
 
 def are_allowed(table: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Whether all numbers of a table are: bool [] on ``device``, which the current stream computes.
+    """Check all numbers of a table: bool [] on ``device``, computed by the current stream.
 
-    ``device``: in Triton's interpreter the CPU.
+    ``device``: the CPU in Triton's interpreter.
     """
     found = torch.zeros(1, dtype=torch.int32, device=device)
     tiles = _tiles(table)
@@ -96,7 +96,7 @@ def _tiles(table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @triton.jit
 def find_others(table, found, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Set ``found`` int32 [1] to 1 if any number is not allowed. One tile a program; ``table`` as of ``table_of``.
+    """Set ``found`` int32 [1] to 1 if any number is invalid. One tile per program; ``table`` as of ``table_of``.
 
     ``ALIGNED``: every address is a multiple of 16.
     """

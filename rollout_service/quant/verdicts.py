@@ -1,6 +1,6 @@
-"""Whether numbers on a GPU are what they may be: asked for many tensors, and seen with one wait for all of them.
+"""Deferred checks of numbers on a GPU: queued for many tensors, and read with one synchronization.
 
-While a thread waits it queues nothing.
+While a thread waits, it cannot queue work.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,22 +13,23 @@ _Asked = tuple[torch.Tensor, Callable[[], object]]
 
 
 class Verdicts:
-    """Those of one thread, of tensors on any devices."""
+    """Deferred checks of one thread, of tensors on any devices."""
 
     def __init__(self) -> None:
         self._asked: list[_Asked] = []
 
     def ask(self, is_sound: torch.Tensor, complain: Callable[[], object]) -> None:
-        """``is_sound``: bool [], which the current stream computes. ``complain`` raises if it is False, and says why.
+        """Add a check. ``is_sound``: bool [], computed by the current stream. If it is False, ``complain`` raises the
+        reason.
 
-        ``complain`` keeps what it looks at until then.
+        ``complain`` keeps its tensors alive until then.
         """
         self._asked.append((is_sound, complain))
 
     def collect(self) -> Callable[[], None]:
-        """Queue on the current streams the copies to the host of all that was asked since the last call.
+        """Queue on the current streams the copies to the host of all checks since the last call.
 
-        What is returned waits for them, and raises what the first complaint raises.
+        Return a function that waits for them, and raises the error of the first failed check.
         """
         asked, self._asked = self._asked, []
         by_device: dict[torch.device, list[int]] = {}
@@ -50,7 +51,7 @@ class Verdicts:
         return require
 
     def require(self) -> None:
-        """``collect``, and what it returns."""
+        """Collect the checks, wait for them, and raise the error of the first failed one."""
         if self._asked:
             self.collect()()
 
