@@ -1,1 +1,1 @@
-"""The Serve replica around one vLLM engine: it generates, follows the weight log, and says how it is."""
+"""The Serve replica around one vLLM engine. It generates, follows the weight log, and reports its state."""

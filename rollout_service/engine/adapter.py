@@ -1,8 +1,8 @@
-"""The narrow seam to vLLM: start, generate, pause, load a version, say if alive.
+"""The service's interface to vLLM: start, generate, pause, load a version, check health.
 
-A version that fails between ``start`` and ``finish`` leaves parameters half loaded, and vLLM cannot heal that by
-trying again (a later update may be written unquantized into the kernels' tensors). The engine is then ``broken``:
-it answers nothing any more, its health check fails, and the replica is replaced.
+A version that fails between ``start`` and ``finish`` leaves parameters half loaded. A retry cannot repair this, because
+a later update may put unquantized weights into the kernels' tensors. The engine is then ``broken``: it answers no
+calls, its health check fails, and the replica is replaced.
 """
 
 import asyncio
@@ -46,17 +46,20 @@ class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
 
     def __init__(self, args: AsyncEngineArgs, *, load_limit_s: float = math.inf, exports: bool = True) -> None:
-        """``load_limit_s``: the health check fails while a version loads for longer.
+        """Start the engine.
 
-        ``exports``: vLLM's metrics; those of an engine that serves nobody would count among the fleet's.
+        Args:
+            args: vLLM's arguments.
+            load_limit_s: maximum seconds for loading a version; the health check fails after that.
+            exports: False to omit vLLM's metrics, for an engine that serves no requests.
         """
         self.scheduler = SchedulerLog()
-        """What the engine was doing at its last step."""
+        """The scheduler statistics of the last step."""
         loggers = [lambda _config, _index: self.scheduler, *([RayStats] if exports else [])]
         with environment_as_it_is():
             self._llm = AsyncLLM.from_engine_args(args, stat_loggers=loggers)
         self.staging: Staging | None = None
-        """Where its workers stage versions; None before ``connect``."""
+        """Memory type of the workers' staging buffers. None before ``connect``."""
         self.attention_backends: tuple[str, ...] = ()
         """See ``AttentionStatus``; empty before ``connect``."""
         self._staging_addresses: tuple[str, ...] = ()
@@ -67,33 +70,37 @@ class EngineAdapter:
 
     @property
     def broken(self) -> str | None:
-        """Why the engine must be replaced; None while it is sound."""
+        """The reason why the engine must be replaced. None: it is sound."""
         return "the engine's process is dead" if self._llm.errored else self._half_loaded
 
     @property
     def kv_cache_tokens(self) -> int:
-        """What the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         cache = self._llm.vllm_config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size
 
     @property
     def _least_top_k(self) -> int:
-        """The first that vLLM takes: an engine that returns sampling masks refuses 0, the whole vocabulary."""
+        """The smallest top_k that vLLM accepts. An engine that returns sampling masks refuses 0, the whole
+        vocabulary."""
         return int(self._llm.vllm_config.model_config.return_sampling_mask)
 
     async def ask_workers(self, method: str, *args: object) -> list[Any]:
-        """The answer of each worker, by rank, to a method of ``engine/worker.py``. Raises what they raise."""
+        """Call a method of ``engine/worker.py`` on each worker. Returns the answers by rank; raises the worker's
+        error."""
         answers: list[Any] = await self._llm.collective_rpc(method, args=args)
         return answers
 
     async def kv_reads(self) -> tuple[int, int]:
-        """Tokens of KV that decode has attended to in batches that were grouped, and those of them that it did not read
-        since another sequence's reading served; of one layer, up to when this was asked before."""
+        """Return the KV tokens that decode steps attended to in grouped batches, and the tokens saved by grouping.
+
+        Counts one layer, up to the previous call. A saved token was read once for several sequences.
+        """
         (attended, spared), *_ = await self.ask_workers("kv_reads")  # each rank groups the same batches
         return attended, spared
 
     async def label(self, version: int) -> None:
-        """Call the weights that are loaded a version: dummies, say, which have no number."""
+        """Set the version number of the loaded weights, for example of dummy weights without a number."""
         await self._llm.update_weight_version(str(version))
 
     async def connect(self) -> None:
@@ -104,7 +111,7 @@ class EngineAdapter:
         self.attention_backends = tuple((await self.ask_workers("attention_backends"))[0])
         if why is not None:
             logger.log(logging.WARNING if self.staging == "none" else logging.INFO, "%s", why)
-        # the first forward passes compile and allocate for seconds; no rollout should wait for that
+        # the first forward passes compile and allocate for seconds; no rollout should wait for them
         warm_up = Sampling(max_tokens=2, ignore_eos=True, top_k=self._least_top_k)
         async for _ in self._stream("warm-up", (0,), vllm_sampling(warm_up)):
             pass
@@ -119,10 +126,12 @@ class EngineAdapter:
         reasoning: Reasoning | None = None,
         partial_tokens: int = 0,
     ) -> tuple[Completion, ...]:
-        """The ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
+        """Return the ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
         ``partial_tokens``: see ``GenerateCall``.
-        Raises EngineFailed when the engine is dead or broken, InvalidRequest for what vLLM refuses, NonFiniteLogprob.
+
+        Raises EngineFailed if the engine is dead or broken, InvalidRequest if vLLM refuses the request, and
+        NonFiniteLogprob.
         """
         if sampling.routed_experts_prompt_start is not None and not self._llm.vllm_config.aux_output_config.enabled:
             raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
@@ -131,12 +140,13 @@ class EngineAdapter:
         return completions(await self._output(request_id, stream), sampling)
 
     def made_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
-        """What ``generate`` has made meanwhile of each completion that has more than its first ``since[index]`` tokens.
+        """Return the new tokens of each completion of a running call: those after its first ``since[index]`` tokens.
 
-        Each with these tokens alone, whose spans count from the first of them. ``finish_reason`` is "abort" for one
-        that goes on, and its own for one that has ended while others of the call go on: those come every time.
-        ``candidates``: the call's ``sampling.logprobs``. Nothing is said of what ``generate`` will raise for, nor of a
-        call that is over.
+        Spans count from the first returned token. ``finish_reason`` is "abort" for a running completion. A completion
+        that has ended is returned each time until the call ends. Returns nothing for a call that has ended, or for a
+        completion that ``generate`` will raise an error for.
+
+        ``candidates``: the call's ``sampling.logprobs``.
         """
         made = []
         for output in made_since(self._llm, request_id, since):
@@ -148,12 +158,12 @@ class EngineAdapter:
         return made
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
-        """Natural-log probability of each token but the first, given those before it, [tokens - 1], and the version.
+        """Return the natural-log probability of each token but the first, [tokens - 1], and the weight version.
 
-        They are the model's own: at temperature 1, nothing cut off. The version is the one that the engine had at the
-        end. Raises what ``generate`` raises.
+        The logprobs are the model's own: at temperature 1, without truncation. The version is the engine's at the end
+        of the call. Raises the errors of ``generate``.
         """
-        # vLLM tells the logprobs of a prompt with its first token
+        # vLLM returns a prompt's logprobs with the first sampled token
         sampled_token = Sampling(max_tokens=1, ignore_eos=True, top_k=self._least_top_k, prompt_logprobs=0)
         parameters = vllm_sampling(sampled_token, len(token_ids))
         output = await self._output(request_id, self._stream(request_id, token_ids, parameters))
@@ -161,7 +171,7 @@ class EngineAdapter:
         return prompt_logprobs(output), completion(sampled).spans[0].version
 
     async def _output(self, request_id: str, stream: AsyncGenerator[RequestOutput]) -> RequestOutput:
-        """The last output of a stream, which vLLM's engine hears of when it is first awaited."""
+        """Return the last output of a stream. vLLM starts the request when the stream is first awaited."""
         self._require_sound()
         task = asyncio.create_task(self._collect(request_id, stream), name=request_id)
         self._generating.add(task)
@@ -178,7 +188,7 @@ class EngineAdapter:
         final: RequestOutput | None = None
         try:
             async for output in stream:
-                final = output  # the only one, with FINAL_ONLY
+                final = output  # the only output, with FINAL_ONLY
         except EngineDeadError as error:
             raise EngineFailed(f"the engine died while it generated {request_id}: retry") from error
         except (ValueError, VLLMValidationError) as error:
@@ -186,7 +196,7 @@ class EngineAdapter:
         except EngineGenerateError as error:
             if not isinstance(error.__cause__, ValueError):
                 raise
-            raise InvalidRequest(str(error.__cause__)) from error  # some of vLLM's refusals are plain ValueErrors
+            raise InvalidRequest(str(error.__cause__)) from error  # vLLM raises plain ValueError for some refusals
         if final is None:
             raise EngineFailed(f"the engine ended {request_id} without an answer")
         return final
@@ -213,29 +223,36 @@ class EngineAdapter:
         )
 
     async def abort(self) -> None:
-        """End every completion with the tokens that it has, whatever the engine does meanwhile: they end "abort"."""
+        """End every running completion with its tokens so far, in any engine state. They end with "abort"."""
         if self.broken is None:
             await self._llm.abort([task.get_name() for task in self._generating])
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling. The KV cache is dropped, so nothing computed before is read after: see ``PauseMode``.
+        """Stop scheduling, and drop the KV cache so that later steps do not use it, see ``PauseMode``.
 
-        ``wait`` returns when the last running request has finished, or when another pause has taken over. Cancelled, it
-        leaves the engine closed to new requests until ``resume`` or another pause.
+        ``wait`` returns when the last running request has finished, or when another pause replaces this one. If
+        cancelled, the engine refuses new requests until ``resume`` or another pause.
         """
         await pause_scheduler(self._llm, mode)
 
     async def resume(self) -> None:
-        """Schedule again. Raises EngineFailed if broken: half a version is never served."""
+        """Resume scheduling. Raises EngineFailed if broken, because a half-loaded version must not be served."""
         self._require_sound()
         await self._llm.resume_generation()
 
     async def stage(self, folder: Path, digest: str | None = None) -> None:
-        """Have the workers read and check a committed version while the engine serves, into their staging areas.
+        """Read and check a committed version into the workers' staging buffers, while the engine serves.
 
-        ``digest``: of the manifest that is meant. When this returns, every byte of the version was checked. What cannot
-        lie in an area is loaded from its files, with a warning. Raises LogCorrupt naming tensor, chunk and file, or
-        EngineFailed when the engine is dead, or a worker failed otherwise.
+        When this returns, every byte of the version was checked. A version that does not fit into a staging buffer is
+        loaded from its files later, with a warning.
+
+        Args:
+            folder: the version's folder in the log.
+            digest: the digest of the expected manifest.
+
+        Raises:
+            LogCorrupt: Names tensor, chunk and file.
+            EngineFailed: The engine is dead, or a worker failed otherwise.
         """
         self._require_sound()
         try:
@@ -249,15 +266,16 @@ class EngineAdapter:
             if answer.corrupt is not None:
                 raise LogCorrupt(*answer.corrupt)
             if answer.refused is not None:
-                # the first one of a tensor-parallel engine is always too large: it teaches what each rank needs
+                # a tensor-parallel engine's first version always exceeds the buffer: each rank learns its shard from it
                 level = logging.WARNING if self._has_loaded else logging.INFO
                 logger.log(level, "rank %d loads %s layer by layer from its files: %s", rank, folder, answer.refused)
 
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
-        """Load a committed version while paused; returns seconds. Any failure leaves the engine broken.
+        """Load a committed version while paused, and return the seconds it took. Any failure leaves the engine broken.
 
-        Until then it is sound: requests wait in it, as over any pause.
-        ``kv_scales``: of the FP8 cache; None: those in the manifest.
+        Requests wait in the engine during the load, as in any pause.
+
+        ``kv_scales``: scales of the FP8 KV cache. None: those in the manifest.
         """
         self._require_sound()
         self._loading_since = started = time.perf_counter()
@@ -280,9 +298,10 @@ class EngineAdapter:
     async def measure_kv(
         self, sequences: list[list[int]], scales: dict[str, float] | None = None
     ) -> tuple[KVMeasurement, ...]:
-        """What each rank sees of q, k and v in a forward pass beside all requests; call it while paused.
+        """Return statistics of q, k and v on each rank, from a forward pass separate from all requests. Call while
+        paused.
 
-        ``scales``: as in ``kv_scales/worker.py``. Raises EngineFailed, with the reason.
+        ``scales``: see ``kv_scales/worker.py``. Raises EngineFailed with the reason.
         """
         self._require_sound()
         try:
@@ -292,7 +311,8 @@ class EngineAdapter:
         return tuple(KVMeasurement.model_validate(rank) for rank in ranks)
 
     async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-        """Other scales for the loaded weights, while paused and with nothing cached. A failure leaves it broken."""
+        """Replace the KV scales of the loaded weights. Call while paused, with an empty cache. A failure leaves it
+        broken."""
         self._require_sound()
         try:
             await self.ask_workers("set_kv_scales", scales)
@@ -300,10 +320,10 @@ class EngineAdapter:
             raise self._is_lost("loading KV scales failed", error) from error
 
     async def sleep(self) -> tuple[int, ...]:
-        """Give back the memory of weights, staging area and KV cache, while paused with nothing under way.
+        """Release the memory of weights, staging buffer and KV cache. Call while paused, with no running requests.
 
-        Requests wait in the engine, as over any pause. Returns how many bytes each rank gave back. A failure leaves the
-        engine broken: raises EngineFailed.
+        Requests wait in the engine, as in any pause. Returns the released bytes of each rank. A failure leaves the
+        engine broken and raises EngineFailed.
         """
         self._require_sound()
         started = time.perf_counter()
@@ -316,10 +336,10 @@ class EngineAdapter:
         return dropped
 
     async def wake_up(self) -> None:
-        """Take the memory again, which holds no weights then: ``stage`` and ``load`` are next.
+        """Reallocate the memory. It holds no weights until the next ``stage`` and ``load``.
 
-        Raises MemoryTaken, and sleeps on, if another process has it. Any other failure leaves the engine broken: raises
-        EngineFailed.
+        Raises MemoryTaken if another process uses the memory; the engine then stays asleep. Any other failure leaves
+        the engine broken and raises EngineFailed.
         """
         self._require_sound()
         started = time.perf_counter()
@@ -340,7 +360,7 @@ class EngineAdapter:
         logger.info("awake in %.2f s, without weights yet", time.perf_counter() - started)
 
     async def check_health(self) -> None:
-        """Raise EngineFailed if the engine is dead or broken, or has been loading a version for too long."""
+        """Raise EngineFailed if the engine is dead or broken, or if loading a version takes too long."""
         self._require_sound()
         loading_s = time.perf_counter() - self._loading_since
         if loading_s > self._load_limit_s:
@@ -358,7 +378,7 @@ class EngineAdapter:
         self._llm.shutdown()
 
     def _is_lost(self, what: str, error: BaseException) -> EngineFailed:
-        """The engine is broken from now on, and rollouts that it kept for later will have no answer from it."""
+        """Mark the engine as broken, and cancel the calls that wait in it."""
         self._half_loaded = f"{what}: {str(error) or type(error).__name__}"
         for task in self._generating:
             task.cancel()
@@ -375,14 +395,21 @@ def _cancelled_by_caller() -> bool:
 
 
 _NOT_VLLMS = {"stop", "stop_token_ids", "logprobs", "structured_outputs", "routed_experts_prompt_start"}
-"""Of the sampling parameters: those that vLLM gets in another form, or not at all."""
+"""The sampling parameters that vLLM takes in another format or not at all."""
 
 
 def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0, partial_tokens: int = 0) -> SamplingParams:
-    """vLLM's parameters, for one message when all completions are done. Raises InvalidRequest for what vLLM refuses.
+    """Return vLLM's sampling parameters, for a single output when all completions have ended.
 
-    An engine that notes routed experts tells them with every completion: those of the prompt's ``prompt_tokens`` are
-    left out of one that nobody asked for. ``partial_tokens``: see ``GenerateCall``.
+    An engine that records routed experts returns them with every completion. If the request does not ask for them,
+    those of the prompt are left out.
+
+    Raises InvalidRequest if vLLM refuses the parameters.
+
+    Args:
+        sampling: the request's sampling parameters.
+        prompt_tokens: length of the prompt in tokens.
+        partial_tokens: see ``GenerateCall``.
     """
     experts_from = sampling.routed_experts_prompt_start
     parameters = sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind", "extra_args"})
@@ -415,10 +442,10 @@ _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "
 
 
 def completions(output: RequestOutput, sampling: Sampling) -> tuple[Completion, ...]:
-    """Our form of vLLM's final output.
+    """Return vLLM's final output as this service's completions.
 
-    Raises InvalidRequest where vLLM could not make the structure that was asked for (it then ends a completion with the
-    finish reason "error"), and what ``completion`` raises.
+    Raises InvalidRequest if vLLM could not follow the requested structure, which it reports as finish reason "error".
+    Raises the errors of ``completion``.
     """
     if sampling.structured_outputs is not None and any(each.finish_reason == "error" for each in output.outputs):
         asked = sampling.structured_outputs.model_dump_json(exclude_none=True)
@@ -437,9 +464,9 @@ def completions(output: RequestOutput, sampling: Sampling) -> tuple[Completion, 
 
 
 def completion(output: CompletionOutput, candidates: int = 0) -> Completion:
-    """Our form of vLLM's final output; ``candidates``: how many of the likeliest tokens were asked for.
+    """Return one vLLM completion in this service's format. ``candidates``: number of requested top logprobs.
 
-    Raises NonFiniteLogprob, or EngineFailed for a finish reason we do not know.
+    Raises NonFiniteLogprob, or EngineFailed for an unknown finish reason.
     """
     if output.finish_reason not in _FINISH:
         raise EngineFailed(f"vLLM ended a completion with finish_reason={output.finish_reason!r}")
@@ -457,7 +484,8 @@ def completion(output: CompletionOutput, candidates: int = 0) -> Completion:
 
 
 def packed_mask(output: CompletionOutput) -> tuple[str, ...] | None:
-    """The sampling mask in one chunk; None if the engine returns none. Raises EngineFailed if tokens lack theirs."""
+    """Return the packed sampling mask, or None if the engine returns none. Raises EngineFailed if some tokens have
+    none."""
     mask = output.sampling_mask
     if mask is None:
         return None
@@ -469,11 +497,11 @@ def packed_mask(output: CompletionOutput) -> tuple[str, ...] | None:
 
 
 def routed_experts(output: CompletionOutput, start: int, prompt_tokens: int) -> RoutedExperts | None:
-    """The experts of tokens from ``start`` on, counted from the prompt's first; None of a completion without tokens.
+    """Return the routed experts of tokens from ``start`` on, counted from the prompt's first. None without tokens.
 
-    Raises EngineFailed if vLLM tells none, or of more tokens than there are. InvalidRequest if it tells nothing but
-    zeros: a router never chooses an expert twice for a token, so zeros come from a kernel that does not tell what it
-    chose, and another replica's would not either.
+    Raises EngineFailed if vLLM returned none, or more than there are tokens. Raises InvalidRequest if all are zero: a
+    router never chooses an expert twice for a token. Zeros mean that the kernel does not report its choice, so another
+    replica would not help.
     """
     if not output.token_ids:
         return None
@@ -491,7 +519,7 @@ def routed_experts(output: CompletionOutput, start: int, prompt_tokens: int) -> 
 
 
 def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:
-    """Natural-log probability of each sampled token: entry 0 of its position."""
+    """Return the natural-log probability of each sampled token, which is entry 0 of its position."""
     flat = output.logprobs
     if not isinstance(flat, FlatLogprobs):
         raise EngineFailed(f"vLLM returned logprobs as {type(flat).__name__}, not FlatLogprobs")
@@ -506,14 +534,14 @@ def sampled_logprobs(output: CompletionOutput) -> tuple[float, ...]:
 
 
 def top_logprobs(output: CompletionOutput) -> tuple[tuple[Candidate, ...], ...]:
-    """The likeliest tokens of each position. vLLM puts the sampled one before them; what could not be drawn has no
-    finite logprob."""
+    """Return the top logprobs of each position, without vLLM's leading entry for the sampled token. Tokens that could
+    not be sampled have no finite logprob and are left out."""
     return tuple(each[1:] for each in _candidates(output.logprobs))
 
 
 def prompt_candidates(output: RequestOutput) -> tuple[tuple[Candidate, ...] | None, ...]:
-    """Each token of the prompt but the first, for which there is None, and then the likeliest ones in its place."""
-    prompt_logprobs(output)  # raises for what is not finite
+    """Return None for the first prompt token, and for each other the token itself followed by the top logprobs."""
+    prompt_logprobs(output)  # raises NonFiniteLogprob
     return (None, *_candidates(output.prompt_logprobs)[1:])
 
 
@@ -529,7 +557,7 @@ def _candidates(flat: object) -> list[tuple[Candidate, ...]]:
 
 
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
-    """Natural-log probability of each token of a prompt but the first, [tokens - 1]. Raises NonFiniteLogprob."""
+    """Return the natural-log probability of each prompt token but the first, [tokens - 1]. Raises NonFiniteLogprob."""
     flat, tokens = output.prompt_logprobs, len(output.prompt_token_ids or ())
     if not isinstance(flat, FlatLogprobs) or len(flat.start_indices) != tokens:
         raise EngineFailed(f"vLLM returned prompt logprobs as {type(flat).__name__}, not one for each token")

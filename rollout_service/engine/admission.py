@@ -1,7 +1,7 @@
-"""The replica's own limit on what it holds.
+"""Limit on the sequences that a replica holds.
 
-Serve's ``max_ongoing_requests`` cannot do it: it queues instead of answering, and a replica full of paused rollouts
-would hold up the calls that are to resume it.
+Serve's ``max_ongoing_requests`` does not serve this purpose. It queues calls instead of refusing them, so a replica
+full of paused rollouts would block the calls that resume it.
 """
 
 from collections import Counter
@@ -12,25 +12,25 @@ from rollout_service.errors import Overloaded
 
 
 class AdmissionLimit:
-    """Counts sequences in flight."""
+    """Counts the sequences in flight."""
 
     def __init__(self, limit: int, share: int = 0) -> None:
-        """``share``: the part of the limit that each gateway has, whatever the other gateways hold."""
+        """Create the limit. ``share``: the number of sequences guaranteed to each gateway."""
         self._limit, self._share = limit, share
         self.running = 0
-        """Sequences admitted and not yet answered."""
+        """Number of admitted sequences without an answer."""
         self._by_origin: Counter[str] = Counter()
 
     def by_origin(self) -> dict[str, int]:
-        """``running``, by the gateway that sent them."""
+        """Return ``running`` by gateway."""
         return dict(self._by_origin)
 
     @contextmanager
     def admit(self, sequences: int, origin: str = "") -> Iterator[None]:
-        """Hold ``sequences`` places for the gateway ``origin``. Raises Overloaded when the limit is reached.
+        """Count ``sequences`` of the gateway ``origin`` as running. Raises Overloaded at the limit.
 
-        One free place is enough for a request of any size. A large request that needed all its places at once would
-        wait for ever behind small ones.
+        One free place admits a request of any size. A large request that needed all its places at once would starve
+        behind small ones.
         """
         if self.running >= self._limit and self._by_origin.get(origin, 0) >= self._share:
             raise Overloaded(

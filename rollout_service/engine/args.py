@@ -1,4 +1,4 @@
-"""Our configuration in vLLM's terms."""
+"""vLLM's engine arguments, derived from the service's configuration."""
 
 import logging
 import re
@@ -34,21 +34,22 @@ from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-"""vLLM's serialized block-FP8 format: loads our codes and scales as they are, and keeps KV scales loadable
-(the online ``fp8_per_block`` resets them at each update). On the CPU it is read by our own subclass of vLLM's."""
+"""vLLM's serialized block-FP8 format. It loads our codes and scales unchanged, and keeps KV scales loadable. The online
+``fp8_per_block`` resets them at each update. On the CPU our subclass of vLLM's method reads it."""
 
 _GRAPH_SETTINGS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 """Keys of vLLM's ``compilation_config`` that choose the sizes; vLLM takes them from one place alone."""
 _LARGEST_GRAPH = 512
-"""Tokens; vLLM 0.32 captures no larger step by itself."""
+"""Largest default CUDA graph in tokens. vLLM 0.32 captures no larger step by itself."""
 
 logger = logging.getLogger(__name__)
 
 
 def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_tokenizer: bool) -> AsyncEngineArgs:
-    """Arguments of one engine. Weights are dummies: the replica loads the newest version before it serves.
+    """Return the arguments of one engine. It starts with dummy weights; the replica loads the newest version before
+    serving.
 
-    Raises ValueError for a combination that vLLM does not have on this platform or GPU.
+    Raises ValueError for a combination that vLLM does not support on this platform or GPU.
     """
     engine = config.engine
     on_cpu = current_platform.is_cpu()
@@ -63,7 +64,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         skip_tokenizer_init=not has_tokenizer,
         dtype="bfloat16",
         seed=engine.seed,
-        language_model_only=True,  # of a multimodal model; others know nothing of it
+        language_model_only=True,  # only affects multimodal models
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -72,26 +73,26 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         tensor_parallel_size=engine.tensor_parallel_size,
         enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="mp" if engine.tensor_parallel_size > 1 else None,
-        # torch.compile on the CPU keeps the packed weights of before an update (notes/vllm, §3)
+        # on the CPU, torch.compile keeps the packed weights from before an update (notes/vllm, §3)
         enforce_eager=engine.enforce_eager or on_cpu,
         cudagraph_capture_sizes=_graph_sizes(config, on_cpu),
         gpu_memory_utilization=engine.gpu_memory_utilization,
-        enable_sleep_mode=engine.enable_sleep_mode and not on_cpu,  # engine/sleeping.py needs no allocator there
+        enable_sleep_mode=engine.enable_sleep_mode and not on_cpu,  # engine/sleeping.py needs no allocator on the CPU
         hf_overrides=_quantization(config, not_converted, on_cpu) | _head(config),
-        # importance ratios need the distribution that was sampled from, temperature included
+        # importance ratios need the logprobs of the sampling distribution, including temperature
         logprobs_mode="processed_logprobs",
         return_sampling_mask=_returns_masks(config, on_cpu),
         logits_processors=[PARTIAL_PENALTIES] if engine.why_penalties_start_anew is None else [],
         enable_return_routed_experts=_returns_experts(config, on_cpu),
-        # the model's generation_config.json must not change what a trainer asked for
+        # the model's generation_config.json must not override a trainer's request
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         worker_extension_cls=f"{VersionStaging.__module__}.{VersionStaging.__qualname__}",
         additional_config=_staging(config, on_cpu),
-        logging_config=LoggingConfig(configure_logging=False),  # as the environment says, see logs.py
+        logging_config=LoggingConfig(configure_logging=False),  # configured by the environment, see logs.py
         reasoning_parser=config.chat.reasoning_parser or "",  # structured outputs begin after the reasoning
         enable_prefix_caching=True,
-        scheduling_policy="priority",  # with equal priorities: in order of arrival, as with the other policy
+        scheduling_policy="priority",  # with equal priorities it schedules in order of arrival, like the default policy
         disable_log_stats=True,
         **_attention(config),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
@@ -104,10 +105,10 @@ def _named(**arguments: object) -> dict[str, object]:
 
 
 def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
-    """What vLLM is told to leave in BF16: what the plan leaves, and the routers.
+    """Return the modules that vLLM must leave in BF16: those that the plan leaves, and the routers.
 
-    A router is never in a plan, but vLLM makes an FP8 layer of Qwen3-MoE's unless it stands in this list, as it does in
-    the config.json of the published FP8 checkpoints.
+    A router is never in a plan. vLLM still quantizes Qwen3-MoE's routers to FP8 unless this list has them. The
+    config.json of published FP8 checkpoints lists them, too.
     """
     return tuple(sorted({*plan.not_converted, *model.routers}))
 
@@ -161,9 +162,9 @@ def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:
 
 
 def default_graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return batch sizes in tokens, at most 28, that cover what vLLM's own 51 do.
+    """Return at most 28 CUDA graph sizes in tokens, which cover the range of vLLM's own 51.
 
-    A decode step waits for memory, so a wider padding costs little. Each size is captured three times at the start.
+    A decode step is bound by memory, so more padding costs little. Each size is captured three times at the start.
     """
     largest = min(2 * max_num_seqs, _LARGEST_GRAPH)
     sizes = {1, 2, 4, 8, *range(16, 257, 16), *range(288, _LARGEST_GRAPH + 1, 32)}
@@ -179,7 +180,7 @@ def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu:
         if on_cpu:
             scheme = {"quant_method": CPU_CHANNEL, "weights": form.name, "modules_to_not_convert": list(not_converted)}
         else:
-            # vLLM looks up a layer's experts by the names of their matrices
+            # vLLM identifies a layer's experts by the names of their matrices
             experts = [rf"re:{re.escape(name)}\.\d+\." for name in not_converted if name.endswith(".experts")]
             scheme = {**_channel_scheme(form), "ignore": [*not_converted, *experts]}
         return {"quantization_config": scheme}
@@ -189,7 +190,7 @@ def _quantization(config: ServiceConfig, not_converted: tuple[str, ...], on_cpu:
 
 
 def _channel_scheme(form: WeightFormat) -> dict[str, object]:
-    """The format of compressed-tensors' W8A8 checkpoints, as vLLM reads it on a GPU."""
+    """Return the format of compressed-tensors' W8A8 checkpoints, as vLLM reads it on a GPU."""
     kind = "float" if form.dtype.is_floating_point else "int"
     numbers = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
@@ -205,7 +206,7 @@ def _head(config: ServiceConfig) -> dict[str, object]:
 
 
 def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
-    """vLLM's ``auto`` is the model's own dtype."""
+    """Return vLLM's KV cache dtype. Its ``auto`` is the model's own dtype."""
     dtype = config.kv_cache.dtype
     if on_cpu and has_latent_attention(attention_settings(config.model.path)):
         if dtype == "fp8_e4m3":
@@ -214,13 +215,13 @@ def _kv_cache_dtype(config: ServiceConfig, on_cpu: bool) -> str:
                 "kv_cache.dtype: auto"
             )
         return "auto"
-    if dtype == "fp8_e4m3" and (why := why_no_fp8_cache()) is not None:  # for auto a replica has chosen
+    if dtype == "fp8_e4m3" and (why := why_no_fp8_cache()) is not None:  # a replica has already resolved "auto"
         raise ValueError(f"kv_cache.dtype is fp8_e4m3, and {why}: set it to auto or to bfloat16")
     return "auto" if dtype == "bfloat16" else "fp8_e4m3"
 
 
 def _has(config: ServiceConfig, *keys: str) -> bool:
-    """Whether the model's config.json has one of these."""
+    """Return True if the model's config.json has one of these keys."""
     return not attention_settings(config.model.path).keys().isdisjoint(keys)
 
 
@@ -231,12 +232,13 @@ def _attention(config: ServiceConfig) -> dict[str, object]:
 
 
 def attention_of(config: ServiceConfig) -> AttentionChoice:
-    """Which attention kernels an engine gets here, and why. Raises ValueError as ``attention_choice``."""
+    """Return the attention backend of an engine on this machine, with the reason. Raises ValueError as
+    ``attention_choice``."""
     on_cpu, found = current_platform.is_cpu(), current_platform.get_device_capability()
     capability = None if found is None else (found.major, found.minor)
     return attention_choice(config, attention_settings(config.model.path), on_cpu=on_cpu, capability=capability)
 
 
 def _kernels(config: ServiceConfig) -> dict[str, object]:
-    # other expert kernels keep strides or scales of before an update in captured CUDA graphs (vLLM issue 41670)
+    # other expert kernels keep strides or scales from before an update in captured CUDA graphs (vLLM issue 41670)
     return {"kernel_config": {"linear_backend": config.engine.linear_backend, "moe_backend": "triton"}}

@@ -1,4 +1,4 @@
-"""``VLLM_BATCH_INVARIANT`` in ``engine.env``: each sequence computed alike whatever else is in its batch."""
+"""``VLLM_BATCH_INVARIANT`` in ``engine.env``: the result of a sequence does not depend on the rest of its batch."""
 
 from rollout_service.config import ServiceConfig
 
@@ -6,15 +6,15 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def is_batch_invariant(config: ServiceConfig) -> bool:
-    """Whether vLLM is to compute each sequence alike whatever else is in its batch."""
+    """Return True if batch invariance is configured."""
     return config.engine.env.get(BATCH_INVARIANT, "0") != "0"
 
 
 def refuse_batch_invariance(config: ServiceConfig, on_cpu: bool, has_experts: bool) -> None:
-    """Raise ValueError if vLLM 0.32 would not keep it.
+    """Raise ValueError if vLLM 0.32 does not support batch invariance for this configuration.
 
-    Attention is FlashAttention's or Triton's, which do (``supports_batch_invariance``); where the model has latent
-    attention, vLLM picks a kernel that does, or refuses.
+    The service uses FlashAttention or Triton attention, which support it (``supports_batch_invariance``). For latent
+    attention, vLLM chooses a kernel that supports it, or refuses.
     """
     if not is_batch_invariant(config):
         return

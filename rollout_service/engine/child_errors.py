@@ -1,8 +1,8 @@
-"""Why an engine's processes could not start, told to the replica that started them.
+"""Report to a replica why its engine's processes could not start.
 
-vLLM's engine core and its workers log what ended them, and the replica is told only that they ended. So the replica
-names a file in an environment variable, which they inherit, and in each of them vLLM's plug-in has the errors of
-vLLM's logger written there. A worker fails first, and the core because of it: the first line is the root.
+vLLM's engine core and its workers log their fatal errors, but tell the replica only that they ended. The replica
+therefore names a file in an environment variable that they inherit. In each process, vLLM's plug-in writes the errors
+of vLLM's logger there. A worker fails before the core, so the first line has the root cause.
 """
 
 import json
@@ -20,26 +20,26 @@ _VARIABLE = "ROLLOUT_SERVICE_ENGINE_ERRORS"
 
 
 class EngineErrors:
-    """What the processes of one engine said, as they could not start."""
+    """The errors of one engine's processes during its start."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def first(self) -> str | None:
-        """The process that failed first, and why; None if none said anything: it may have been killed."""
+        """Return the first failed process with its error, or None if none was written, as after a kill."""
         return next(iter(self.lines()), None)
 
     def lines(self) -> list[str]:
-        """What each said, in the order in which they failed."""
+        """Return the error of each process, in the order of failure."""
         said = [json.loads(line) for line in self._file.read_text().splitlines()]
         return [f"{one['process']}: {one['reason']}" for one in said]
 
 
 @contextmanager
 def collected_errors() -> Iterator[EngineErrors]:
-    """Have the processes that are started inside the block write their errors to a file of their own."""
+    """Let processes started inside the block write their errors to a new file."""
     with tempfile.NamedTemporaryFile(prefix="rollout-service-engine-", suffix=".jsonl") as file:
-        # no setting, but the one thing that reaches vLLM's processes before they have a configuration
+        # the only channel that reaches vLLM's processes before they have a configuration
         os.environ[_VARIABLE] = file.name  # noqa: TID251
         try:
             yield EngineErrors(Path(file.name))
@@ -48,7 +48,8 @@ def collected_errors() -> Iterator[EngineErrors]:
 
 
 def tell_errors() -> bool:
-    """In an engine's process: write what vLLM logs as exceptions to the replica's file. False where nobody asked."""
+    """In an engine's process: write the exceptions that vLLM logs to the replica's file. Return False if there is no
+    file."""
     file = os.environ.get(_VARIABLE)  # noqa: TID251
     if file is None or multiprocessing.parent_process() is None:
         return False
@@ -59,7 +60,7 @@ def tell_errors() -> bool:
 
 
 class _Errors(logging.Handler):
-    """Writes the exception of a record as a line of JSON."""
+    """Writes the exception of a log record as a line of JSON."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(logging.ERROR)
@@ -67,15 +68,15 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or not self._file.exists():  # the replica has its engine, or has given it up
+        if error is None or not self._file.exists():  # the replica has finished starting the engine, or given it up
             return
         line = json.dumps({"process": multiprocessing.current_process().name, "reason": reason_of(error)})
         with self._file.open("a") as stream:
-            stream.write(line + "\n")  # one write, so that processes do not mix their lines
+            stream.write(line + "\n")  # a single write, so that lines of several processes do not mix
 
 
 def reason_of(error: BaseException) -> str:
-    """An error and, where it names one, what caused it: the deepest last."""
+    """Return an error followed by its chain of causes, the deepest last."""
     chain: dict[int, str] = {}
     found: BaseException | None = error
     while found is not None and id(found) not in chain:
@@ -85,9 +86,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def log_to_stderr() -> None:
-    """In a process that vLLM has made: write its lines and ours to standard error, which Ray shows.
+    """In a process created by vLLM: write log lines to standard error, which Ray shows.
 
-    vLLM itself does not: its processes take over that the replica's leaves handlers alone. Safe to call again.
+    vLLM itself does not, because its processes inherit the replica's logging setup without handlers. May be called
+    again.
     """
     if multiprocessing.parent_process() is None:
         return

@@ -1,6 +1,6 @@
 """Environment variables of an engine's processes: those that the service sets, and ``engine.env``.
 
-Imports neither vLLM nor torch: the process that builds the application reads it.
+Imports neither vLLM nor torch, because the process that builds the application reads it.
 """
 
 import re
@@ -24,33 +24,35 @@ def is_vllm_for_cpu() -> bool:
 
 
 def engine_environment(config: ServiceConfig) -> dict[str, str]:
-    """Environment variables of the replica's processes. Raises ValueError for one of ours in ``engine.env``."""
+    """Return the environment variables of the replica's processes. Raises ValueError if ``engine.env`` sets one of
+    ours."""
     owned = TELL_VLLM | {
         "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_kv_cache_gib),
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer is not installed: it compiles for minutes on first use
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # Hopper: power-of-two scales would requantize our weights in place
+        # on Hopper, power-of-two scales would requantize our weights in place
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
-        # tensors cannot cross our RPCs, so nothing needs pickle
+        # tensors do not pass through our RPCs, so pickle is not needed
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
     }
     return _threads(config) | with_env(owned, config)
 
 
 def _threads(config: ServiceConfig) -> dict[str, str]:
-    """Return the threads of a CPU engine that is not alone: unbound, as many as Ray reserves CPUs for it.
+    """Return the threads of a CPU engine that shares its machine: unbound, as many as the CPUs that Ray reserves.
 
     vLLM 0.32 binds each engine of a machine to the same cores. Ray sets ``OMP_NUM_THREADS``.
     """
     alone = config.scaling.max_replicas == 1 and not config.shadow.share
-    # on a GPU the variable would only be a part of the key of torch.compile's cache: a fleet of another size would
-    # compile everything anew
+    # on a GPU the variable would only change the key of torch.compile's cache, so that another fleet size would
+    # recompile
     return {} if alone or not is_vllm_for_cpu() else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
-    """The environment of an engine's processes: ours, and ``engine.env``. Raises ValueError for a variable of ours."""
+    """Return the environment of an engine's processes: ours and ``engine.env``. Raises ValueError if both set a
+    variable."""
     for name in config.engine.env:
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"engine.env.{name}: no name of an environment variable")

@@ -1,8 +1,8 @@
-"""``engine.extra``: what of vLLM a configuration may set beside our own settings.
+"""``engine.extra``: arguments of vLLM that a configuration may set in addition to the service's own settings.
 
-What is ours to decide is refused with the setting to use instead, as is what would break an update, and a name that
-vLLM does not know with those that are near. Read in vLLM 0.32, ``engine/arg_utils.py``; ``tests/unit/engine/
-test_extra.py`` holds ``INSTEAD`` to what ``args.py`` passes.
+An argument that the service controls is refused, with the setting to use instead. An argument that would break an
+update is refused, too. An unknown name is refused with similar names. Based on vLLM 0.32, ``engine/arg_utils.py``.
+``tests/unit/engine/test_extra.py`` compares ``INSTEAD`` with the arguments in ``args.py``.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ INSTEAD: dict[str, str] = {
     "tensor_parallel_size": "set engine.tensor_parallel_size",
     "weight_transfer_config": "versions come from the log",
     "worker_extension_cls": "it is the service's",
-    # the same by other names
+    # other names for the same settings
     "allow_deprecated_quantization": "set quant.weights",
     "linear_backend": "set engine.linear_backend",
     "log_config_file": _LOGS,
@@ -69,13 +69,13 @@ INSTEAD: dict[str, str] = {
     "spec_method": _DRAFT,
     "spec_model": _DRAFT,
     "spec_tokens": _DRAFT,
-    # what the other processes would not know of
+    # arguments that the other processes would not know
     **dict.fromkeys(("code_revision", "config_format", "hf_config_path", "hf_token", "model_weights"), _OTHER_FILES),
     **dict.fromkeys(("revision", "tokenizer", "tokenizer_mode", "tokenizer_revision"), _OTHER_FILES),
     "served_model_name": "set model.served_name and model.aliases",
     "trust_remote_code": "code that comes with a model is not run here: the ingest, the gateways and the engines know "
     "models by the classes of transformers and vLLM. Use a model of theirs",
-    # what would break an update
+    # arguments that would break an update
     **dict.fromkeys(("enable_elastic_ep", "enable_ep_weight_filter", "enable_eplb", "eplb_config"), _PARALLEL),
     "expert_placement_strategy": _PARALLEL,
     **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank", "pipeline_parallel_size"), _NODES),
@@ -90,10 +90,10 @@ INSTEAD: dict[str, str] = {
     "runner": "engines generate",
     "worker_cls": "the worker is vLLM's own, with the service's extension",
 }
-"""Argument of vLLM that ``engine.extra`` may not give → what to do instead."""
+"""Argument of vLLM that ``engine.extra`` may not set, mapped to the alternative."""
 
 WEIGHTLESS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that have no weights of their own."""
+"""Methods of speculative decoding without weights."""
 POSITIONS = frozenset(
     {
         "max_position_embeddings",
@@ -103,13 +103,13 @@ POSITIONS = frozenset(
         "use_sliding_window",
     }
 )
-"""Keys of a model's config.json that change none of its tensors, by their names in transformers 5. Of its older names,
-``rope_scaling`` given alone would lose ``rope_theta``."""
+"""Keys of a model's config.json that change no tensor, by their names in transformers 5. The older ``rope_scaling`` is
+excluded, because setting it alone would lose ``rope_theta``."""
 _DATA_PARALLEL = "data_parallel_"
 
 
 def check_extra(config: ServiceConfig) -> None:
-    """Raise ValueError for what ``engine.extra`` may not give, as far as no engine is needed to know it."""
+    """Raise ValueError for arguments that ``engine.extra`` may not set, as far as this is known without an engine."""
     extra = config.engine.extra
     known = [field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")]
     for name in extra:
@@ -123,7 +123,7 @@ def check_extra(config: ServiceConfig) -> None:
             raise ValueError(f"engine.extra.{name} is not taken: {_NODES}")
         if name in INSTEAD:
             raise ValueError(f"engine.extra.{name} is not taken: {INSTEAD[name]}")
-    _ = config.engine.max_logprobs  # raises
+    _ = config.engine.max_logprobs  # raises ValueError
     _check_speculation(extra.get("speculative_config"))
     overrides = extra.get("hf_overrides", {})
     if not isinstance(overrides, dict):
@@ -154,9 +154,9 @@ def _check_speculation(given: object) -> None:
 
 
 def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
-    """The arguments of an engine: ours, and ``engine.extra``.
+    """Return the arguments of an engine: ours and ``engine.extra``.
 
-    Raises ValueError as ``check_extra``, and for speculation on the CPU.
+    Raises the errors of ``check_extra``, and ValueError for speculation on the CPU.
     """
     check_extra(config)
     extra = dict(config.engine.extra)
@@ -175,7 +175,8 @@ def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) ->
 
 
 def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict[str, object]:
-    """The model's own, such as its ``rope_theta``, with those that are given in their place: vLLM replaces them all."""
+    """Return the model's own parameters, such as ``rope_theta``, updated by the given ones. vLLM itself replaces all of
+    them."""
     own = AutoConfig.from_pretrained(config.model.path).get_text_config().rope_parameters or {}
     if any(isinstance(value, dict) for value in own.values()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The log as one replica reads it: the ingest's own files, or its node's copies of them."""
+"""The weight log as a replica reads it: the ingest's own files, or its node's copies."""
 
 import asyncio
 import logging
@@ -18,24 +18,30 @@ _Found = TypeVar("_Found")
 
 
 class StagingEngine(Protocol):
-    """What is needed of the engine adapter to have a version beside the one that it serves."""
+    """The part of the engine adapter that stages a version."""
 
     async def stage(self, folder: Path, digest: str | None = None) -> None: ...
 
 
 class FollowedLog:
-    """Names the newest version, and has its bytes read and checked. Read anew at each call."""
+    """Finds the newest version, and has it read and checked. Reads the log again at each call."""
 
     def __init__(self, root: Path, copies: NodeCache | None, fingerprint: str) -> None:
-        """``copies``: of this node, if it does not see the log. ``fingerprint``: of the model that is served."""
+        """Open the log.
+
+        Args:
+            root: the log's folder.
+            copies: this node's copies, if it cannot access the log.
+            fingerprint: the fingerprint of the served model.
+        """
         self._copies, self._fingerprint = copies, fingerprint
         self.log = WeightLog(root) if copies is None else copies.log
         self.origin: Origin | None = None
-        """Which log it was when it was looked at last."""
+        """Identity of the log at the last look."""
         self._doubted: tuple[Origin, int] | None = None
 
     async def open(self) -> Control:
-        """Wait until there is a version; returns what was last asked of the fleet."""
+        """Wait for the first version, and return the last command to the fleet."""
         told = ""
         while True:
             try:
@@ -46,15 +52,16 @@ class FollowedLog:
                 if told != error.message:
                     told = error.message
                     logger.warning("waiting for the log: %s", error)
-            await asyncio.sleep(0.1)  # the ingest is making version 0
+            await asyncio.sleep(0.1)  # the ingest is creating version 0
 
     async def look(self) -> None:
-        """Learn what is newest, where only the ingest can say. Raises NotReady if it is away, LogCorrupt."""
+        """Update the copies' state from the ingest, which alone knows the newest version. Raises NotReady,
+        LogCorrupt."""
         if self._copies is not None:
             await self._copies.look()
 
     def newest(self) -> Head:
-        """The newest version, as of the last look. Raises LogCorrupt."""
+        """Return the newest version as of the last look. Raises LogCorrupt."""
         if self._copies is not None:
             return self._copies.newest.head
         head = self.log.head()
@@ -63,19 +70,20 @@ class FollowedLog:
         return head
 
     def require_the_ingests(self, named: Origin | None, answers: int) -> None:
-        """Raise LogCorrupt, or NotReady while that is not certain, unless the ingest writes the log that is read here.
+        """Check that the ingest writes the log that this replica reads. Raises LogCorrupt, or NotReady while that is
+        unclear.
 
-        An ingest that starts on another node with an empty root makes a log of its own.
+        An ingest that starts on another node with an empty root creates a new log.
 
         Args:
-            named: the log that the ingest's last answer named; None: it has not answered yet.
-            answers: how many answers have come, this one included.
+            named: the log in the ingest's last answer. None: it has not answered yet.
+            answers: number of answers so far, including this one.
         """
         self.origin = self._origin_now()
         if self._copies is not None or named is None or named == self.origin:
             self._doubted = None
             return
-        # what an ingest that died had said is older than what the next one has signed: a later answer decides
+        # the last answer may come from an ingest that died since, so only a later answer decides
         if self._doubted is None or self._doubted[0] != named:
             self._doubted = named, answers
         if self._doubted[1] == answers:
@@ -87,7 +95,7 @@ class FollowedLog:
         )
 
     async def stage(self, head: Head, engine: StagingEngine) -> Manifest:
-        """Have every byte of a version here and next to the model, checked, while the engine serves.
+        """Copy and check every byte of a version, and stage it in the engine, which keeps serving.
 
         Raises NotFound, NotReady, LogCorrupt, InsufficientStorage, EngineFailed.
         """
@@ -103,19 +111,19 @@ class FollowedLog:
             return await self._read(head, engine)
 
     def folder(self, version: int) -> Path:
-        """Of a version that was staged."""
+        """Return the folder of a staged version."""
         return self.log.folder(version)
 
     def release_all_but(self, version: int) -> None:
-        """Other versions are neither served nor loaded here any more."""
+        """Allow the deletion of the copies of other versions."""
         if self._copies is not None:
             self._copies.release(but=version)
 
     async def _read(self, head: Head, engine: StagingEngine) -> Manifest:
-        """The engine's workers check the tensors as they read them; all else of a version is checked here meanwhile.
+        """Read a version. The engine's workers check the tensors while this process checks everything else.
 
-        Returns, or raises, once both have ended. What is wrong with the version as a whole is said before what is wrong
-        with a tensor.
+        Returns or raises once both have ended. An error in the version as a whole takes precedence over an error in a
+        tensor.
         """
         manifest, staged = await asyncio.gather(
             self._checked(head, asyncio.to_thread(self._manifest, head)),
@@ -136,7 +144,7 @@ class FollowedLog:
         return manifest
 
     async def _checked(self, head: Head, reading: Awaitable[_Found]) -> _Found:
-        """Raises NotFound, LogCorrupt or LogUnreadable for what cannot be read."""
+        """Await ``reading``. Raises NotFound, LogCorrupt or LogUnreadable if the version cannot be read."""
         try:
             return await reading
         except (OSError, LogCorrupt) as error:

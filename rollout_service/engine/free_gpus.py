@@ -1,4 +1,4 @@
-"""The wait of a replica for the memory of its GPUs: another process, such as a trainer's, may hold it."""
+"""Wait for free memory on a replica's GPUs, which another process such as a trainer may hold."""
 
 import asyncio
 import logging
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
 _ALONE_S = 15.0
-"""The wait where no other replica serves. Memory of an engine that has just ended is free before."""
+"""Minimum wait in seconds if no other replica serves. An engine that has just ended frees its memory earlier."""
 
 
 class GpuTaken(RuntimeError):
-    """Another process holds the memory of a GPU that Ray gave to this replica."""
+    """Raised when another process holds the memory of a GPU that Ray assigned to this replica."""
 
 
 async def wait_for_free_gpus(
@@ -25,13 +25,19 @@ async def wait_for_free_gpus(
     others_serve: Callable[[], Awaitable[bool]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Wait until each GPU of ``devices`` has ``share`` of its memory free.
+    """Wait until each GPU of ``devices`` has the fraction ``share`` of its memory free.
 
-    A replica that waits keeps the GPU's place in Ray, so that the next replica gets another one. If it failed, Serve
-    would start replicas without end, and Ray could give them the same GPU again.
+    A waiting replica keeps the GPU reserved in Ray, so that the next replica gets another one. If it failed instead,
+    Serve would start replicas forever, possibly on the same GPU.
 
-    ``devices``: as Ray names them. ``share``: ``engine.gpu_memory_utilization``. ``tell``: takes the reason, and None
-    at the end. Raises GpuTaken if no other replica serves.
+    Raises GpuTaken if no other replica serves.
+
+    Args:
+        devices: GPU ids, as Ray names them.
+        share: ``engine.gpu_memory_utilization``.
+        tell: called with the reason for the wait, and with None at the end.
+        others_serve: returns True if another replica serves.
+        sleep: waits for the given seconds.
     """
     waited_s, told = 0.0, False
     while (why := await asyncio.to_thread(why_taken, devices, share)) is not None:
@@ -50,7 +56,7 @@ async def wait_for_free_gpus(
 
 
 def why_taken(devices: Sequence[str], share: float) -> str | None:
-    """Return which of ``devices`` have too little free memory, and who holds it; None: all have enough."""
+    """Return the GPUs with too little free memory and the processes that hold it. None: all have enough."""
     try:
         ours = nvidia_smi.named(nvidia_smi.gpus(), ",".join(devices)) if devices else ()
         found = nvidia_smi.taken(ours, nvidia_smi.holders(), share) if ours else {}

@@ -1,4 +1,4 @@
-"""When a replica must not be counted on any more, and what becomes of the completions that run in it."""
+"""Hand over running completions when a replica is draining or removed."""
 
 import asyncio
 import time
@@ -10,18 +10,19 @@ from rollout_service.fleet.routing import STATS_PERIOD_S
 from rollout_service.runtime.drain import Drain
 
 UNASKED_AFTER_S = 10 * STATS_PERIOD_S
-"""Serve asks replicas for their health and their routing stats every period, and tells none that it removes it."""
+"""Seconds without a call after which the replica counts as removed. Serve asks for health and routing stats every
+period, but does not announce a removal."""
 _POLL_S = 0.25
 
 
 class Aborts(Protocol):
-    """What is needed of the engine adapter."""
+    """The part of the engine adapter that aborts calls."""
 
     async def abort(self) -> None: ...
 
 
 class HandOver:
-    """Of one replica: its drain, and whether anybody asks it for anything."""
+    """The state of one replica's removal: its drain, and the time of its last call."""
 
     def __init__(
         self,
@@ -31,18 +32,19 @@ class HandOver:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """``others_serve``: whether another replica takes requests. ``clock``, ``sleep``: in seconds."""
+        """Create the state. ``others_serve`` returns True if another replica accepts requests. ``clock``, ``sleep``: in
+        seconds."""
         self._drain, self._admission = drain, admission
         self._others_serve, self._clock, self._sleep = others_serve, clock, sleep
         self._asked_at: float | None = None
 
     def asked(self) -> None:
-        """Serve, or a caller, has just asked this replica for something."""
+        """Record a call from Serve or a client."""
         self._asked_at = self._clock()
 
     @property
     def draining(self) -> bool:
-        """Whether this replica was told to end, or nobody has asked it for anything for ``UNASKED_AFTER_S``."""
+        """True if this replica was told to end, or got no call for ``UNASKED_AFTER_S`` seconds."""
         return self._drain.begun or self._unasked_s > UNASKED_AFTER_S
 
     @property
@@ -50,19 +52,19 @@ class HandOver:
         return 0.0 if self._asked_at is None else self._clock() - self._asked_at
 
     async def hand_over(self, engine: Aborts) -> None:
-        """The work of a drain: let what runs end while others serve, then give it back as it is, to go on elsewhere.
+        """Drain: let running calls finish while other replicas serve, then abort them so that others continue them.
 
-        Without another replica it is given back at once: its tokens are kept in the gateway, and the successor, which
-        may need this one's resources, starts the sooner.
+        Without another replica the calls are aborted at once. The gateway keeps their tokens, and the successor starts
+        sooner, which may need this replica's resources.
         """
         while self._admission.running and self._drain.left_s and await self._others_serve():
             await self._sleep(_POLL_S)
-        while self._admission.running:  # again: a call may have been on its way into the engine
+        while self._admission.running:  # repeated, because a call may still be on its way into the engine
             await engine.abort()
             await self._sleep(_POLL_S)
 
     async def watch(self, engine: Aborts) -> None:
-        """Without end: give back what runs in time when Serve removes this replica, of which it is not told."""
+        """Run forever: abort running calls in time if Serve has removed this replica without notice."""
         while True:
             await self._sleep(STATS_PERIOD_S)
             if self._admission.running and self._unasked_s > self._drain.work_s:

@@ -1,6 +1,6 @@
-"""What a GPU must have for a configuration: ``doctor`` asks before anything starts, a replica when it starts.
+"""GPU requirements of a configuration, checked by ``doctor`` before a start and by each replica at its start.
 
-Facts of vLLM 0.32: its kernels' ``is_supported`` in model_executor/kernels/linear, ``FlashAttentionBackend`` in
+Facts of vLLM 0.32: the kernels' ``is_supported`` in model_executor/kernels/linear, ``FlashAttentionBackend`` in
 v1/attention/backends/flash_attn.py. Needs neither torch nor vllm.
 """
 
@@ -14,32 +14,32 @@ Capability = tuple[int, int]
 """CUDA's compute capability."""
 
 BF16: Capability = (8, 0)
-"""From which on a GPU computes in BF16, as every engine does: Ampere."""
+"""Minimum capability for BF16, which every engine computes in: Ampere."""
 FP8: Capability = (8, 9)
-"""From which on it multiplies FP8: Ada."""
+"""Minimum capability for FP8 products: Ada."""
 FP8_BLOCKS: Capability = (9, 0)
-"""From which on CUTLASS and DeepGEMM multiply FP8 blocks: Hopper."""
+"""Minimum capability for blockwise FP8 in CUTLASS and DeepGEMM: Hopper."""
 INT8_END: Capability = (10, 0)
-"""From which on CUTLASS multiplies INT8 no more: Blackwell."""
+"""First capability without INT8 products in CUTLASS: Blackwell."""
 FLASH_ATTENTION_FP8 = (9, 10)
-"""Major ones for which FlashAttention reads an FP8 cache: Hopper, by its version 3, and Blackwell of data centers, for
-which vLLM takes version 4."""
+"""Major capabilities on which FlashAttention reads an FP8 cache: Hopper with version 3, data-center Blackwell with
+version 4."""
 FLASH_ATTENTION_4 = "nvidia-cutlass-dsl"
-"""Package that compiles version 4. ``requirements/gpu.txt`` leaves it out."""
+"""Package that compiles FlashAttention 4. ``requirements/gpu.txt`` does not include it."""
 FLASH_ATTENTION_3 = 9
-"""Major one of the GPUs that have version 3: Hopper."""
+"""Major capability of the GPUs with FlashAttention 3: Hopper."""
 FLASH_ATTENTION_HEAD = 512
-"""Largest head of FlashAttention 4. Where vLLM has 2 or 3 alone it refuses those above 256 itself."""
+"""Largest head size of FlashAttention 4. With only version 2 or 3, vLLM itself refuses sizes above 256."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Of a model, as far as a kernel's choice hangs on it."""
+    """Properties of a model's attention that affect the choice of kernels."""
 
     head_size: int | None = None
-    """None: not known."""
+    """The head size. None: unknown."""
     latent: bool = False
-    """It is latent (MLA), and vLLM chooses the kernel."""
+    """True for latent attention (MLA), for which vLLM chooses the kernel."""
 
 
 def why_unfit(
@@ -49,9 +49,9 @@ def why_unfit(
     *,
     flash_attention_4: bool | None = None,
 ) -> tuple[str, str] | None:
-    """Why no engine can start on such a GPU, and what to set; None: one can.
+    """Return the reason why no engine can start on this GPU, and the setting to change. None: an engine can start.
 
-    ``flash_attention_4``: whether what compiles it is installed; None: find out.
+    ``flash_attention_4``: True if its compiler is installed. None: check.
     """
     if flash_attention_4 is None:
         flash_attention_4 = _is_installed(FLASH_ATTENTION_4)
@@ -60,7 +60,7 @@ def why_unfit(
 
 
 def require_fit(config: ServiceConfig, capability: Capability, attention: Attention) -> None:
-    """Raise ValueError with what ``why_unfit`` says."""
+    """Raise ValueError with the result of ``why_unfit``, if any."""
     unfit = why_unfit(config, capability, attention)
     if unfit is not None:
         why, advice = unfit

@@ -1,9 +1,9 @@
-"""Reads from vLLM what it makes of a model's modules, in a process of its own: ``python -m … FOLDER RESULT …``.
+"""Read from vLLM how it builds a model's modules, in a separate process: ``python -m … FOLDER RESULT …``.
 
-vLLM's model class is built on the meta device with the engine's arguments, under a quantization that quantizes nothing
-and notes who asks for it; then its own ``load_weights`` is given the checkpoint's names, and where each tensor arrives
-is noted instead of copied. A second model, quantized as it would be served, is given codes and scales: what it does not
-take as both stays in BF16. So fusing, order, renaming and experts are what vLLM does, not what is written down here.
+vLLM's model class is built on the meta device with the engine's arguments. A quantization that changes nothing records
+which layers ask for it. Then the class's own ``load_weights`` gets the checkpoint's names, and each tensor's
+destination is recorded instead of copied. A second model with the real quantization gets codes and scales; modules that
+do not accept both stay in BF16. Fusing, order, renaming and experts thus come from vLLM and are not duplicated here.
 """
 
 import bisect
@@ -66,35 +66,35 @@ _asked: list[tuple[torch.nn.Module, str]] = []
 
 @register_quantization_config(READING)
 class ReadingConfig(QuantizationConfig):
-    """Quantizes nothing, and notes which layers could be."""
+    """A quantization that changes nothing, and records which layers ask for it."""
 
     @classmethod
     def get_name(cls) -> str:
-        """The name it is registered under."""
+        """Return the registered name."""
         return READING
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """BF16, which all engines of the service compute in."""
+        """Return BF16, the compute dtype of all engines."""
         return [torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of a GPU; nothing is computed."""
+        """Return 0: nothing is computed on a GPU."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """No files beside the model's config.json are read."""
+        """Return an empty list: no files besides the model's config.json are read."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> "ReadingConfig":
-        """There is nothing to configure."""
+        """Return a new object: there are no options."""
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """vLLM's own method without quantization."""
+        """Return vLLM's method without quantization."""
         if isinstance(layer, RoutedExperts):
             _asked.append((layer, prefix))
             return UnquantizedFusedMoEMethod(layer.moe_config)
@@ -105,10 +105,11 @@ class ReadingConfig(QuantizationConfig):
 
 
 class Checkpoint:
-    """Tensors of these names and shapes without memory, each of which is known again when a loader is given it."""
+    """Tensors with the checkpoint's names and shapes but without memory. Each can be identified when a loader receives
+    it."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        # all lie in one tensor of the meta device, so that an offset in it names a tensor
+        # all are views of one meta tensor, so that an offset in it identifies a tensor
         self._names = list(shapes)
         self._shapes = shapes
         self._starts: list[int] = []
@@ -118,22 +119,22 @@ class Checkpoint:
             start += torch.Size(shape).numel()
         self._memory = torch.empty(start, dtype=torch.bfloat16, device="meta")
         self.last = ""
-        """Name of the tensor that was asked for last."""
+        """Name of the last yielded tensor."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them."""
+        """Yield all tensors with their names."""
         for name, start in zip(self._names, self._starts, strict=True):
             shape, self.last = self._shapes[name], name
             yield name, self._memory[start : start + torch.Size(shape).numel()].view(shape)
 
     def matrices(self) -> Iterator[str]:
-        """Names of those with two dimensions and more."""
+        """Return the names of tensors with at least two dimensions."""
         return (name for name, shape in self._shapes.items() if len(shape) > 1)
 
     def find(self, loaded: torch.Tensor) -> tuple[str, bool]:
-        """Which one ``loaded`` is, or is made of, and whether it is that tensor as it is."""
+        """Return the tensor that ``loaded`` is, or is made of, and True if it is that tensor unchanged."""
         place = bisect.bisect_right(self._starts, loaded.storage_offset()) - 1
-        if place < 0 or loaded.device != self._memory.device:  # a copy, and most likely of the last
+        if place < 0 or loaded.device != self._memory.device:  # a copy, most likely of the last tensor
             return self.last, False
         name, shape = self._names[place], self._shapes[self._names[place]]
         whole = loaded.storage_offset() == self._starts[place] and tuple(loaded.shape) == shape
@@ -142,7 +143,7 @@ class Checkpoint:
 
 @dataclass
 class Arrived:
-    """What a layer's weight was loaded from."""
+    """A tensor that was loaded into a layer's weight."""
 
     name: str
     rows: int
@@ -153,14 +154,14 @@ class Arrived:
 
 @dataclass
 class Recorder:
-    """Stands in the place of every parameter's loader, and notes what it is given."""
+    """Replaces every parameter's loader, and records the tensors that it receives."""
 
     checkpoint: Checkpoint
     arrived: dict[str, list[Arrived]] = field(default_factory=dict)
-    """Parameter → what it is made of."""
+    """Parameters mapped to the tensors that they are made of."""
 
     def loader(self, parameter: str) -> Callable[..., bool]:
-        """What to put in the place of the loader of ``parameter``."""
+        """Return a loader that records the tensors for ``parameter``."""
 
         def note(param: torch.Tensor, loaded_weight: torch.Tensor, *args: object, **named: object) -> bool:
             name, whole = self.checkpoint.find(loaded_weight)
@@ -175,9 +176,9 @@ class Recorder:
 
 
 def read_layout(folder: Path) -> EngineLayout:
-    """What vLLM makes of the model in ``folder``.
+    """Return the layout that vLLM gives the model in ``folder``.
 
-    Raises ValueError with vLLM's own words if it does not build the model or does not take its weights.
+    Raises ValueError with vLLM's message if it cannot build the model or does not accept its weights.
     """
     register()
     model = ServedModel.load(folder)
@@ -188,14 +189,15 @@ def read_layout(folder: Path) -> EngineLayout:
             layout = _read(model, config)
         while refused := _refused(model, layout):
             layout = _without(layout, refused)
-    except Exception as error:  # whatever the code of some model of vLLM makes of this configuration
+    except Exception as error:  # any model class of vLLM may raise any error for this configuration
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ValueError(f"vLLM {_version()} cannot build {folder.name}: {type(error).__name__}: {reason}") from error
     return layout
 
 
 def _import_model_class(folder: Path) -> None:
-    """Have vLLM look at the model's class in this process: else a process of its own imports vLLM to look at it."""
+    """Import the model's class in this process. Otherwise vLLM would inspect it in another process, with another
+    import."""
     for architecture in json.loads((folder / "config.json").read_text()).get("architectures") or ():
         if (registered := ModelRegistry.models.get(architecture)) is not None:
             ModelRegistry.register_model(architecture, registered.load_model_cls())
@@ -204,7 +206,7 @@ def _import_model_class(folder: Path) -> None:
 def _vllm_config(
     folder: Path, quantization: dict[str, object] | None, not_converted: tuple[str, ...] = ()
 ) -> VllmConfig:
-    """The engine's own arguments, but for the quantization; None: the engine's own, too."""
+    """Return the engine's own arguments with another quantization. None: the engine's own quantization."""
     service = ServiceConfig.model_validate({"model": {"path": folder}, "kv_cache": {"dtype": "bfloat16"}})
     args = engine_args(service, not_converted, False)
     args.max_model_len = None
@@ -235,7 +237,7 @@ def _without_tied_head(model: ServedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
-    """Modules of the checkpoint whose codes and scales do not both arrive in one layer of the quantized model."""
+    """Return the modules whose codes and scales do not both arrive in one layer of the quantized model."""
     planned = plan(layout.linears(model.shapes), QuantConfig(indivisible="keep_bf16"), layout=layout)
     if not planned.quantized:
         return set()
@@ -260,7 +262,7 @@ def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
 
 
 def _without(layout: EngineLayout, refused: set[str]) -> EngineLayout:
-    """Leave the engine's modules that have any of ``refused`` in BF16."""
+    """Return the layout with the engine's modules that contain any of ``refused`` left in BF16."""
     gone = [module for module in layout.modules if not refused.isdisjoint(part.name for part in module.parts)]
     return layout.model_copy(
         update={
@@ -279,10 +281,11 @@ def _loaded(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Re
 
 
 def _takes_head(built: torch.nn.Module, model: ServedModel) -> bool:
-    """Whether the loader knows a tied head. Many skip it, and a CPU engine takes it from there when it loads anew."""
+    """Return True if the loader accepts a tied head. Many skip it, but a CPU engine's reload takes the head from
+    there."""
     try:
         _loaded(built, model.shapes)
-    except (ValueError, KeyError):  # how vLLM's loaders say that they know no such name
+    except (ValueError, KeyError):  # vLLM's loaders raise these for an unknown name
         return False
     return True
 
@@ -310,7 +313,7 @@ def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, .
         if prefix is not None:
             not_converted.append(prefix)
     arrived_anywhere = {part.name for parts in recorder.arrived.values() for part in parts}
-    # a vision tower is not built where only the language model is served
+    # a vision tower is not built when only the language model is served
     elsewhere = OUTSIDE if language else REARRANGED
     missing = (name for name in recorder.checkpoint.matrices() if name not in arrived_anywhere)
     kept |= {name.removesuffix(".weight"): elsewhere for name in missing}
@@ -342,7 +345,7 @@ def _arrived(path: str, layer: torch.nn.Module, recorder: Recorder) -> list[Arri
 
 
 def _parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[LayoutPart, ...] | None:
-    """What a layer is made of; None if that is not whole matrices of the checkpoint, each in one place."""
+    """Return the parts of a layer. None if they are not whole matrices of the checkpoint, each in one place."""
     names = [part.name for part in arrived]
     if not arrived or len(set(names)) < len(names):
         return None
@@ -376,7 +379,7 @@ def _linear_parts(layer: torch.nn.Module, arrived: list[Arrived]) -> tuple[Layou
 
 
 def _sections(layer: torch.nn.Module, shard: object) -> tuple[int, tuple[Section, ...]] | None:
-    """Where a part stands in a fused layer, and which sections it brings. None: in no way that is known here."""
+    """Return a part's position in a fused layer and its sections. None: the fusion is unknown here."""
     if isinstance(layer, QKVParallelLinear):
         kv = layer.total_num_kv_heads
         of: dict[object, Section] = {
@@ -396,7 +399,8 @@ def _sections(layer: torch.nn.Module, shard: object) -> tuple[int, tuple[Section
 
 
 def _routers(built: torch.nn.Module) -> set[str]:
-    """Paths of linear layers in one block with routed experts that choose among them, or scale the shared one."""
+    """Return the paths of linear layers that route tokens to experts, or scale the shared expert, in an expert
+    block."""
     blocks = {
         f"{path.rpartition('.experts')[0]}.": layer.moe_config.num_logical_experts
         for path, layer in built.named_modules()
@@ -412,7 +416,7 @@ def _routers(built: torch.nn.Module) -> set[str]:
 
 
 def _language_model(built: torch.nn.Module) -> str:
-    """Path of the language model in a multimodal one, with a dot; empty: all of it is."""
+    """Return the path of the language model in a multimodal model, with a trailing dot. Empty: the whole model."""
     get = getattr(built, "get_language_model", None)
     if get is None:
         return ""
@@ -429,9 +433,9 @@ def _version() -> str:
 
 
 def main(*paths: str) -> None:
-    """``FOLDER RESULT``, and any number of these again: write the layout of each model to its file, as JSON.
+    """Write the layout of each model to its file as JSON. Arguments: pairs of FOLDER and RESULT.
 
-    Ends with status 3 at the first that cannot be read; its file then has the reason as text.
+    Exits with status 3 at the first model that cannot be read; its file then holds the reason as text.
     """
     for folder, result in zip(paths[::2], paths[1::2], strict=True):
         try:

@@ -1,4 +1,4 @@
-"""How busy an engine is: for the autoscaler and for Prometheus."""
+"""Load of an engine, for the autoscaler and for Prometheus."""
 
 import asyncio
 import time
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import MultiModalCacheStats
 
 KV_READS_PERIOD_S = 5.0
-"""How often workers are asked what attention has read, where it reads a group's prompt once."""
+"""Seconds between queries of the workers' attention reads, if the backend reads a group's prompt once."""
 FRESH_S = 5.0
-"""vLLM sends its scheduler's numbers with a step's outputs. After an abort, or while paused, the last ones stay."""
+"""Maximum age of fresh statistics in seconds. vLLM sends them with a step's outputs. After an abort, or while paused,
+the last ones stay."""
 
 
 QUEUE_FRESH_S = 10.0
-"""Gateways with calls on a replica ask it every 2 s at least."""
+"""Maximum age of a gateway's report in seconds. Gateways with calls on a replica report at least every 2 s."""
 
 
 class SchedulerLog(StatLoggerBase):
-    """vLLM's interface for loggers: keeps the numbers of the last step."""
+    """A vLLM stat logger that keeps the statistics of the last step."""
 
     def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0) -> None:
         self._stats, self._at = SchedulerStats(), -float("inf")
@@ -45,18 +46,18 @@ class SchedulerLog(StatLoggerBase):
         mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
-        """vLLM's hook, after each step."""
+        """Store the statistics. vLLM calls this after each step."""
         if scheduler_stats is not None:
             self._stats, self._at = scheduler_stats, time.monotonic()
 
     def log_engine_initialized(self) -> None:
-        """vLLM's hook; nothing to say."""
+        """Do nothing. vLLM calls this at the start."""
 
     def load(self, admitted: int) -> dict[str, float]:
-        """Sequences running and waiting, and the share of KV blocks in use.
+        """Return the running and the waiting sequences, and the fraction of KV blocks in use.
 
-        ``admitted``: sequences that the replica has accepted and not yet answered. They are the truth where the last
-        step is old, and where there are none.
+        ``admitted``: sequences that the replica has accepted and not answered. It is used instead of old statistics,
+        and if it is zero.
         """
         stats = self._stats
         if admitted == 0:
@@ -67,7 +68,8 @@ class SchedulerLog(StatLoggerBase):
         return {RUNNING: float(stats.num_running_reqs), WAITING: float(waiting), KV_USAGE: stats.kv_cache_usage}
 
     def engine_load(self, admitted: int, kv_cache_tokens: int) -> EngineLoad:
-        """The same for reports. Where the last step is old the engine is paused, and what was admitted is deferred."""
+        """Return the load for reports. If the last step is old, the engine is paused and all admitted sequences are
+        deferred."""
         load = self.load(admitted)
         fresh = time.monotonic() - self._at <= FRESH_S
         waiting = self._stats.num_waiting_reqs if fresh and admitted else 0
@@ -81,10 +83,10 @@ class SchedulerLog(StatLoggerBase):
 
 
 class RayStats(RayPrometheusStatLogger):
-    """vLLM's metrics through Ray, but for its histogram of the time between tokens.
+    """vLLM's metrics through Ray, without its inter-token latency histogram.
 
-    Ray takes 4 µs for an observation, and that one would be made for each sequence at each step. vLLM's
-    ``request_time_per_output_token_seconds`` says the same per request.
+    An observation through Ray takes 4 µs, and vLLM would make one per sequence and step. Its
+    ``request_time_per_output_token_seconds`` has the same information per request.
     """
 
     def record(
@@ -94,58 +96,58 @@ class RayStats(RayPrometheusStatLogger):
         mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
-        """vLLM's hook, after each step."""
+        """Record the statistics. vLLM calls this after each step."""
         if iteration_stats is not None:
             iteration_stats = without_inter_token_latencies(iteration_stats)
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
 
 class ReadingEngine(Protocol):
-    """What is needed of the engine adapter."""
+    """The part of the engine adapter that counts KV reads."""
 
     async def kv_reads(self) -> tuple[int, int]: ...
 
 
 async def watch_kv_reads(engine: ReadingEngine, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-    """Count what ``EngineAdapter.kv_reads`` says, a period late, until the engine is dead."""
+    """Count the KV reads of ``EngineAdapter.kv_reads``, one period late, until the engine is dead."""
     before: tuple[int, int] | None = None
     try:
-        await engine.kv_reads()  # whose answer is of no time: the next one is of now
+        await engine.kv_reads()  # the answer is from an unknown time; the next answer is from now
         while True:
             await sleep(KV_READS_PERIOD_S)
             attended, spared = await engine.kv_reads()
-            if before is not None:  # what was before belongs to vLLM's own runs, of the engine's start
+            if before is not None:  # the first counts come from vLLM's own runs at the engine's start
                 count_kv_reads(attended - before[0], spared - before[1])
             before = attended, spared
-    except EngineDeadError:  # whoever asks for its health hears of it
+    except EngineDeadError:  # the health check reports it
         return
 
 
 class GatewayQueues:
-    """What the gateways say of their queues, as far as it is this replica's part."""
+    """The queue lengths that gateways report for this replica."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: in seconds."""
+        """Create the statistics. ``clock``: in seconds."""
         self._clock = clock
         self._queues: dict[str, tuple[int, float]] = {}
 
     def note(self, origin: str, sequences: int) -> None:
-        """Take in what the gateway ``origin`` says."""
+        """Store the report of the gateway ``origin``."""
         self._queues.pop(origin, None)
         if sequences:
             self._queues[origin] = sequences, self._clock()
 
     def sequences(self) -> int:
-        """The number of sequences that wait in all gateways; of a gateway that has fallen silent, none."""
+        """Return the number of sequences waiting in all gateways. Reports older than ``QUEUE_FRESH_S`` do not count."""
         oldest = self._clock() - QUEUE_FRESH_S
         self._queues = {origin: told for origin, told in self._queues.items() if told[1] >= oldest}
         return sum(sequences for sequences, _ in self._queues.values())
 
 
 def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog, queued: int = 0) -> dict[str, float]:
-    """Return what ``record_autoscaling_stats`` returns: numbers only, or Serve stops asking.
+    """Return the values for ``record_autoscaling_stats``. All are numbers, because Serve stops asking otherwise.
 
-    ``queued``: sequences that wait in the gateways. They count as waiting.
+    ``queued``: sequences that wait in the gateways; they count as waiting.
     """
     serving = status.state == "ready" and not status.paused and status.error is None
     version = -1 if status.version is None else status.version
@@ -155,6 +157,6 @@ def autoscaling_stats(status: ReplicaStatus, log: SchedulerLog, queued: int = 0)
 
 
 def show_load(status: ReplicaStatus, log: SchedulerLog) -> None:
-    """Export the same for Prometheus; vLLM's own gauges vanish while it idles or is paused."""
+    """Export the load for Prometheus. vLLM's own gauges disappear while it is idle or paused."""
     load = log.load(status.running)
     set_load(load[RUNNING], load[WAITING], load[KV_USAGE])

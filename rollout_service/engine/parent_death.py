@@ -1,6 +1,6 @@
-"""vLLM's processes end with the replica that started them, whatever way it ends.
+"""End vLLM's processes with the replica that started them, however it ends.
 
-vLLM stops its engine process when it is asked to; a replica that is killed cannot ask. Linux can send a signal to a
+vLLM stops its engine process on request, but a killed replica cannot send a request. Linux can send a signal to a
 process when its parent dies (prctl PR_SET_PDEATHSIG).
 """
 
@@ -13,7 +13,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> bool:
-    """Have this process killed when its parent dies. Only a ``multiprocessing`` child asks; False for any other."""
+    """Let the kernel kill this process when its parent dies. Returns False unless this is a ``multiprocessing``
+    child."""
     if platform.system() != "Linux" or multiprocessing.parent_process() is None:
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,11 +1,11 @@
-"""Penalties of a completion whose first tokens are part of its prompt, since it was cut short and goes on.
+"""Penalties for a continued completion, whose first tokens are part of its prompt.
 
-vLLM's presence and frequency penalties count what a request has made itself. Those of a request that goes on are
-therefore neutral, and applied here, with the counts of all of the completion's tokens. The repetition penalty counts
-the prompt's tokens as well and would be right by itself, but comes before the two others, so it is applied here, too.
+vLLM's presence and frequency penalties count only the tokens that a request generates. A continued request therefore
+disables them, and this logits processor applies them with the counts of the whole completion. The repetition penalty
+counts the prompt, too, and would be correct. It is applied here as well, because it must precede the other two.
 
-A logits processor of vLLM's public interfaces, of which its two model runners have one each. Only requests that go on
-with penalties cost anything.
+The class implements vLLM's public logits-processor interfaces of both model runners. Only continued requests with
+penalties cost anything.
 """
 
 import itertools
@@ -25,28 +25,28 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ForMod
 from rollout_service.protocol.sampling import Sampling
 
 _KEY = "rollout_service_partial_penalties"
-"""In vLLM's ``SamplingParams.extra_args``."""
+"""Key in vLLM's ``SamplingParams.extra_args``."""
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Of a request that goes on."""
+    """Penalties of a continued request."""
 
     partial_tokens: int
-    """So many tokens at the prompt's end are the completion's."""
+    """Number of tokens at the prompt's end that belong to the completion."""
     repetition: float
     frequency: float
     presence: float
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Penalties | None":
-        """As ``extra_args`` has them; None: vLLM's own are right."""
+        """Return the penalties in ``extra_args``. None: vLLM's own penalties apply."""
         asked = (params.extra_args or {}).get(_KEY)
         return None if asked is None else cls(**asked)
 
 
 def with_partial_penalties(sampling: Sampling, partial_tokens: int) -> Mapping[str, object]:
-    """Parameters of vLLM that take the place of its own penalties; none where those are right."""
+    """Return the vLLM parameters that replace its own penalties. Empty if its own are correct."""
     if partial_tokens == 0 or (sampling.presence_penalty == 0 and sampling.frequency_penalty == 0):
         return {}
     asked = {
@@ -61,17 +61,17 @@ def with_partial_penalties(sampling: Sampling, partial_tokens: int) -> Mapping[s
 
 @dataclass
 class _Request:
-    """What model runner V1 tells of a request that goes on."""
+    """State of a continued request in model runner V1."""
 
     penalties: Penalties
     output: list[int]
-    """vLLM's own list, which grows."""
+    """vLLM's own list of output tokens, which grows."""
     seen: torch.Tensor
-    """bool [vocabulary]: tokens of prompt and completion."""
+    """bool [vocabulary]: tokens in prompt and completion."""
     counts: torch.Tensor
-    """int32 [vocabulary]: how often each is in the completion."""
+    """int32 [vocabulary]: counts in the completion."""
     counted: int = 0
-    """Tokens of ``output`` that are among them."""
+    """Number of tokens of ``output`` already counted."""
 
     def count(self, tokens: list[int]) -> None:
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.counts.device)
@@ -79,8 +79,8 @@ class _Request:
         self.seen[ids] = True
 
     def catch_up(self) -> None:
-        """Count what was sampled since."""
-        new = list(itertools.takewhile(lambda token: token >= 0, self.output[self.counted :]))  # -1: not here yet
+        """Count the tokens sampled since the last call."""
+        new = list(itertools.takewhile(lambda token: token >= 0, self.output[self.counted :]))  # -1: not available yet
         if new:
             self.count(new)
             self.counted += len(new)
@@ -88,13 +88,13 @@ class _Request:
 
 @dataclass
 class _Slots:
-    """What model runner V2 tells of requests that go on, by their slot."""
+    """State of continued requests in model runner V2, by slot."""
 
     states: LogitsProcRequestState
     penalties: dict[int, Penalties] = field(default_factory=dict)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> None:
-        """Without speculation, a row is a request."""
+        """Apply the penalties in place. Without speculation, each row is a request."""
         slots_of_rows = ctx.idx_mapping_np.tolist()
         rows = [row for row, slot in enumerate(slots_of_rows) if slot in self.penalties]
         if not rows:
@@ -110,7 +110,7 @@ class _Slots:
         partial = torch.tensor([each.partial_tokens for each in asked], device=device)
         first = self.states.prompt_len.gpu[slots] - partial
         made = there & (position >= first.unsqueeze(1))
-        tokens.masked_fill_(~there, 0)  # whatever stands there may be no token
+        tokens.masked_fill_(~there, 0)  # values beyond the sequence may be invalid tokens
         shape = len(rows), logits.shape[1]
         seen = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, there.int())
         counts = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, made.int())
@@ -118,10 +118,10 @@ class _Slots:
 
 
 def penalized(logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, asked: list[Penalties]) -> torch.Tensor:
-    """fp32 [rows, vocabulary], as vLLM's own penalties make them.
+    """Return logits, fp32 [rows, vocabulary], with penalties as in vLLM.
 
-    ``seen``: bool, tokens of prompt and completion; ``counts``: int32, how often each is in the completion; both
-    [rows, vocabulary].
+    ``seen``: bool, tokens in prompt and completion. ``counts``: int32, counts in the completion. Both are [rows,
+    vocabulary].
     """
     repetition, frequency, presence = torch.tensor(
         [(each.repetition, each.frequency, each.presence) for each in asked], dtype=torch.float32, device=logits.device
@@ -134,26 +134,26 @@ def penalized(logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, as
 
 
 class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
-    """Of one worker. Which interface is called, each runner says by what it gives the constructor."""
+    """The logits processor of one worker. The constructor's arguments tell the model runner's version."""
 
     def __init__(self, vllm_config: VllmConfig, where: Any, is_pin_memory: bool = False) -> None:
-        """``where``: a device (V1), or the runner's ``LogitsProcRequestState`` (V2)."""
+        """Create the processor. ``where``: a device (V1), or the runner's ``LogitsProcRequestState`` (V2)."""
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self._slots = _Slots(where) if isinstance(where, LogitsProcRequestState) else None
         self._device = None if self._slots else where
         self._requests: dict[int, _Request] = {}
-        """By their row, of model runner V1."""
+        """Requests of model runner V1, by row."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Nothing: ``with_partial_penalties`` alone asks for it."""
+        """Do nothing: ``with_partial_penalties`` sets valid parameters."""
 
     def is_argmax_invariant(self) -> bool:
-        """Model runner V1: no."""
+        """Return False, for model runner V1: penalties can change the argmax."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Model runner V1: which requests there are."""
+        """Update the requests of model runner V1."""
         if batch_update is None:
             return
         for row in batch_update.removed:
@@ -178,7 +178,7 @@ class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
         return request
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Model runner V2: a request takes a slot."""
+        """Assign a slot to a request of model runner V2."""
         assert self._slots is not None
         self._slots.penalties.pop(req_idx, None)
         penalties = Penalties.of(sampling_params)
@@ -187,7 +187,7 @@ class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
         return penalties is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """In place: [rows, vocabulary], fp32."""
+        """Apply the penalties in place to logits, fp32 [rows, vocabulary]."""
         if self._slots is not None:
             assert ctx is not None
             self._slots.apply(logits, ctx)

@@ -1,9 +1,8 @@
-"""What keeps one engine from sampling: a pause or a sleep that was ordered, and a version that is loaded.
+"""The states that keep an engine from sampling: an ordered pause or sleep, and a version being loaded.
 
-The mode ``wait`` lets running rollouts finish first, which takes as long as the longest of them. It therefore runs in
-a task of its own, and can be taken back by a resume, or taken over by another mode. vLLM 0.32 allows both: its
-scheduler takes each new state at once (``EngineCoreProc.pause_scheduler``), and only the answer to a waiting pause is
-held back until the engine is idle.
+The mode ``wait`` lets running rollouts finish, which takes as long as the longest one. It runs in its own task, and a
+resume or another mode can replace it. vLLM 0.32 allows both. Its scheduler changes state at once
+(``EngineCoreProc.pause_scheduler``), and only the reply to a waiting pause is delayed until the engine is idle.
 """
 
 import asyncio
@@ -15,7 +14,8 @@ from rollout_service.protocol.weight_log import Control, DesiredState
 
 
 class PausableEngine(Protocol):
-    """What is needed of the engine adapter. A cancelled ``pause`` leaves the engine to the next pause or resume."""
+    """The part of the engine adapter that pauses and sleeps. A cancelled ``pause`` takes effect until the next pause or
+    resume."""
 
     async def abort(self) -> None: ...
     async def pause(self, mode: PauseMode) -> None: ...
@@ -25,32 +25,32 @@ class PausableEngine(Protocol):
 
 
 class Pausing:
-    """Closes and opens one engine. Of two instructions about running rollouts the newer one counts."""
+    """Pauses and resumes one engine. The newest command about running rollouts takes effect."""
 
     def __init__(self, engine: PausableEngine, drained: Callable[[], None]) -> None:
-        """``drained``: called when the last running rollout of a pause with ``wait`` has finished."""
+        """Create the state. ``drained``: called when the last running rollout of a ``wait`` pause has finished."""
         self._engine, self._drained = engine, drained
         self._mode: PauseMode | None = None
         self._taken = ""
         self._drain: asyncio.Task[None] | None = None
         self._for_version = False
         self.asleep = False
-        """Whether the engine gave its memory back."""
+        """True if the engine has released its memory."""
         self.obeyed = ""
-        """The last order that the engine is as."""
+        """The last order that the engine has carried out."""
         self.aborted = 0
-        """The largest ``DesiredState.abort`` that was obeyed."""
+        """The largest ``DesiredState.abort`` that was carried out."""
         self.returns = 0
-        """Aborts, and pauses that return what they abort, so far. A call during which this grows is not to be
+        """Number of aborts, and of pauses that return aborted calls. A call during which this grows must not be
         continued."""
 
     @property
     def paused(self) -> bool:
-        """Whether a pause was ordered and nothing runs any more."""
+        """True if a pause was ordered and nothing runs any more."""
         return self._mode is not None and self.obeyed == self._taken
 
     def drains(self) -> bool:
-        """Whether running rollouts are being waited for. Raises what ended a wait that failed."""
+        """Return True while running rollouts are finishing. Raises the error of a failed wait."""
         if self._drain is None:
             return False
         if self._drain.done():
@@ -59,15 +59,15 @@ class Pausing:
         return True
 
     def begin(self, control: Control) -> None:
-        """The order in force when an engine that runs nothing starts, closed until its first version is loaded."""
-        # one that is to sleep has still to do so
+        """Adopt the current order when an idle engine starts. It stays paused until its first version is loaded."""
+        # an engine that should sleep has yet to do so
         self._taken = self.obeyed = "" if control.asleep else control.order
         self._mode, self._for_version = control.mode if control.paused else None, True
 
     async def obey(self, desired: DesiredState) -> bool:
-        """Do what is ordered; whether that has become so just now. Does not wait for running rollouts.
+        """Carry out the desired state. Returns True if that was completed now. Does not wait for running rollouts.
 
-        Raises MemoryTaken from an engine that cannot wake; the next call tries again.
+        Raises MemoryTaken if the engine cannot wake up; the next call tries again.
         """
         has_aborted = desired.abort > self.aborted
         if has_aborted:
@@ -88,8 +88,8 @@ class Pausing:
             self.asleep, self._for_version = True, False
         elif self.asleep and not desired.asleep:
             await self._engine.wake_up()
-            self.asleep, self._for_version = False, True  # it has no weights yet
-        # what a version closed is opened, and what it kept is waited for, once it has been loaded
+            self.asleep, self._for_version = False, True  # the engine has no weights yet
+        # the state is applied after the version is loaded, and a ``wait`` begins then
         later = self._for_version and (self._mode is None or (self._mode == "wait" and self._drain is None))
         if self.obeyed == self._taken or later or self.drains():
             return False
@@ -97,7 +97,7 @@ class Pausing:
         return True
 
     async def close(self, mode: PauseMode) -> None:
-        """Close for a version. With ``wait`` the engine is closed once it ``drains`` no more."""
+        """Pause for a version. With ``wait`` the engine is paused once ``drains`` returns False."""
         self._for_version = True
         if mode == "wait":
             self._start_drain()
@@ -106,7 +106,7 @@ class Pausing:
         await self._engine.pause(mode)
 
     async def open(self) -> None:
-        """Be as ordered again, after ``close``."""
+        """Return to the ordered state after ``close``."""
         if not self._for_version:
             return
         self._for_version = False
@@ -115,7 +115,7 @@ class Pausing:
             await self._apply()
 
     def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel the wait for running rollouts."""
         self._drop_drain()
 
     async def _apply(self) -> None:

@@ -3,21 +3,21 @@
 import importlib
 
 TRANSFER_BACKEND = "rollout_service_log"
-"""Name under which our weight-transfer engine is registered with vLLM."""
+"""Name of our weight-transfer engine in vLLM."""
 STAGING_KEY = "rollout_service_staging"
-"""Where vLLM's ``additional_config`` says which staging area the transfer engine has; missing: none."""
+"""Key in vLLM's ``additional_config`` for the kind of staging buffer. Missing: no staging buffer."""
 CPU_BLOCK_FP8, CPU_BF16 = "rollout_service_cpu_block_fp8", "rollout_service_cpu_bf16"
 CPU_CHANNEL = "rollout_service_cpu_channel"
-"""Names under which the quantization configurations of CPU engines are registered with vLLM."""
+"""Names of the CPU engines' quantization configurations in vLLM."""
 GROUP_ATTENTION = "rollout_service.engine.attention.backend.GroupAttentionBackend"
-"""Where vLLM finds the attention backend that is ours."""
+"""Import path of our attention backend."""
 PARTIAL_PENALTIES = "rollout_service.engine.partial_penalties:PartialPenalties"
-"""Where vLLM finds the logits processor that is ours."""
+"""Import path of our logits processor."""
 
 
 def register() -> None:
-    """Register the transfer engine and, on a GPU, attention that reads a group's prompt once, on the CPU the
-    quantization configurations. Safe to call again."""
+    """Register the transfer engine. On a GPU, also register group attention; on the CPU, the quantization
+    configurations. May be called again."""
     from rollout_service.engine.child_errors import log_to_stderr, tell_errors
     from rollout_service.engine.parent_death import die_with_parent
 
@@ -31,13 +31,13 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             TRANSFER_BACKEND, "rollout_service.engine.loading.transfer", "LogWeightTransferEngine"
         )
-    except ValueError as error:  # the factory's only way to say that the name is taken
+    except ValueError as error:  # the factory has no other way to report a duplicate name
         if "already registered" not in str(error):
             raise
     if current_platform.is_cpu():
         from rollout_service.engine.cpu.amx import request_amx
 
-        importlib.import_module("rollout_service.engine.cpu.quant_config")  # it registers itself
+        importlib.import_module("rollout_service.engine.cpu.quant_config")  # the import registers the configurations
         request_amx()
     else:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -1,7 +1,7 @@
-"""What the calls of each gateway have made so far, read from the engine when the gateway asks.
+"""Progress of each gateway's calls, read from the engine when the gateway asks.
 
-Nothing is done at a step of the engine and nothing is buffered: a call's tokens stand in vLLM's own record of it, and
-this holds how many of them the gateway has. A call that ends before anybody asks costs an entry in a dictionary.
+Engine steps do no extra work, and nothing is buffered. A call's tokens are in vLLM's own request state; this module
+keeps only how many the gateway has. A call that ends before the gateway asks costs one dictionary entry.
 """
 
 import asyncio
@@ -15,36 +15,36 @@ from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall
 
 PERIOD_S = 0.4
-"""Between two answers to a gateway: about as much work is lost when a replica dies."""
+"""Seconds between two answers to a gateway. About this much work is lost when a replica dies."""
 LIVE_PERIOD_S = 0.1
-"""The same while somebody reads a call along, for the calls that somebody reads along."""
+"""Seconds between two answers for calls that a client streams."""
 _LIVE_PERIODS = round(PERIOD_S / LIVE_PERIOD_S)
 QUIET_PERIODS = 5
-"""An answer without anything is given after so many: a paused engine makes nothing for a while."""
+"""Maximum number of periods before an empty answer. A paused engine produces nothing for a while."""
 MOST_TOKENS = 1 << 16
-"""Of one answer, about; the rest comes with the next."""
+"""Approximate maximum of tokens per answer; the rest follows in the next answer."""
 
 Read = Callable[[str, Sequence[int], int], list[Completion]]
-"""``EngineAdapter.made_since``."""
+"""The signature of ``EngineAdapter.made_since``."""
 
 
 @dataclass
 class _Call:
-    """One that is under way."""
+    """A running call."""
 
     engine_id: str
     candidates: int
     live: bool
     sent: list[int]
-    """Tokens of each completion that were in an answer."""
+    """Number of tokens of each completion sent in answers."""
     acknowledged: list[int]
-    """Those of answers that arrived."""
+    """Number of tokens of each completion in acknowledged answers."""
     ends_sent: set[int] = field(default_factory=set)
-    """Completions whose end was in an answer."""
+    """Completions whose end was sent in an answer."""
     ends_acknowledged: set[int] = field(default_factory=set)
 
     def settle(self, arrived: bool) -> None:
-        """The last answer has arrived, or it is to be given again."""
+        """Mark the last answer as arrived, or reset to the acknowledged state so that it is sent again."""
         if arrived:
             self.acknowledged, self.ends_acknowledged = list(self.sent), set(self.ends_sent)
         else:
@@ -53,20 +53,20 @@ class _Call:
 
 @dataclass
 class _Gateway:
-    """One that has calls here."""
+    """A gateway with calls on this replica."""
 
     calls: dict[int, _Call] = field(default_factory=dict)
     answer: int = 0
-    """Number of the last one."""
+    """Number of the last answer."""
     periods: int = 0
-    """Of ``LIVE_PERIOD_S``, since the calls that nobody reads along were looked at."""
+    """Periods of ``LIVE_PERIOD_S`` since calls without a streaming client were last read."""
 
 
 class Progress:
-    """Of one replica."""
+    """The progress of all calls of one replica."""
 
     def __init__(self, read: Read, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """``sleep``: in seconds."""
+        """Create the tracker. ``sleep``: waits for the given seconds."""
         self._read, self._sleep = read, sleep
         self._gateways: dict[str, _Gateway] = {}
         self._engine_ids: set[str] = set()
@@ -74,9 +74,9 @@ class Progress:
 
     @contextmanager
     def follow(self, call: GenerateCall) -> Iterator[str]:
-        """While a call is under way: its name in the engine, which no other call there has."""
+        """Track a running call. Yields its unique name in the engine."""
         name = call.request_id
-        while name in self._engine_ids:  # callers choose the names
+        while name in self._engine_ids:  # callers choose the names, so they may repeat
             name = f"{call.request_id}-again-{next(self._copies)}"
         self._engine_ids.add(name)
         gateway = self._gateways.setdefault(call.origin, _Gateway()) if call.number else None
@@ -95,7 +95,7 @@ class Progress:
                     self._gateways.pop(call.origin, None)
 
     async def told(self, ask: ProgressAsk) -> ProgressReply:
-        """What was made for a gateway; it waits for something, though not for long."""
+        """Return the new tokens for a gateway. Waits up to ``QUIET_PERIODS`` periods for the first."""
         pieces: list[Piece] = []
         for _ in range(QUIET_PERIODS):
             gateway = self._gateways.get(ask.origin, _Gateway())

@@ -48,16 +48,16 @@ from rollout_service.tracing import describe
 logger = logging.getLogger(__name__)
 
 VERSION_WAIT_S = 0.5
-"""Longest wait for a version here; then the gateway asks again, and another replica may have it by then."""
+"""Maximum wait for a version on this replica in seconds. The gateway then asks again, possibly on another replica."""
 _EXIT_STATUS = 1
-"""The status of a replica's process that ends because its engine is lost."""
+"""Exit status of a replica's process whose engine is lost."""
 _INGEST_S = 2.0
-"""A replica that drains waits no longer for the ingest, which may be ending, too."""
+"""Timeout in seconds for calls to the ingest, which may be ending at the same time."""
 _TAKES_REQUESTS = ("ready", "syncing", "stale")
 
 
 class EngineReplica:
-    """Serve routes to it only after its constructor has loaded the newest version."""
+    """A Serve replica. Serve routes requests to it only after its constructor has loaded the newest version."""
 
     @says_why_it_fails
     async def __init__(self, config: ServiceConfig, ingest: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -103,10 +103,10 @@ class EngineReplica:
         copies: NodeCache | None,
         announcement: StartupHeartbeat,
     ) -> None:
-        """Start an engine on the newest version. ``choice``: of its KV cache; None: FP8, if it is accurate enough."""
+        """Start an engine on the newest version. ``choice``: of its KV cache. None: FP8, if it is accurate enough."""
         config = self._config if choice is None else with_kv_cache(self._config, choice)
         sizes = config.engine.tensor_parallel_size, config.engine.expert_parallel
-        plan = await asyncio.to_thread(model.plan, config.quant, *sizes)  # it may ask vLLM, in another process
+        plan = await asyncio.to_thread(model.plan, config.quant, *sizes)  # may run vLLM in another process
         left_in_bf16 = not_converted(model, plan)
         args = engine_args(config, left_in_bf16, model.has_tokenizer)
         why = attention_of(config).why
@@ -130,7 +130,7 @@ class EngineReplica:
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()
         except BaseException as error:
-            if isinstance(error, KVCacheUnfit):  # another engine may follow, and a dead one be no failure
+            if isinstance(error, KVCacheUnfit):  # another engine may follow, so the replica must not report a failure
                 announcement.start_over()
             self._engine.shutdown()
             raise
@@ -145,15 +145,15 @@ class EngineReplica:
         return KVCalibrator(self._replica_id, self._engine, self._ingest, self._batch, choice, poll_s)
 
     async def generate(self, call: GenerateCall) -> Rollout:
-        """The completions of one prompt; cancelling the call aborts them.
+        """Return the completions of one prompt. Cancelling the call aborts them.
 
-        Raises Overloaded, TooEarly or NotReady when this replica refuses, and EngineFailed when it is lost, with its
-        ``replica_id`` in the detail; InvalidRequest or NonFiniteLogprob.
+        Raises Overloaded, TooEarly or NotReady if this replica refuses, and EngineFailed if the engine is lost. Their
+        detail has the ``replica_id``. Raises InvalidRequest or NonFiniteLogprob for the request itself.
         """
         self._hand_over.asked()
         try:
             self._require_sound()
-            if call.min_weight_version is not None:  # waiting, it holds no place: the version may never come
+            if call.min_weight_version is not None:  # a waiting call holds no place, because the version may never come
                 await self._wait_version(call.min_weight_version)
             returns = self._weight_sync.returns
             with self._admission.admit(call.sampling.n, call.origin), self._progress.follow(call) as engine_id:
@@ -180,9 +180,10 @@ class EngineReplica:
         return rollout
 
     async def progress(self, ask: ProgressAsk) -> ProgressReply:
-        """What a gateway's calls have made since it asked last, with labels; it waits a moment for something.
+        """Return the new tokens of a gateway's calls since its last request, with version labels. Waits briefly for the
+        first.
 
-        Raises NotReady if another replica is meant: Serve has removed that one.
+        Raises NotReady if the call was meant for a replica that Serve has removed.
         """
         self._hand_over.asked()
         if ask.replica_id != self._replica_id:
@@ -194,11 +195,11 @@ class EngineReplica:
         return reply.model_copy(update={"pieces": tuple(labelled)})
 
     async def status(self) -> ReplicaStatus:
-        """What this replica says of itself."""
+        """Return this replica's status."""
         return self._weight_sync.status()
 
     async def record_routing_stats(self) -> dict[str, object]:
-        """Serve's hook: what the router knows of this replica."""
+        """Return the data for the request router. Serve calls this."""
         self._routed = True
         self._hand_over.asked()
         status = self._weight_sync.status()
@@ -207,17 +208,18 @@ class EngineReplica:
         return {"version": status.version, "state": status.state, "running": running, "capacity": capacity}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's hook: what the autoscaling policy knows of this replica."""
+        """Return the data for the autoscaling policy. Serve calls this."""
         stats = autoscaling_stats(self._weight_sync.status(), self._engine.scheduler, self._queues.sequences())
-        with suppress(NotReady, TimeoutError):  # the number before is as good
+        with suppress(NotReady, TimeoutError):  # the previous number is good enough
             async with asyncio.timeout(_INGEST_S):
                 self._blocked = (await self._ingest.fleet()).blocked_starts
         return {**stats, BLOCKED: float(self._blocked)}
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end.
+        """Fail Serve's health check if the engine is dead or half loaded, the log is not followed, or this process is
+        draining.
 
-        The first one is part of starting: a version that was committed meanwhile is loaded before Serve routes here.
+        The first check belongs to the start: it loads a version committed meanwhile before Serve routes requests here.
         """
         self._hand_over.asked()
         self._drain.check_health()
@@ -229,20 +231,20 @@ class EngineReplica:
         except EngineFailed as lost:
             if self._routed:
                 await self._end_process(lost)
-            raise  # Serve says why a replica has not started
+            raise  # Serve reports why a replica has not started
 
     async def _end_process(self, why: EngineFailed) -> None:
-        """End this replica for good.
+        """End this replica's process.
 
-        Serve replaces a replica at once whose process has ended, and another one after three failed checks.
+        Serve replaces a replica at once if its process has ended, but only after three failed health checks otherwise.
         """
         logger.error("replica %s ends, and Serve starts another: %s", self._replica_id, why)
         await self.__del__()
         end_process(_EXIT_STATUS)
 
     async def _end(self) -> None:
-        """The work of a drain. Serve calls ``__del__`` when no call is open any more, and then ends the process."""
-        with suppress(NotReady, TimeoutError):  # it hears with the next report
+        """Drain this replica. Serve calls ``__del__`` when no call is open any more, and then ends the process."""
+        with suppress(NotReady, TimeoutError):  # the next report tells the ingest
             async with asyncio.timeout(_INGEST_S):
                 await self._ingest.report(self._weight_sync.status())
         await self._hand_over.hand_over(self._engine)
@@ -251,7 +253,7 @@ class EngineReplica:
         try:
             async with asyncio.timeout(_INGEST_S):
                 fleet = await self._ingest.fleet()
-        except (NotReady, TimeoutError):  # nobody knows
+        except (NotReady, TimeoutError):  # unknown
             return False
         others = (replica for replica in fleet.replicas if replica.replica_id != self._replica_id)
         return any(replica.version is not None and replica.state in _TAKES_REQUESTS for replica in others)
@@ -275,11 +277,11 @@ class EngineReplica:
             )
 
     async def __del__(self) -> None:  # Serve awaits destructors
-        if hasattr(self, "_weight_sync"):  # the constructor may have failed before, or be running still
+        if hasattr(self, "_weight_sync"):  # the constructor may have failed earlier, or be still running
             await self._weight_sync.leave()
         if hasattr(self, "_engine"):
             self._engine.shutdown()
 
 
 if TYPE_CHECKING:
-    _: type[EngineCalls] = EngineReplica  # its methods are what others call
+    _: type[EngineCalls] = EngineReplica  # mypy: other processes call these methods

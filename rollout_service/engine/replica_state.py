@@ -1,15 +1,15 @@
-"""A replica's life, and what it says of itself.
+"""The life cycle and the status of a replica.
 
     state     meaning                                              requests
     starting  there is no engine yet, or no version in it          no
     syncing   it stages or loads ``target``                        yes, once it serves a version
     ready     it serves the newest version                         yes
     stale     it serves a version, and could not load a newer one  yes
-    asleep    it gave its memory back, and serves nothing since    they wait
-    draining  it is to end                                         no
+    asleep    it has released its memory and serves nothing        they wait
+    draining  it is ending                                         no
     failed    its engine is lost                                   no
 
-The first five follow one another here; the last two override them wherever they come from.
+``ReplicaLife`` has the transitions between the first five states. The last two override any of them.
 """
 
 import logging
@@ -27,76 +27,77 @@ NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
     "stale": frozenset({"stale", "syncing", "ready", "asleep"}),
     "asleep": frozenset({"asleep", "ready"}),
 }
-"""What may follow a state. ``syncing`` on ``syncing``: another version, or one that waits for its KV scales."""
+"""The allowed next states. ``syncing`` may follow itself for another version, or one that waits for its KV scales."""
 
 
 class ReplicaLife:
-    """Which version a replica serves, where it is on its way to the next, and what went wrong."""
+    """The served version, the progress to the next one, and the last error."""
 
     def __init__(self) -> None:
         self.state: ReplicaState = "starting"
         self.target: int | None = None
-        """The version that is staged or loaded right now."""
+        """The version being staged or loaded."""
         self.served: Head | None = None
-        """The version that is served, as the log named it."""
+        """The served version, as the log named it."""
         self.closed = False
-        """There is no whole version in the engine, since one was begun to be loaded, or it slept: it stays closed until
-        one is loaded."""
+        """True if the engine holds no complete version, because a load has begun or it has slept. It stays paused until
+        a version is loaded."""
         self.error: str | None = None
-        """Why it does not serve the newest version."""
+        """The reason why it does not serve the newest version."""
         self.update: UpdateTimings | None = None
         """Timings of its last update."""
 
     def serves(self, head: Head) -> bool:
-        """By number and content: a log restored from a backup may have given the number to other weights."""
+        """Return True if ``head`` is served, by number and content. A restored backup may reuse a number for other
+        weights."""
         if self.served is None or self.closed:
             return False
         return (self.served.version, self.served.digest) == (head.version, head.digest)
 
     def syncs(self, version: int) -> None:
-        """It begins to stage a version. One that woke is asleep to others until it serves it."""
+        """Begin to stage a version. A replica that is waking up stays ``asleep`` until it serves the version."""
         if self.state != "asleep":
             self._become("syncing")
         self.target = version
 
     def loads(self) -> None:
-        """The engine is closed and begins to load: whatever it served before is gone."""
+        """Begin to load with the engine paused. The previous version is lost."""
         self.closed = True
 
     def loaded(self) -> None:
-        """The version is in the engine, which may be opened."""
+        """Mark the engine as holding a complete version."""
         self.closed = False
 
     def updated(self, head: Head, update: UpdateTimings) -> None:
-        """It serves a version."""
+        """Mark the version as served."""
         self.served, self.update = head, update
         self.ready()
 
     def ready(self) -> None:
-        """What it serves is the newest version, and nothing is held against it."""
+        """Mark the served version as the newest, without errors."""
         self._become("ready")
         self.target = self.error = None
 
     def waits(self, error: str) -> None:
-        """It is on its way to a version and waits for something that it needs, such as KV scales."""
+        """Record that the version waits for a requirement, such as KV scales."""
         self.error = error
         if not self.closed:
             self._become("syncing")
 
     def stays(self, error: str) -> None:
-        """It could not load a version, and goes on with what it has, if that may be served."""
+        """Record that a version could not be loaded. The engine continues with its current version, if it has one."""
         self.error, self.target = error, None
         if not self.closed:
             self._become("stale")
 
     def sleeps(self) -> None:
-        """The engine gave its memory back, with what it served."""
+        """Mark the replica as asleep, without a version."""
         self._become("asleep")
         self.served = self.target = self.error = None
         self.closed = True
 
     def cannot_wake(self, error: str) -> None:
-        """It is to wake, and has not the memory."""
+        """Record that the replica cannot wake up for lack of memory."""
         self.error = error
 
     def _become(self, state: ReplicaState) -> None:

@@ -1,6 +1,6 @@
-"""The labels of the versions that a replica has served, for the spans of what they sampled.
+"""The labels of the versions that a replica has served, for the spans of its completions.
 
-vLLM knows a version by its number alone, and a completion may have tokens of several.
+vLLM knows only version numbers, and a completion may have tokens of several versions.
 """
 
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.weight_log import Head
 
 MOST_VERSIONS = 1000
-"""More than a completion lives through."""
+"""Maximum number of labels; more than a completion can span."""
 
 
 class ServedLabels:
-    """Version → label."""
+    """A map from version to label."""
 
     def __init__(self) -> None:
         self._labels: dict[int, str] = {}
 
     def serve(self, head: Head) -> None:
-        """A version is loaded."""
-        self._labels.pop(head.version, None)  # the log may have been set back: the number may mean another one
+        """Record a loaded version."""
+        self._labels.pop(head.version, None)  # the log may have been reset, so that the number means another version
         if head.label is not None:
             self._labels[head.version] = head.label
             for version in list(self._labels)[:-MOST_VERSIONS]:
                 del self._labels[version]
 
     def on(self, completions: Sequence[Completion]) -> tuple[Completion, ...]:
-        """The completions with the labels in their spans."""
+        """Return the completions with labels in their spans."""
         return tuple(self._on(completion) for completion in completions)
 
     def _on(self, completion: Completion) -> Completion:

@@ -1,10 +1,9 @@
-"""What a vLLM worker does to give its memory to a trainer on the same GPU, and to take it again.
+"""Release a vLLM worker's memory to a trainer on the same GPU, and reallocate it.
 
-Parameters, staging area and KV cache are dropped: the log of versions has the weights, and nothing that was computed
-with them is of use afterwards. Everything else that the model holds waits in host memory. On a GPU vLLM's allocator
-takes the physical memory away from under the addresses, which stay, so that CUDA graphs and load plans stay right. On
-the CPU the storages are emptied. What was dropped comes back as zeros: padding is never loaded, and a KV cache of
-arbitrary bytes may hold NaN.
+Parameters, staging buffer and KV cache are dropped. The version log has the weights, and results computed with them are
+useless afterwards. Everything else that the model holds moves to host memory. On a GPU, vLLM's allocator unmaps the
+physical memory but keeps the addresses, so that CUDA graphs and load plans stay valid. On the CPU the storages are
+emptied. Dropped memory comes back as zeros: padding is never loaded, and a KV cache with random bytes may hold NaN.
 """
 
 from collections.abc import Iterable
@@ -18,30 +17,31 @@ from rollout_service.compat.vllm_internals import kv_caches, memory_allocator
 from rollout_service.engine.loading.rebind import held_tensors
 
 _STAGING = "staging"
-"""Tag of the staging area in vLLM's allocator, which drops what has a tag of its own, and maps it again."""
+"""Tag of the staging buffer in vLLM's allocator, which unmaps and remaps memory by tag."""
 _MAPPING_BYTES = 64 << 20
-"""Beside what is mapped, for the pages that the driver maps it in."""
+"""Extra bytes for the pages with which the driver maps memory."""
 
 
 def staging_memory(vllm_config: VllmConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Where a staging area is allocated, so that it sleeps with the engine, if that can sleep."""
+    """Return the context in which to allocate a staging buffer, so that it is released with the engine's memory."""
     if not vllm_config.model_config.enable_sleep_mode or device.type != "cuda":
         return nullcontext()
     return memory_allocator().use_memory_pool(_STAGING)
 
 
 class SleepingWorker:
-    """Mixed into vLLM's worker class (``engine/worker.py``): what a replica asks of every rank, while it is paused."""
+    """Mixed into vLLM's worker class (``engine/worker.py``): methods that a replica calls on every rank while
+    paused."""
 
     weight_transfer_engine: Any
 
     def drop_memory(self) -> int:
-        """Give memory back. Returns how many bytes."""
+        """Release the memory, and return the number of bytes."""
         engine = self.weight_transfer_engine
         engine.forget_staged()
         storages = _storages([*engine.model.parameters(), *kv_caches(engine.vllm_config)])
         if engine.device.type == "cpu":
-            # memory that numpy has seen cannot be taken from under it
+            # numpy arrays may still refer to the memory of a storage that is not resizable
             self._emptied = [(storage, storage.nbytes()) for storage in storages if storage.resizable()]
             for storage, _ in self._emptied:
                 storage.resize_(0)
@@ -52,7 +52,7 @@ class SleepingWorker:
         return torch.cuda.mem_get_info(engine.device)[0] - before
 
     def missing_memory(self) -> tuple[int, int]:
-        """Bytes that it takes to wake, and bytes that are free, if these are fewer; else zeros."""
+        """Return the bytes needed to wake up and the free bytes, or zeros if there is enough."""
         device = self.weight_transfer_engine.device
         if device.type == "cpu":
             return 0, 0
@@ -61,7 +61,7 @@ class SleepingWorker:
         return (needed, free) if free < needed else (0, 0)
 
     def take_memory(self) -> None:
-        """Take it again. Every parameter is zero then, until a version is loaded."""
+        """Reallocate the memory. Every parameter is zero until a version is loaded."""
         engine = self.weight_transfer_engine
         if engine.device.type == "cpu":
             for storage, nbytes in self._emptied:
@@ -77,7 +77,7 @@ class SleepingWorker:
 
 
 def _others(model: torch.nn.Module, storages: Iterable[torch.UntypedStorage]) -> list[torch.Tensor]:
-    """What the model's modules hold on its device beside ``storages`` and buffers, as bytes."""
+    """Return the GPU tensors in the model's modules that are in neither ``storages`` nor buffers, as bytes."""
     known = {storage.data_ptr() for storage in (*storages, *_storages(model.buffers()))}
     attributes = [value for module in model.modules() for value in vars(module).values()]
     held = [value for value in attributes if isinstance(value, torch.Tensor)]
@@ -86,7 +86,7 @@ def _others(model: torch.nn.Module, storages: Iterable[torch.UntypedStorage]) ->
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once, and none that is empty; tied parameters share theirs."""
+    """Return each nonempty storage once; tied parameters share theirs."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 

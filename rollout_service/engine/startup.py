@@ -1,4 +1,4 @@
-"""What a replica reports while it starts: heartbeats before its engine exists, and why it could not start."""
+"""Reports of a replica during its start: heartbeats before its engine exists, and the reason of a failed start."""
 
 import asyncio
 import functools
@@ -20,20 +20,20 @@ from rollout_service.runtime.rpc import IngestCalls, ingest_client, report_from_
 logger = logging.getLogger(__name__)
 
 REPORTS = itertools.count()
-"""Numbers the reports of this process's replica, so that one overtaken on its way is not taken for news."""
+"""Counter of this process's reports, so that a delayed report is not taken for the newest."""
 
 _LAST_WORD_S = 5.0
-"""A replica that could not start waits no longer for the ingest: Serve waits for it, to start another."""
+"""Timeout in seconds for reporting a failed start, because Serve starts another replica only after this one ends."""
 
 _Replica = TypeVar("_Replica")
 Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle], Awaitable[None]]
 
 
 def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
-    """For the constructor of an engine replica, which is given the configuration and the ingest's handle.
+    """Decorate an engine replica's constructor, whose arguments are the configuration and the ingest's handle.
 
-    A failure is logged where ``serve run`` shows it, with what vLLM's own processes said of it, and reported to the
-    ingest. It is raised again with the same added, so that Serve's status has it, too.
+    A failure is logged where ``serve run`` shows it, with the errors of vLLM's own processes, and reported to the
+    ingest. It is raised again with the same note for Serve's status.
     """
 
     @functools.wraps(init)
@@ -55,7 +55,7 @@ def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
 
 
 async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str) -> None:
-    """Tell the ingest; if it does not answer, Serve's status is all there is."""
+    """Report a failed start to the ingest. If the ingest does not answer, only Serve's status has the reason."""
     status = ReplicaStatus(replica_id=replica_id, sequence=next(REPORTS), version=None, state="failed", error=reason)
     try:
         async with asyncio.timeout(_LAST_WORD_S):
@@ -65,12 +65,12 @@ async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str)
 
 
 class StartupHeartbeat:
-    """Reports to the ingest every ``period_s`` seconds, from a thread of its own, until the ``with`` block ends."""
+    """Reports to the ingest every ``period_s`` seconds from its own thread, until the ``with`` block ends."""
 
     def __init__(self, replica_id: str, ingest: DeploymentHandle, period_s: float) -> None:
         self._replica_id = replica_id
         self.status: Callable[[], ReplicaStatus] = self._starting
-        """What is reported."""
+        """Returns the status to report."""
         self._waits_for: str | None = None
         self._ingest, self._period_s = ingest, period_s
         self._ended = threading.Event()
@@ -84,11 +84,11 @@ class StartupHeartbeat:
         self._ended.set()
 
     def start_over(self) -> None:
-        """The engine that was being started is given up for another one."""
+        """Report ``starting`` again, because another engine replaces the first."""
         self.status = self._starting
 
     def waits_for(self, reason: str | None) -> None:
-        """Report why no engine is started yet. None: nothing keeps it from starting any more."""
+        """Report why no engine is started yet. None: the start continues."""
         self._waits_for = reason
 
     def _starting(self) -> ReplicaStatus:

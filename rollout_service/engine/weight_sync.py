@@ -1,11 +1,10 @@
-"""How a replica follows the log: it pulls. What the ingest says only wakes it earlier than its own poll.
+"""Keep a replica at the newest version of the log. The replica pulls; the ingest only wakes it before its next poll.
 
     listen:  report to the ingest, long-poll it for the desired state   (keeps reporting while an update runs)
     act:     the newest version in the log differs from ours → stage while serving → pause → load → resume → report
 
-Where the log is read: engine/followed_log.py. States: engine/replica_state.py. Pauses that are ordered:
-engine/pausing.py. The log is read anew at each turn, so a lost wake-up, a restarted ingest or a skipped version only
-cost time.
+See engine/followed_log.py for the log, engine/replica_state.py for states, engine/pausing.py for ordered pauses. Each
+turn reads the log again. A lost wake-up, a restarted ingest or a skipped version therefore only costs time.
 """
 
 import asyncio
@@ -50,17 +49,17 @@ from rollout_service.store.node_cache import NodeCache
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 600.0
-"""Between two readings of a version that was found corrupt: someone may mend it."""
+"""Maximum seconds between two reads of a corrupt version, which may be repaired."""
 
 _REPEAT_S = 60.0
-"""Seconds between two log lines about one failure."""
+"""Minimum seconds between two log lines about one failure."""
 
 _GOODBYE_S = 2.0
-"""A replica waits no longer for the ingest when it ends: the whole service may be ending."""
+"""Timeout in seconds for the last call to the ingest, which may be ending, too."""
 
 
 class Engine(Protocol):
-    """What ``WeightSync`` needs of the engine adapter."""
+    """The part of the engine adapter that ``WeightSync`` uses."""
 
     @property
     def broken(self) -> str | None: ...
@@ -76,7 +75,7 @@ class Engine(Protocol):
 
 
 class Coordinator(Protocol):
-    """What it needs of the ingest; the shadow has a watch of its log in this place."""
+    """The part of the ingest that ``WeightSync`` uses. The shadow replaces it by a watch of its log."""
 
     async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState: ...
     async def report(self, status: ReplicaStatus) -> None: ...
@@ -100,15 +99,17 @@ class WeightSync:
         load: Callable[[], EngineLoad] | None = None,
         attention: AttentionStatus | None = None,
     ) -> None:
-        """
+        """Create the follower.
+
         Args:
-            fingerprint: of the model that is served; versions of another are refused.
-            running: sequences in flight, for the reports.
-            draining: whether this replica gets no new ones any more, for the reports.
-            copies: of this node, if it does not see the log.
-            kv_scales: None: the cache has none.
-            load: of the engine, for the reports.
-            attention: of the engine, for the reports.
+            replica_id, engine, ingest, config: this replica, its engine, the ingest and ``weights``.
+            fingerprint: the fingerprint of the served model; versions of other models are refused.
+            running: returns the number of sequences in flight, for reports.
+            draining: returns True if this replica gets no new requests, for reports.
+            copies: this node's copies of the log, if it cannot access the log.
+            kv_scales: the source of KV scales. None: the cache has none.
+            load: returns the engine's load, for reports.
+            attention: the engine's attention status, for reports.
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._running, self._draining, self._load, self._attention = running, draining, load, attention
@@ -121,19 +122,19 @@ class WeightSync:
         self._desired: DesiredState | None = None
         self._answers = 0
         self._staged: tuple[Head, Manifest, float] | None = None
-        """A version that lies beside the model and waits for its KV scales, and the seconds that this took."""
+        """A staged version that waits for its KV scales, with its manifest and the seconds of staging."""
         self._awaits_scales = False
-        """Whether the version that is on its way is here, and lacks its KV scales."""
+        """True if the next version is staged but lacks its KV scales."""
         self._served_scales: dict[str, float] | None = None
-        """KV scales of the version that is served, where its manifest has none."""
+        """KV scales of the served version, if its manifest has none."""
         self._corrupt = _CorruptVersion(2 * config.poll_s)
         self._unreadable = _Repeated()
         self.labels = ServedLabels()
-        """Of the versions that were served here."""
+        """The labels of the versions served here."""
 
     @property
     def version(self) -> int | None:
-        """The version being served."""
+        """The number of the served version."""
         return None if self._life.served is None else self._life.served.version
 
     @property
@@ -142,7 +143,7 @@ class WeightSync:
         return self._pausing.returns
 
     async def start(self) -> None:
-        """Load the newest version, then follow. Returns when the engine may serve; raises what loading raises."""
+        """Load the newest version, then follow the log. Returns when the engine may serve; raises loading errors."""
         self._pausing.begin(await self._log.open())
         head: Head | None = None
         failed: Head | None = None
@@ -158,7 +159,7 @@ class WeightSync:
                 await asyncio.sleep(self._config.poll_s)
             except (LogCorrupt, NotFound) as error:
                 await self._look_at_start()
-                # once more, since a disk may fail to read for a moment
+                # retry once, since a disk read may fail temporarily
                 if failed == head == self._log.newest():
                     raise
                 failed = head
@@ -166,11 +167,11 @@ class WeightSync:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
 
     async def _look_at_start(self) -> None:
-        with suppress(NotReady):  # the next turn says so
+        with suppress(NotReady):  # the next turn reports it
             await self._log.look()
 
     def status(self) -> ReplicaStatus:
-        """What this replica says of itself."""
+        """Return this replica's status."""
         broken, life, origin = self._engine.broken, self._life, self._log.origin
         return ReplicaStatus(
             replica_id=self._replica_id,
@@ -194,10 +195,10 @@ class WeightSync:
         )
 
     async def wait_version(self, version: int, timeout_s: float) -> bool:
-        """Wait until this replica serves ``version`` or newer; False after ``timeout_s``.
+        """Wait until this replica serves ``version`` or newer. Returns False after ``timeout_s``.
 
-        A replica that sleeps loads the newest version as it wakes. If that is new enough, requests may wait in its
-        engine, and this returns True at once.
+        A sleeping replica will load the newest version when it wakes up. If that is new enough, this returns True at
+        once, and requests wait in the engine.
         """
         if self.version is None and self._newest_is(version):
             return True
@@ -210,43 +211,43 @@ class WeightSync:
         return True
 
     def _newest_is(self, version: int) -> bool:
-        """Return True if the newest version of the log, as it was last read, is ``version`` or newer."""
+        """Return True if the newest version of the log, as last read, is ``version`` or newer."""
         try:
             return self._log.newest().version >= version
         except (LogCorrupt, NotReady):
             return False
 
     async def caught_up(self) -> None:
-        """Return once the newest version in the log is being served. Raises LogCorrupt or EngineFailed if it cannot."""
+        """Wait until the newest version is served. Raises LogCorrupt or EngineFailed if that is not possible."""
         while await self._is_behind():
             self.check_health()
-            if self._life.error is not None and self._life.target is None:  # not one that waits for KV scales
+            if self._life.error is not None and self._life.target is None:  # not a version that waits for KV scales
                 raise LogCorrupt(self._life.error)
             await asyncio.sleep(0.05)
 
     def holds(self, version: int) -> bool:
-        """Whether it serves what the log has under that number now. Raises LogCorrupt."""
+        """Return True if this replica serves the log's current version of that number. Raises LogCorrupt."""
         head = self._log.log.head()
         if head is None or self.version != version or head.version < version:
             return False
         return self._life.serves(head) if head.version == version else version in self._log.log.versions()
 
     def check_health(self) -> None:
-        """Raise if following has ended: a replica that follows no more would grow stale unseen."""
+        """Raise EngineFailed if following has ended. Such a replica would become stale unnoticed."""
         for task in self._tasks:
             if task.done():
                 raise EngineFailed(f"replica {self._replica_id} stopped following the log: {task.exception()}")
 
     def stop(self) -> None:
-        """Follow no more."""
+        """Stop following the log."""
         for task in self._tasks:
             task.cancel()
         self._pausing.stop()
 
     async def leave(self) -> None:
-        """Follow no more, and tell the ingest that this replica ends."""
+        """Stop following the log, and tell the ingest that this replica ends."""
         self.stop()
-        with suppress(RolloutServiceError, TimeoutError):  # it then finds out by itself
+        with suppress(RolloutServiceError, TimeoutError):  # the ingest will notice by itself
             async with asyncio.timeout(_GOODBYE_S):
                 await self._ingest.goodbye(self._replica_id)
 
@@ -281,7 +282,7 @@ class WeightSync:
                     await self._to_version(head)
                     await self._obey()
                     await self._report()
-            except NotFound as error:  # a newer version was committed and this one dropped meanwhile
+            except NotFound as error:  # a newer version was committed and this one removed meanwhile
                 logger.info("looking again: %s", error)
                 self._woken.set()
             except (LogUnreadable, OSError) as error:
@@ -297,15 +298,15 @@ class WeightSync:
                 await self._stay(error)
 
     async def _wait_for_log(self, head: Head | None, error: Exception) -> None:
-        """Go on with what is served while the file system cannot read the log, or the version ``head``."""
+        """Keep serving while the file system cannot read the log, or the version ``head``."""
         wait_s = self._corrupt.found(head)
         if self._unreadable.is_news(str(error)):
             logger.error("staying at version %s, looking again: %s", self.version, error)
-        if head is not None or wait_s > self._corrupt.first_wait_s:  # a single failure is not worth a report
+        if head is not None or wait_s > self._corrupt.first_wait_s:  # a single failure is not reported
             await self._stay(error)
 
     async def _stay(self, error: Exception) -> None:
-        """Say why a version was not loaded. The engine goes on with what it has, if that may be served."""
+        """Report why a version was not loaded. The engine keeps serving its version, if it has one."""
         if not self._life.closed:
             await self._pausing.open()
         if self._awaits_scales and isinstance(error, NotReady):
@@ -315,7 +316,7 @@ class WeightSync:
         await self._report()
 
     async def _recovered(self) -> None:
-        """Be ready again: what is served is the newest version, and whatever was said against the log holds no more."""
+        """Become ready again: the served version is the newest, and earlier errors of the log are obsolete."""
         if self._life.state != "ready":
             self._life.ready()
             self._staged, self._awaits_scales = None, False
@@ -339,8 +340,9 @@ class WeightSync:
 
     async def _to_version(self, head: Head) -> None:
         self._life.syncs(head.version)
-        await self._report()  # before the first one, too: the ingest keeps what a replica says it is loading
-        # a version that waits for its KV scales lies here already
+        # also before the first version, because the ingest keeps versions that replicas are loading
+        await self._report()
+        # a version that waits for its KV scales is already staged
         if self._staged is None or self._staged[0] != head:
             self._staged, self._awaits_scales = None, False
             started = time.perf_counter()
@@ -375,9 +377,9 @@ class WeightSync:
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
 
     async def _go_back(self) -> None:
-        """Load the version that was served before, so that no request waits for the ingest in a closed engine.
+        """Reload the previous version, so that no request waits for the ingest in a paused engine.
 
-        The engine stays closed if there is none, or if it cannot be read.
+        The engine stays paused if there is no previous version, or if it cannot be read.
         """
         served = self._life.served
         if served is None:
@@ -392,8 +394,8 @@ class WeightSync:
         self._life.loaded()
 
     async def _closed_for(self, head: Head) -> bool:
-        """Close the engine for a version; False if before the last rollout has finished the log has another one, or the
-        engine sleeps."""
+        """Pause the engine for a version. Returns False if the log has another version before the last rollout
+        finishes, or if the engine sleeps."""
         await self._pausing.close(head.mode)
         while self._pausing.drains():
             await self._woken.wait()
@@ -401,7 +403,7 @@ class WeightSync:
             await self._obey()
             if self._pausing.asleep:
                 return False
-            with suppress(NotReady):  # nobody knows of another one
+            with suppress(NotReady):  # a newer version is unknown
                 if await self._looked() != head:
                     self._woken.set()
                     return False
@@ -410,7 +412,7 @@ class WeightSync:
     async def _is_behind(self) -> bool:
         try:
             return not self._life.serves(await self._looked())
-        except NotReady:  # nobody knows
+        except NotReady:  # unknown
             return True
 
     async def _looked(self) -> Head:
@@ -427,13 +429,13 @@ class WeightSync:
 
 
 class _Repeated:
-    """A failure that goes on: it is logged when it begins or changes, and once a minute."""
+    """A persistent failure, logged at its start, at a change, and once a minute."""
 
     def __init__(self) -> None:
         self._message, self._said_at = "", 0.0
 
     def is_news(self, message: str) -> bool:
-        """Return True if the message is to be logged."""
+        """Return True if the message should be logged."""
         now = time.monotonic()
         if message == self._message and now - self._said_at < _REPEAT_S:
             return False
@@ -442,7 +444,7 @@ class _Repeated:
 
 
 class _CorruptVersion:
-    """One that could not be read. It is not read again at each poll, but after twice as long each time."""
+    """A version that could not be read. The wait before the next read doubles each time."""
 
     def __init__(self, first_wait_s: float) -> None:
         self.first_wait_s = first_wait_s
@@ -450,14 +452,14 @@ class _CorruptVersion:
         self._wait_s = self._retry_at = 0.0
 
     def found(self, head: Head | None) -> float:
-        """Returns for how many seconds it is let alone."""
+        """Record the failure, and return the seconds until the next read."""
         again = self._wait_s > 0 and self._head == head
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if again else self.first_wait_s
         self._head, self._retry_at = head, time.monotonic() + self._wait_s
         return self._wait_s
 
     def forget(self) -> None:
-        """What is newest was read."""
+        """Forget the version, because the newest one was read."""
         self._head, self._wait_s = None, 0.0
 
     def is_waited_for(self, head: Head) -> bool:

@@ -1,4 +1,4 @@
-"""What replicas may call in vLLM's workers beside vLLM's own methods (``worker_extension_cls``)."""
+"""Methods that replicas call on vLLM's workers, in addition to vLLM's own (``worker_extension_cls``)."""
 
 from typing import TYPE_CHECKING
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
 
 class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
-    """Mixed into vLLM's worker class: reads and checks the next version while the engine serves; measures KV scales;
-    gives memory back and takes it again; says what attends, and how much it reads."""
+    """Mixed into vLLM's worker class. It stages versions while the engine serves, measures KV scales, releases and
+    reallocates memory, and reports the attention backends and their reads."""
 
     weight_transfer_engine: "LogWeightTransferEngine"
 
     def staging_address(self) -> str:
-        """Where versions are staged on request: ``staging_calls.staged_by``."""
+        """Return the address of the staging server, for ``staging_calls.staged_by``."""
         return self.weight_transfer_engine.staging_server.address
 
     def staging_kind(self) -> "tuple[Staging, str | None]":
-        """Where versions are staged, and why, if that was not configured."""
+        """Return the kind of staging buffer. The second value is the reason, if the kind was chosen automatically."""
         return self.weight_transfer_engine.staging, self.weight_transfer_engine.why_there
 
     def load_report(self) -> "LoadReport":
-        """How the last version was loaded; see ``LogWeightTransferEngine.report``."""
+        """Return how the last version was loaded, see ``LogWeightTransferEngine.report``."""
         return self.weight_transfer_engine.report
 
     def plan_loads(self, allowed: bool) -> None:
-        """Whether versions may be loaded by a plan, or all by vLLM's layerwise reload."""
+        """Allow copy plans for loading versions, or always use vLLM's layerwise reload."""
         self.weight_transfer_engine.plan_loads(allowed)

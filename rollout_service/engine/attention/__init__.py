@@ -1,1 +1,1 @@
-"""An attention backend for vLLM in which decode reads a group's common prompt once: docs/group_attention.md."""
+"""A vLLM attention backend whose decode steps read a group's shared prompt once, see docs/group_attention.md."""

@@ -1,10 +1,9 @@
-"""vLLM's FlashAttention backend, where decode reads a group's prompt once, and an FP8 cache at the speed of memory.
+"""vLLM's FlashAttention backend, extended to read a group's prompt once per decode step and to read FP8 caches faster.
 
-A step in which every sequence decodes one token is grouped by the metadata builder, before its CUDA graph runs.
-FlashAttention reads what sequences share, and what each has of its own, too, unless the cache is in FP8 and heads have
-128 numbers: then ``fp8_decode.py`` reads that. All else, prompts and batches with prompts among them, goes the way of
-vLLM's own backend. ``choice.py`` says for what it is chosen; what is refused here is for whoever names it to vLLM
-directly.
+The metadata builder groups a step in which every sequence decodes one token, before its CUDA graph runs. FlashAttention
+reads both the shared and the private tokens. The exception is an FP8 cache with head size 128: ``fp8_decode.py`` reads
+its private tokens. All other batches, such as those with prompts, use vLLM's own backend. ``choice.py`` decides for
+which models the service uses this backend. The checks here protect users who name the backend to vLLM directly.
 """
 
 from dataclasses import dataclass
@@ -34,108 +33,109 @@ from rollout_service.engine.attention.reads import KVReads
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 FLASH_ATTENTION = 3
-"""Version whose decode of several rows an entry was measured."""
+"""The FlashAttention version for which decoding several rows per entry was measured."""
 MAX_ENTRIES = 992
-"""Up to so many FlashAttention 3 decides for each entry how often to split it (``hopper/flash_prepare_scheduler.cu``);
-beyond, a batch is decoded as vLLM does it."""
+"""Maximum number of entries for which FlashAttention 3 chooses the splits of each
+(``hopper/flash_prepare_scheduler.cu``). Larger batches use vLLM's own decode."""
 MAX_SEQUENCES = MAX_ENTRIES * 2 // 3
 
 
 class GroupAttentionBackend(FlashAttentionBackend):
-    """What vLLM asks about, and the classes that do the work."""
+    """The capabilities that vLLM asks for, and the implementing classes."""
 
     @staticmethod
     def get_name() -> str:
-        """Of the member of vLLM's enumeration of backends that plug-ins may take."""
+        """Return the member of vLLM's backend enumeration that is reserved for plug-ins."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["GroupAttentionImpl"]:
-        """Of each layer."""
+        """Return the class of one layer's attention."""
         return GroupAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type["GroupAttentionMetadataBuilder"]:
-        """Of each step's metadata."""
+        """Return the class that builds each step's metadata."""
         return GroupAttentionMetadataBuilder
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Those that were measured."""
+        """Return True for the measured head sizes."""
         return head_size in HEAD_SIZES
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """That of FlashAttention 3."""
+        """Return True for GPUs with FlashAttention 3."""
         return capability.major == FLASH_ATTENTION_3
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders."""
+        """Return True for decoders."""
         return attn_type == AttentionType.DECODER
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """No: a sequence's parts depend on who else is in the batch."""
+        """Return False: the partition of a sequence depends on the rest of the batch."""
         return False
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """No: a window may begin behind what is shared."""
+        """Return False: a window may begin after the shared tokens."""
         return False
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """No, likewise."""
+        """Return False: a window may begin after the shared tokens."""
         return False
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """No: each part would count the sink."""
+        """Return False: each partial result would count the sink."""
         return False
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """No."""
+        """Return False: not supported."""
         return False
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """No."""
+        """Return False: not supported."""
         return False
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """No: not tried."""
+        """Return False: not tested."""
         return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: whether a batch decodes single tokens is read off the CPU's lengths."""
+        """Return False: the lengths on the CPU decide whether a batch decodes single tokens."""
         return False
 
 
 @dataclass
 class GroupAttentionMetadata(FlashAttentionMetadata):
-    """Of one step. Without ``grouped`` it is FlashAttention's own."""
+    """Metadata of one step. Without ``grouped`` it equals FlashAttention's own."""
 
     grouped: Grouped | None = None
     grouped_schedule: torch.Tensor | None = None
-    """FlashAttention's, of the grouped batch, or of its shared entries alone."""
+    """FlashAttention's schedule for the grouped batch, or for its shared entries only."""
     grouped_splits: int = 0
     own_kernel: fp8_decode.Variant | None = None
-    """What reads each sequence's own tokens; None: FlashAttention, with the shared ones."""
+    """Configuration of the kernel that reads private tokens. None: FlashAttention reads them with the shared ones."""
 
 
 class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Groups the batch of a step that decodes one token of each sequence."""
+    """Groups the batch of a step that decodes one token per sequence."""
 
     supports_update_block_table = False
     requires_block_table_width = True
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Whole graphs of steps that decode single tokens; others have their attention outside of graphs."""
+        """Return full CUDA graphs for steps that decode single tokens. Other steps run their attention outside of
+        graphs."""
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
@@ -154,7 +154,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         )
         for name in layer_names:
             vllm_config.compilation_config.static_forward_context[name].impl.reads = self.grouping.reads
-        # room for each entry's part of FlashAttention's schedule, as in the builder that this one inherits from
+        # room for each entry's part of FlashAttention's schedule, as in the parent builder
         self.grouped_schedule = torch.zeros(1 + 4 * (MAX_ENTRIES + 4), dtype=torch.int32, device=device)
         self.reads_fp8_itself = (
             is_quantized_kv_cache(self.cache_config.cache_dtype)
@@ -165,11 +165,11 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GroupAttentionMetadata:
-        """Queue what groups the batch, or leave it to FlashAttention's builder."""
+        """Queue the grouping of the batch, or call FlashAttention's builder."""
         batch = common_attn_metadata
         if not self._decodes(batch):
             return GroupAttentionMetadata(**vars(super().build(common_prefix_len, batch, fast_build)))
-        # a fast build makes no schedule: that of the batch as it is would not be used
+        # a fast build skips the schedule of the ungrouped batch, which would not be used
         metadata = GroupAttentionMetadata(**vars(super().build(common_prefix_len, batch, fast_build=True)))
         grouped = self.grouping.group(batch.block_table_tensor, batch.seq_lens)
         metadata.grouped = grouped
@@ -182,7 +182,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return metadata
 
     def _decodes(self, batch: CommonAttentionMetadata) -> bool:
-        """Whether each row is one sequence's token; of a single one there is nothing to group."""
+        """Return True if each row is one token of one sequence, and there are at least two rows to group."""
         return (
             batch.max_query_len == 1
             and batch.causal is True
@@ -191,7 +191,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         )
 
     def _scheduled(self, grouped: Entries, max_tokens: int, most_splits: int) -> torch.Tensor:
-        """FlashAttention's schedule, where CUDA graphs read it."""
+        """Return FlashAttention's schedule, in the buffer that CUDA graphs read."""
         quantized = is_quantized_kv_cache(self.cache_config.cache_dtype)
         made: torch.Tensor = flash_attention_calls().get_scheduler_metadata(
             batch_size=len(grouped),
@@ -208,19 +208,20 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             num_splits=most_splits,
         )
         self.grouped_schedule[: len(made)] = made
-        self.grouped_schedule[len(made) :] = 0  # as FlashAttention's builder does, lest a graph read an older one
+        # as in FlashAttention's builder, so that a graph does not read an older schedule
+        self.grouped_schedule[len(made) :] = 0
         return self.grouped_schedule[: len(made)]
 
 
 class GroupAttentionImpl(FlashAttentionImpl):
-    """One layer's attention.
+    """Attention of one layer.
 
-    Raises NotImplementedError, as FlashAttention's own does, for what vLLM does not ask the backend about.
+    Raises NotImplementedError, like FlashAttention, for features that vLLM does not ask the backend about.
     """
 
     supports_dcp = False
     reads: KVReads
-    """Of the builder that groups this layer's batches."""
+    """The read counter of the builder that groups this layer's batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -255,7 +256,8 @@ class GroupAttentionImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See FlashAttention's; keys and values of this step are in the cache already."""
+        """Compute attention, see ``FlashAttentionImpl.forward``. The cache already holds this step's keys and
+        values."""
         grouped = None if attn_metadata is None else attn_metadata.grouped
         if grouped is None or output_scale is not None or output_block_scale is not None:
             return super().forward(

@@ -1,4 +1,4 @@
-"""For which models and settings a group's prompt is read once, and which backend of vLLM an engine gets for it."""
+"""Choice of vLLM's attention backend: the models and settings that read a group's prompt once, and all others."""
 
 import json
 from collections.abc import Iterator
@@ -11,24 +11,24 @@ from rollout_service.engine.batch_invariance import is_batch_invariant
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 GROUP = "CUSTOM"
-"""vLLM's name for the backend that a plug-in registers."""
+"""vLLM's name for a backend registered by a plug-in."""
 SHOWN = {GROUP: "group"}
-"""vLLM's name → the one in ``engine.attention_backend``, where they differ."""
+"""vLLM's names mapped to those in ``engine.attention_backend``, where they differ."""
 MEASURED_MODELS = ("qwen3",)
-"""``model_type`` of models for which ``auto`` takes it: those whose whole engine was measured with it, on one GPU."""
+"""The ``model_type`` values for which ``auto`` chooses group attention. Their whole engine was measured on one GPU."""
 HEAD_SIZES = (64, 128)
-"""Right, by ``tests/gpu/test_group_attention.py``."""
+"""Supported head sizes, tested by ``tests/gpu/test_group_attention.py``."""
 MEASURED_HEAD_SIZE = 128
-"""Of those models."""
+"""Head size of the measured models."""
 QUERIES_PER_KV_HEAD = (4, 8)
-"""Measured, for the attention alone."""
+"""Supported numbers of query heads per KV head. Measured for the attention alone."""
 MIN_SHARED_TOKENS = 512
-"""Fewer shared tokens were not measured, and are read by each sequence."""
+"""Minimum number of shared tokens. Shorter shared prefixes were not measured, and each sequence reads them itself."""
 _NO_CHOICE = "there is one kernel for the CPU, and vLLM picks the one for latent attention"
 
 
 class AttentionSettings(TypedDict, total=False):
-    """What is read here of a config.json."""
+    """The fields of config.json that this module reads."""
 
     model_type: str
     hidden_size: int
@@ -47,19 +47,19 @@ class _Settings(AttentionSettings, total=False):
 
 
 def attention_settings(folder: Path) -> AttentionSettings:
-    """Of a model's language part, where it has others."""
+    """Return the settings of a model's language part."""
     settings: _Settings = json.loads((folder / "config.json").read_text())
     return settings.get("text_config") or settings
 
 
 def head_size(model: AttentionSettings) -> int | None:
-    """Of attention; None: the model does not say it in the usual words."""
+    """Return the attention head size, or None if config.json lacks the usual fields."""
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
     return model.get("head_dim") or (hidden // heads if hidden and heads else None)
 
 
 def has_latent_attention(model: AttentionSettings) -> bool:
-    """Whether it is MLA."""
+    """Return True if the model uses latent attention (MLA)."""
     return "kv_lora_rank" in model
 
 
@@ -68,31 +68,33 @@ class AttentionChoice:
     """The attention kernels of an engine."""
 
     backend: str | None
-    """vLLM's name; None: vLLM picks."""
+    """vLLM's backend name. None: vLLM chooses."""
     why: str
-    """For logs, ``inspect`` and the fleet."""
+    """The reason, for logs, ``inspect`` and the fleet."""
 
 
 def attention_choice(
     config: ServiceConfig, model: AttentionSettings, *, on_cpu: bool = False, capability: tuple[int, int] | None = None
 ) -> AttentionChoice:
-    """Which backend an engine gets, and why.
+    """Return the attention backend of an engine, with the reason.
+
+    Raises ValueError if the platform or the model does not support the configured backend.
 
     Args:
-        model: its config.json.
-        capability: the GPU's compute capability; None: not known.
-
-    Raises ValueError if the configuration asks for what the platform or the model does not have.
+        config: the service's configuration.
+        model: the model's config.json.
+        on_cpu: True on the CPU.
+        capability: the GPU's compute capability. None: unknown.
     """
     asked, latent = config.engine.attention_backend, has_latent_attention(model)
     if latent and on_cpu:
-        # the one for AMX frees kv_b_proj, so that no update can be loaded
+        # vLLM's AMX variant frees kv_b_proj, so it cannot load an update
         return AttentionChoice("CPU_MLA", "of the CPU's kernels for latent attention, the one that takes updates")
     if latent or on_cpu:
         if asked != "auto":
             raise ValueError(f"engine.attention_backend is {asked}: {_NO_CHOICE}: set it to auto")
         return AttentionChoice(None, "vLLM picks the one for latent attention" if latent else "the CPU has one kernel")
-    # FlashAttention reads the live KV scales at each call, ours does; FlashInfer freezes them at the first one
+    # FlashAttention and our backend read the live KV scales at each call; FlashInfer freezes them at the first call
     if asked not in ("auto", "group"):
         return AttentionChoice(asked, f"engine.attention_backend is {asked}")
     against = [*_against_groups(config, model, capability)]
@@ -113,7 +115,7 @@ def _not_measured(config: ServiceConfig, model: AttentionSettings) -> Iterator[s
         yield f"no engine of {kind} was measured with it"
     if (size := head_size(model)) in HEAD_SIZES and size != MEASURED_HEAD_SIZE:
         yield f"no engine with heads of {size} numbers was measured with it"
-    # each rank groups for its own heads, and needs nothing of the others: it is right, and was not measured
+    # each rank groups its own heads independently: correct, but not measured
     if config.engine.tensor_parallel_size != 1:
         yield f"no engine of {config.engine.tensor_parallel_size} GPUs was measured with it"
 
@@ -148,7 +150,7 @@ def _against_groups(
 
 
 def _queries_per_kv_head(model: AttentionSettings, ranks: int) -> float | None:
-    """On each rank, which has at least one KV head."""
+    """Return the number of query heads per KV head on each rank. Each rank has at least one KV head."""
     heads = model.get("num_attention_heads")
     if not heads:
         return None

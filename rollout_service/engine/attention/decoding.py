@@ -1,4 +1,5 @@
-"""Decode attention over a grouped batch: queries to their rows, attention to each entry's tokens, parts merged."""
+"""Decode attention over a grouped batch: copy queries to rows, attend each entry's tokens, merge the partial
+results."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,21 +12,21 @@ from rollout_service.engine.attention.merging import merge, spread
 
 
 class Attend(Protocol):
-    """Attention of query rows to the paged keys and values of their entries."""
+    """Attention of query rows over the paged keys and values of their entries."""
 
     def __call__(self, rows: torch.Tensor, batch: Entries, output: torch.Tensor) -> torch.Tensor:
         """Write ``output`` [rows, heads, size] and return each row's LSE, fp32 [heads, rows].
 
-        Every row of ``rows`` [rows, heads, size] that an entry has attends to all tokens of the entry, without a causal
-        mask: they all come before it. What rows hold that no entry has is left open, and so are their results.
+        Each row of ``rows`` [rows, heads, size] that belongs to an entry attends to all tokens of the entry. There is
+        no causal mask, because all these tokens precede the row. The results of rows without an entry are undefined.
         """
         ...
 
 
 def grouped_decode(query: torch.Tensor, batch: Grouped, attend: Attend, output: torch.Tensor) -> None:
-    """Write ``output`` [sequences, heads, size]: the attention of one token of each sequence to all of its tokens.
+    """Write ``output`` [sequences, heads, size]: the attention of one token of each sequence over all its tokens.
 
-    ``query`` [sequences, heads, size], in the dtype that ``attend`` takes, which may be FP8.
+    ``query`` [sequences, heads, size] has the dtype that ``attend`` takes, which may be FP8.
     """
     rows = query.new_empty(batch.rows, *query.shape[1:])
     spread(query, rows, batch.shared_rows, batch.own_rows)
@@ -36,13 +37,13 @@ def grouped_decode(query: torch.Tensor, batch: Grouped, attend: Attend, output: 
 
 @dataclass(frozen=True)
 class FP8Cache:
-    """One layer's cache and scales, for the decode kernel of ``fp8_decode.py``."""
+    """The KV cache of one layer with its scales, for the decode kernel of ``fp8_decode.py``."""
 
     keys: torch.Tensor
-    """FP8 [pages, tokens of a page, KV heads, size]."""
+    """Keys in FP8 [pages, tokens per page, KV heads, size]."""
     values: torch.Tensor
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """What codes of q, k and v are multiplied by, fp32 with one element each."""
+    """Scales of q, k and v codes, one fp32 element each."""
     softmax_scale: float
     variant: Variant
 
@@ -50,10 +51,10 @@ class FP8Cache:
 def grouped_fp8_decode(
     query: torch.Tensor, batch: Grouped, attend: Attend, cache: FP8Cache, output: torch.Tensor
 ) -> None:
-    """As ``grouped_decode``, with ``attend`` for shared entries alone.
+    """Compute ``grouped_decode`` with ``attend`` for the shared entries only.
 
-    Each sequence's own tokens are read by the decode kernel, whose tiles have fewer rows than FlashAttention's, and
-    which goes on from the result over the shared ones. ``query`` is FP8.
+    The decode kernel reads each sequence's private tokens. Its tiles have fewer rows than FlashAttention's, and it
+    continues from the result over the shared tokens. ``query`` is FP8.
     """
     shape = (batch.sequences, *query.shape[1:])
     rows, partial = query.new_empty(shape), output.new_empty(shape)

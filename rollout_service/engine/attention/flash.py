@@ -1,4 +1,4 @@
-"""FlashAttention 3 as what attends: a grouped batch's rows to the pages of vLLM's KV cache."""
+"""FlashAttention 3 as the ``Attend`` of grouped batches over vLLM's paged KV cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,48 +8,48 @@ import torch
 from rollout_service.engine.attention.grouping import Entries
 
 PACKED_ROWS = 64
-"""Rows of a tile: FlashAttention packs all query heads of one KV head into it, and one group of warps multiplies up to
-so many. More rows of an entry would take the larger tile, whose rows are padding for all other entries."""
+"""Rows of a tile. FlashAttention packs all query heads of one KV head into it, and one warp group multiplies this many
+rows. An entry with more rows would use the larger tile, with padding for all other entries."""
 _MOST_PARTIAL_ROWS = 1 << 12
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""``flash_attn_varlen_func`` with ``return_softmax_lse``: the result and its LSE."""
+"""``flash_attn_varlen_func`` with ``return_softmax_lse``, which returns the result and its LSE."""
 
 
 def chunk_sequences(query_heads: int, kv_heads: int) -> int:
-    """Sequences of one shared entry: as many as one tile has rows for."""
+    """Return the maximum number of sequences per shared entry: as many as fit the rows of one tile."""
     return PACKED_ROWS * kv_heads // query_heads
 
 
 def splits(rows: int, most: int) -> int:
-    """Parts that an entry's tokens may be cut into, which work side by side; ``most``: vLLM's own bound.
+    """Return the maximum number of splits of an entry's tokens. ``most``: vLLM's own limit.
 
-    Partial results are fp32 [splits, heads, rows, size] in every CUDA graph, so that there are fewer for larger
-    batches, whose entries fill the GPU without.
+    Every CUDA graph holds partial results in fp32 [splits, heads, rows, size]. Larger batches fill the GPU without
+    splits, so they get fewer.
     """
     return min(most, max(8, _MOST_PARTIAL_ROWS // rows))
 
 
 @dataclass(frozen=True)
 class FlashAttend:
-    """One layer's ``Attend``."""
+    """The ``Attend`` of one layer."""
 
     kernel: Kernel
     keys: torch.Tensor
-    """[pages, tokens of a page, KV heads, size]; FP8 if queries are."""
+    """Keys [pages, tokens per page, KV heads, size]; FP8 if the queries are FP8."""
     values: torch.Tensor
     scale: float
-    """On logits, beside the descales."""
+    """Scale of the logits, in addition to the descales."""
     descales: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """What codes of q, k and v are multiplied by, fp32 with one element each; of no meaning in BF16."""
+    """Scales of q, k and v codes, one fp32 element each. Unused in BF16."""
     max_tokens: int
-    """Of the longest sequence."""
+    """Length of the longest sequence in tokens."""
     schedule: torch.Tensor | None
-    """As vLLM's ``get_scheduler_metadata`` made it for the same batch; None: the kernel makes it."""
+    """The result of vLLM's ``get_scheduler_metadata`` for the same batch. None: the kernel computes it."""
     splits: int
 
     def __call__(self, rows: torch.Tensor, batch: Entries, output: torch.Tensor) -> torch.Tensor:
-        """See ``Attend``."""
+        """Compute attention, see ``Attend``."""
         shape = (len(batch), self.keys.shape[2])
         q_descale, k_descale, v_descale = (descale.expand(shape) for descale in self.descales)
         _, lse = self.kernel(

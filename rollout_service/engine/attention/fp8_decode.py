@@ -1,19 +1,18 @@
-"""Attention of one token of each sequence to a paged FP8 KV cache, with few padding rows and products in FP16.
+"""Decode attention of one token per sequence over a paged FP8 KV cache, with few padding rows and FP16 products.
 
-FlashAttention 3 multiplies tiles of 64 rows, of which a sequence's query fills 4 or 8, the query heads of one KV head.
-Here a tile has 16 rows (``mma.m16n8k16``). One program, of as few warps as one, goes through the pages of one KV head
-of one sequence, or of a part of it: a warp on its own exchanges nothing with others, and several programs an SM hide
-each other's waiting.
+FlashAttention 3 multiplies tiles of 64 rows. A sequence's query fills only 4 or 8 of them, the query heads of one KV
+head. Here a tile has 16 rows (``mma.m16n8k16``). One program of at least one warp processes one KV head of one
+sequence, or a split of its pages. A single warp needs no synchronization, and several programs per SM hide each other's
+latency.
 
-Codes are read as pairs, 16 bits each. So both operands are tiles of 16-bit numbers, which ``ldmatrix`` also transposes,
-as values need and as it cannot do with bytes. A register then has the pairs of two neighbours along the summed
-dimension, and two conversions make of it the two registers that the tensor cores want: one of the pairs' first codes,
-one of their second ones. Keys are summed over the head's numbers, first and second ones apart; of values, first and
-second numbers of the result are apart until the end.
+Codes are read as pairs of 16 bits. Both operands are then tiles of 16-bit numbers, which ``ldmatrix`` can transpose as
+values require; it cannot transpose bytes. A register holds the pairs of two neighbours along the summed dimension. Two
+conversions turn it into the two registers that the tensor cores need: the pairs' first codes, and their second codes.
+The sum over a key's elements adds first and second codes separately. First and second elements of the result stay
+separate until the end.
 
-The running sums of the softmax may begin with what another kernel made of tokens before these (``Before``), so that
-nothing has to be merged afterwards: its result as the weighted sum, 1 as the sum of weights, its LSE as the largest
-logit.
+The running softmax may begin with the result of another kernel over earlier tokens (``Before``), so that no merge is
+needed afterwards. That result becomes the weighted sum, 1 the sum of weights, and its LSE the largest logit.
 """
 
 from dataclasses import dataclass
@@ -24,18 +23,18 @@ import triton
 import triton.language as tl
 
 ROWS = 16
-"""Of a tile of the tensor cores."""
+"""Rows of a tensor-core tile."""
 SIZE = 128
-"""Numbers of a head."""
+"""Supported head size."""
 _PROGRAMS = 1024
-"""That occupy an H200: 32 sequences of 8 KV heads are fastest in 4 parts, 256 of 4 KV heads in one
-(``benchmarks/results/h200/kernels_fp8_decode.json``)."""
+"""Number of programs that fill an H200. 32 sequences with 8 KV heads are fastest with 4 splits, 256 with 4 KV heads
+with one (``benchmarks/results/h200/kernels_fp8_decode.json``)."""
 _MOST_SPLITS = 32
-"""Whose results one warp merges."""
+"""Maximum number of splits whose results one warp merges."""
 
 Way = Literal["cvt", "bits", "plain"]
-"""How codes become FP16: by the GPU's instruction for two of them, by shifts (the value is then 2⁻⁸ of the code's), or
-by the same shifts in Triton's own words, which its interpreter understands, too."""
+"""Conversion of codes to FP16. ``cvt`` uses the GPU's instruction for pairs, ``bits`` uses shifts and yields 2⁻⁸ of the
+value. ``plain`` is ``bits`` in Triton code, which also runs in Triton's interpreter."""
 
 _CVT = tl.constexpr(
     """{
@@ -65,7 +64,7 @@ _BITS = tl.constexpr(
 
 @triton.jit
 def _halves(pairs, WAY: tl.constexpr):
-    """Of pairs of codes, int16: the first ones and the second ones, FP16; 2⁻⁸ of their values unless ``cvt``."""
+    """Return the first and the second codes of int16 pairs as FP16. Without ``cvt`` they are 2⁻⁸ of their values."""
     if WAY == "plain":
         first = ((pairs & 0x7F) << 7) | ((pairs & 0x80) << 8)
         second = ((pairs & 0x7F00) >> 1) | (pairs & -0x8000)
@@ -79,7 +78,7 @@ def _halves(pairs, WAY: tl.constexpr):
 
 @triton.jit
 def _blocks(table, at, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Block ids of a sequence's tokens from ``at`` on: one number if a page has them all, else [BLOCK]."""
+    """Return block ids of the tokens from ``at`` on: a scalar if one page holds them all, else [BLOCK]."""
     if PAGE % BLOCK == 0:
         blocks = tl.load(table + tl.minimum(at, end - 1) // PAGE)
     else:
@@ -92,7 +91,7 @@ def _attend(
     at, end, blocks, keys, values, page_stride, token_stride, q_first, q_second, scale, most, total, first, second,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, WAY: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Take in the tokens from ``at`` on; ``LAST``: there may be fewer than ``BLOCK``."""
+    """Accumulate the tokens from ``at`` on. ``LAST``: there may be fewer than ``BLOCK`` tokens."""
     pair, token = tl.arange(0, PAIRS), at + tl.arange(0, BLOCK)
     where = blocks.to(tl.int64) * page_stride + token % PAGE * token_stride
     there = token < end
@@ -100,7 +99,7 @@ def _attend(
     key_at = keys + where[None, :] + pair[:, None]
     if LAST:
         codes_k = tl.load(key_at, mask=there[None, :], other=0)
-        codes_v = tl.load(value_at, mask=there[:, None], other=0)  # whatever lies there, 0 times it is to be 0
+        codes_v = tl.load(value_at, mask=there[:, None], other=0)  # masked to 0: a weight of 0 times garbage must be 0
     else:
         codes_k = tl.load(key_at)
         codes_v = tl.load(value_at)
@@ -125,7 +124,7 @@ def _begun(
     before, first_head, unit, out, lse, head_stride, row_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The running sums of a tile's rows before its first token: those of row ``before`` of ``out``; −1: nothing."""
+    """Return the initial running sums of a tile's rows, from row ``before`` of ``out``; −1 means none."""
     most = tl.full([ROWS], -1e30, dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     first = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
@@ -135,7 +134,7 @@ def _begun(
         head, at = first_head + row, before.to(tl.int64)
         asked = tl.where(row < GROUP, at, -1) >= 0
         its_lse = tl.load(lse + head * head_stride + at * row_stride, mask=asked, other=float("-inf"))
-        found = tl.abs(its_lse) < float("inf")  # NaN is not either
+        found = tl.abs(its_lse) < float("inf")  # false for NaN, too
         most = tl.where(found, its_lse * 1.4426950408889634, most)
         total = tl.where(found, 1.0, total)
         numbers = out + (at * HEADS + head)[:, None] * (2 * PAIRS) + 2 * pair[None, :]
@@ -152,27 +151,28 @@ def decode_part(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WAY: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one sequence, or a part of its tokens: a program each, heads of a sequence side by side.
+    """Compute one KV head of one sequence, or of a split of its tokens, per program. A sequence's heads are adjacent.
 
     Args:
-        q: pairs of codes, int16 [n, KV_HEADS * GROUP, PAIRS]; ``q_stride``: between sequences.
-        keys, values: likewise [pages, PAGE, KV_HEADS, PAIRS] by the strides given.
-        tables: block ids int32 [n, table_stride]. lengths: tokens int32 [n]; 0: padding.
-        q_scale, k_scale, v_scale: what codes are multiplied by, one fp32 each.
-        out: to write, [SPLITS, n, KV_HEADS * GROUP, 2 * PAIRS]; of a part, its own result.
-        lse: to write, fp32 [SPLITS, KV_HEADS * GROUP, n], natural logarithm; −inf where there is no token. None: nobody
-            asks.
-        before_rows: int32 [n], the row in which each sequence's result over earlier tokens stands; −1: it has none.
-            None: no sequence has one.
-        before_out: that result, [rows, KV_HEADS * GROUP, 2 * PAIRS]. before_lse: its LSE, by the strides given; one
-            that is not finite means no token, whatever stands in the row.
+        q: pairs of codes, int16 [n, KV_HEADS * GROUP, PAIRS]; ``q_stride`` is the stride between sequences.
+        keys, values: pairs of codes, int16 [pages, PAGE, KV_HEADS, PAIRS], with the given strides.
+        tables: block ids, int32 [n, table_stride].
+        lengths: lengths in tokens, int32 [n]; 0 is padding.
+        q_scale, k_scale, v_scale: scales of the codes, one fp32 each.
+        out: output, [SPLITS, n, KV_HEADS * GROUP, 2 * PAIRS]. Each split has its own result.
+        lse: output, fp32 [SPLITS, KV_HEADS * GROUP, n], natural logarithm; −inf without tokens. None: not wanted.
+        before_rows: int32 [n], the row of each sequence's result over earlier tokens; −1 for none. None: no sequence
+            has one.
+        before_out: the earlier results, [rows, KV_HEADS * GROUP, 2 * PAIRS].
+        before_lse: their LSE, with the given strides. A value that is not finite means no tokens; the row is then
+            ignored.
     """
     sequence, head, split = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS, tl.program_id(1)
     length = tl.load(lengths + sequence)
     row, pair = tl.arange(0, ROWS), tl.arange(0, PAIRS)
     real = (row < GROUP)[:, None]
     at_query = sequence.to(tl.int64) * q_stride + (head * GROUP + row)[:, None] * PAIRS
-    # pairs, as keys are: where Triton sees numbers of 8 bits it reads keys in the way that suits those
+    # as pairs, like keys: for 8-bit elements Triton would choose a layout for keys that suits bytes
     q_first, q_second = _halves(tl.load(q + at_query + pair[None, :], mask=real, other=0), WAY)
     scale = softmax_scale * 1.4426950408889634 * tl.load(q_scale) * tl.load(k_scale)
     if WAY != "cvt":
@@ -185,12 +185,13 @@ def decode_part(
     begin = split * part
     end = tl.minimum(begin + part, length)
     whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-    unit = tl.load(v_scale)  # of what is summed up
+    unit = tl.load(v_scale)  # scale of the accumulated sums
     if WAY != "cvt":
         unit *= 256.0
     before = -1
     if before_rows is not None:
-        before = tl.where(split == 0, tl.load(before_rows + sequence), -1)  # the first part goes on from it
+        # the first split continues from the earlier result
+        before = tl.where(split == 0, tl.load(before_rows + sequence), -1)
     most, total, first, second = _begun(
         before, head * GROUP, unit, before_out, before_lse, before_head_stride, before_row_stride,
         KV_HEADS * GROUP, GROUP, ROWS, PAIRS,
@@ -198,7 +199,7 @@ def decode_part(
     if begin < end:
         blocks = _blocks(table, begin, end, PAGE, BLOCK)
         for at in tl.range(begin, whole, BLOCK, num_stages=STAGES):
-            # read one turn ahead: else Triton spends half of the stages on the way from block ids to keys
+            # loaded one iteration ahead, because Triton otherwise spends half of the stages on block ids
             ahead = _blocks(table, at + BLOCK, end, PAGE, BLOCK)
             most, total, first, second = _attend(
                 at, end, blocks, keys, values, page_stride, token_stride, q_first, q_second, scale,
@@ -224,11 +225,13 @@ def decode_part(
 
 @triton.jit(do_not_specialize=["n"])
 def merge_parts(parts, part_lse, out, lse, n, HEADS: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
-    """The results of all parts of a head of a sequence made one: a program each.
+    """Merge the results of all splits of one head of one sequence per program.
 
     Args:
-        parts: fp32 [SPLITS, n, HEADS, SIZE]. part_lse: fp32 [SPLITS, HEADS, n].
-        out: to write, [n, HEADS, SIZE]. lse: to write, fp32 [HEADS, n]; None: nobody asks.
+        parts: fp32 [SPLITS, n, HEADS, SIZE].
+        part_lse: fp32 [SPLITS, HEADS, n].
+        out: output, [n, HEADS, SIZE].
+        lse: output, fp32 [HEADS, n]. None: not wanted.
     """
     sequence, head = tl.program_id(0), tl.program_id(1)
     split, at = tl.arange(0, SPLITS), tl.arange(0, SIZE)
@@ -248,37 +251,37 @@ def merge_parts(parts, part_lse, out, lse, n, HEADS: tl.constexpr, SPLITS: tl.co
 
 @dataclass(frozen=True)
 class Variant:
-    """How the kernel is made. The defaults are the fastest of ``python -m benchmarks.kernels.fp8_decode``."""
+    """Compile-time options of the kernel. The defaults were fastest in ``python -m benchmarks.kernels.fp8_decode``."""
 
     way: Way = "plain" if triton.knobs.runtime.interpret else "cvt"
     block: int = 64
-    """Tokens of a turn; a power of two."""
+    """Tokens per iteration; a power of two."""
     warps: int = 1
-    """Of a program."""
+    """Warps per program."""
     stages: int = 4
-    """Of Triton's pipeline: tokens of so many turns less one are on their way or here."""
+    """Stages of Triton's pipeline: loads for up to ``stages - 1`` iterations are in flight."""
     splits: int = 1
-    """Parts of a sequence; a power of two. More than one are merged by a second kernel."""
+    """Splits per sequence; a power of two. A second kernel merges more than one."""
 
     def __str__(self) -> str:
         return f"{self.way}, {self.block} tokens, {self.warps} warps, {self.stages} stages, {self.splits} parts"
 
 
 def splits_of(sequences: int, kv_heads: int) -> int:
-    """Parts of a sequence that occupy a GPU with a batch of so many."""
+    """Return the number of splits per sequence that fills a GPU with a batch of this size."""
     return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, sequences * kv_heads)))
 
 
 @dataclass(frozen=True)
 class Before:
-    """Attention of the same queries to earlier tokens, with scales applied."""
+    """Attention of the same queries over earlier tokens, with scales applied."""
 
     rows: torch.Tensor
-    """int32 [n]: each sequence's row of the two below; −1: it has no such tokens."""
+    """int32 [n]: the row of each sequence in the two tensors below; −1 for no earlier tokens."""
     out: torch.Tensor
-    """[rows, heads, SIZE], each row side by side."""
+    """The results [rows, heads, SIZE], with contiguous rows."""
     lse: torch.Tensor
-    """fp32 [heads, rows], natural logarithm, with any strides."""
+    """Their LSE, fp32 [heads, rows], natural logarithm, with any strides."""
 
 
 def decode(
@@ -294,17 +297,21 @@ def decode(
     before: Before | None = None,
     variant: Variant = Variant(),
 ) -> None:
-    """Queue the kernels that write ``out`` [n, heads, SIZE] and ``lse``, fp32 [heads, n] with its rows side by side.
+    """Queue the kernels that write ``out`` [n, heads, SIZE] and ``lse``, fp32 [heads, n] with contiguous rows.
+
+    Raises ValueError for another head size, or for more query heads per KV head than a tile has rows.
 
     Args:
-        query: FP8 [n, heads, SIZE], a sequence's heads side by side.
-        keys, values: FP8 [pages, tokens of a page, KV heads, SIZE], with any strides but the last.
-        tables: block ids int32 [n, pages of a sequence].
-        lengths: int32 [n]; the result of one without tokens is 0, its LSE −inf.
-        scales: what codes of q, k and v are multiplied by, one fp32 each, read when the kernel runs.
-        before: what to go on from; ``tables`` and ``lengths`` are of the tokens after it.
-
-    Raises ValueError for other sizes of heads, or more query heads of a KV head than a tile has rows.
+        query: FP8 [n, heads, SIZE], with contiguous heads.
+        keys, values: FP8 [pages, tokens per page, KV heads, SIZE], contiguous in the last dimension.
+        tables: block ids, int32 [n, pages per sequence].
+        lengths: int32 [n]. A sequence without tokens has the result 0 and the LSE −inf.
+        scales: scales of q, k and v codes, one fp32 each, read when the kernel runs.
+        softmax_scale: scale of the logits.
+        out: the output, contiguous.
+        lse: the output LSE. None: not wanted.
+        before: an earlier result to continue from. ``tables`` and ``lengths`` then cover the tokens after it.
+        variant: compile-time options.
     """
     n, heads, size = query.shape
     page, kv_heads = keys.shape[1:3]

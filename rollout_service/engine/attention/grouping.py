@@ -1,10 +1,10 @@
-"""Which sequences of a decode batch share how much of their KV cache, found on the GPU from block tables alone.
+"""Group the sequences of a decode batch by shared KV cache pages, on the GPU and from block tables alone.
 
-Completions of one prompt have their prompt's pages in common: the prefix cache gives each of them the same block ids.
-A step's batch of ``n`` sequences becomes one of at most ``n // 2 + n`` entries. First come the *shared* entries: the
-pages that up to ``chunk`` sequences have in common, with one query row for each of these sequences. Then comes each
-sequence's *own* entry: the rest of its pages, with one row. Nothing here waits for the GPU or depends on values on the
-host, and all that is written lies in buffers that stay where they are, so that CUDA graphs can read them.
+Completions of one prompt share the prompt's pages, because the prefix cache gives them the same block ids. A batch of
+``n`` sequences becomes at most ``n // 2 + n`` entries. First come the *shared* entries: the pages common to up to
+``chunk`` sequences, with one query row per sequence. Then comes each sequence's *own* entry: its other pages, with one
+row. Nothing here waits for the GPU or depends on values on the host. All outputs are in buffers with fixed addresses,
+so that CUDA graphs can read them.
 """
 
 from dataclasses import dataclass
@@ -20,36 +20,37 @@ from rollout_service.engine.attention.reads import KVReads
 MAX_PAGES = (1 << 20) - 1
 MAX_SEQUENCES = 1 << 10
 _KEY = tl.constexpr(MAX_PAGES + 1)
-"""A key is an int32: the first sequence that has the shared pages, times this, plus their number."""
+"""Factor of an int32 key: the index of the first sequence with the shared pages, times this, plus the number of
+pages."""
 _COPY = 512
-"""Block ids that a program reads at once."""
+"""Block ids that a program copies per iteration."""
 
 
 @triton.jit(do_not_specialize=["count"])
 def choose_prefixes(
     tables, row_stride, lengths, count, page, min_pages, keys, CHUNK: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr
 ):
-    """Of each sequence, the number of leading pages to share: a program a sequence.
+    """Choose the number of leading pages that each sequence shares. One program per sequence.
 
     Args:
-        tables: block ids int32 [count, row_stride].
-        lengths: tokens of each sequence, int32 [count]; the last one is the token that is being decoded.
-        min_pages: fewer shared pages than that are not worth an entry.
-        keys: to write, int32 [count]: the same number for all that share the same pages; −1: none.
-        STEPS: bits of the largest number of pages.
-        N: a power of two, ``count`` at least.
+        tables: block ids, int32 [count, row_stride].
+        lengths: tokens per sequence, int32 [count]; the last one is being decoded.
+        min_pages: minimum number of pages of a shared entry.
+        keys: output, int32 [count]. Sequences with the same shared pages have the same key; −1 means none.
+        STEPS: number of bits of the largest page count.
+        N: a power of two, at least ``count``.
     """
     mine = tl.program_id(0)
     others = tl.arange(0, N)
     exists = others < count
-    # the page of the token that is being decoded is written in this step, and nobody else's
+    # this step writes the page of the decoded token, so that page is never shared
     full = tl.maximum(tl.load(lengths + mine) - 1, 0) // page
     fulls = tl.maximum(tl.load(lengths + others, mask=exists, other=0) - 1, 0) // page
     mine_row = tables + mine.to(tl.int64) * row_stride
     rows = tables + others.to(tl.int64) * row_stride
 
-    # Common pages with each other sequence, by bisection: equal block ids at a depth mean an equal prefix, but for
-    # prompts that were computed twice. fill_batch compares what is chosen here, page by page.
+    # Find the common pages with each other sequence by bisection. Equal block ids at a depth mean an equal prefix,
+    # except for prompts that were computed twice. fill_batch therefore compares the chosen pages one by one.
     common = tl.zeros([N], dtype=tl.int32)
     highest = tl.minimum(full, fulls)
     for _ in range(STEPS):
@@ -61,8 +62,8 @@ def choose_prefixes(
         highest = tl.where(open_ & (block != theirs) | (open_ & (block == 0)), middle - 1, highest)
         common = tl.where(same, middle, common)
 
-    # Of pages that m sequences read together each of them saves (m − 1)/m.
-    depths = tl.sort(common)  # the sequences from here on share this much: N − position of them
+    # each of m sequences that read pages together saves (m − 1)/m of them
+    depths = tl.sort(common)  # the N − position sequences from here on share at least this many pages
     sharers = tl.minimum(N - others, CHUNK).to(tl.float32)
     saved = tl.where(depths >= min_pages, depths.to(tl.float32) * (sharers - 1.0) / sharers, 0.0)
     most = tl.max(saved, axis=0)
@@ -73,13 +74,13 @@ def choose_prefixes(
 
 @triton.jit(do_not_specialize=["count"])
 def form_chunks(keys, count, heads, places, sizes, CHUNK: tl.constexpr, N: tl.constexpr):
-    """Cut those of one key into chunks, in the order of the batch: a program a sequence.
+    """Cut the sequences with one key into chunks, in batch order. One program per sequence.
 
     Args:
-        keys: as of ``choose_prefixes``.
-        heads: to write, int32 [count]: the first sequence of its chunk; −1: it is in none.
-        places: to write, int32 [count]: its place in the chunk.
-        sizes: to write, int32 [count]: sequences of its chunk.
+        keys: the output of ``choose_prefixes``.
+        heads: output, int32 [count]: the first sequence of the chunk; −1 for no chunk.
+        places: output, int32 [count]: the position in the chunk.
+        sizes: output, int32 [count]: the number of sequences in the chunk.
     """
     mine = tl.program_id(0)
     others = tl.arange(0, N)
@@ -138,7 +139,7 @@ def _fill_own(
     length = tl.load(lengths + mine)
     source = tables + mine.to(tl.int64) * row_stride
     depth = tl.where(head >= 0, tl.load(keys + mine) % _KEY, 0)
-    # one that does not have all of the pages after all reads its own, and its shared row's result is left alone
+    # a sequence without all of the shared pages reads its own; the result of its shared row is ignored
     shared = tables + tl.maximum(head, 0).to(tl.int64) * row_stride
     depth = tl.where(_has_pages(source, shared, depth, COPY), depth, 0)
     before = tl.sum(tl.where(others < head, their_sizes, 0), axis=0)
@@ -163,15 +164,15 @@ def fill_batch(
     starts, entry_lengths, entry_tables, entry_stride, shared_rows, own_rows, reads,
     COPY: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Write the batch's entries: ``count // 2`` programs for shared ones, then one for each sequence's own.
+    """Write the batch's entries: ``count // 2`` programs for shared entries, then one for each own entry.
 
     Args:
-        heads, places, sizes: as of ``form_chunks``.
-        starts: to write, int32 [entries + 1]: where each entry's rows begin.
-        entry_lengths: to write, int32 [entries]: tokens of KV that they attend to.
-        entry_tables: to write, int32 [entries, entry_stride]: block ids of these tokens; the rest of a row stays.
-        shared_rows, own_rows: to write, int32 [count]: a sequence's two rows; −1: it has none.
-        reads: to add to, int64 [2]: the tokens of all sequences, and those that their entries have fewer.
+        heads, places, sizes: the output of ``form_chunks``.
+        starts: output, int32 [entries + 1]: the first row of each entry.
+        entry_lengths: output, int32 [entries]: KV tokens of each entry.
+        entry_tables: output, int32 [entries, entry_stride]: block ids of these tokens. The rest of a row is unchanged.
+        shared_rows, own_rows: output, int32 [count]: the two rows of a sequence; −1 for none.
+        reads: int64 [2], incremented by the tokens of all sequences, and by the tokens saved by grouping.
     """
     entry = tl.program_id(0)
     others = tl.arange(0, N)
@@ -193,16 +194,16 @@ def fill_batch(
 
 @dataclass(frozen=True)
 class Entries:
-    """Rows of queries that attend to the same tokens, and these tokens' pages."""
+    """Query rows that attend to the same tokens, with the pages of these tokens."""
 
     starts: torch.Tensor
-    """int32 [entries + 1]: the rows of entry ``e`` are those from ``starts[e]`` up to ``starts[e + 1]``."""
+    """int32 [entries + 1]: entry ``e`` has the rows from ``starts[e]`` up to ``starts[e + 1]``."""
     lengths: torch.Tensor
-    """int32 [entries]: tokens of KV that all rows of an entry attend to; 0: it has no rows, or nothing to attend to."""
+    """int32 [entries]: KV tokens that all rows of an entry attend to; 0 if it has no rows or no tokens."""
     tables: torch.Tensor
-    """Block ids int32 [entries, pages]."""
+    """Block ids, int32 [entries, pages]."""
     max_rows: int
-    """Of one entry."""
+    """Maximum number of rows per entry."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -210,38 +211,38 @@ class Entries:
 
 @dataclass(frozen=True)
 class Grouped(Entries):
-    """A decode batch of ``n`` sequences: its shared entries, then an own one of each; views of a ``Grouping``'s
-    buffers."""
+    """A decode batch of ``n`` sequences: its shared entries, then one own entry per sequence. The tensors are views of
+    a ``Grouping``'s buffers."""
 
     shared_rows: torch.Tensor
-    """int32 [n]: the row of each sequence's query among the shared entries; −1: it shares nothing."""
+    """int32 [n]: the row of each sequence's query among the shared entries; −1 if it shares nothing."""
     own_rows: torch.Tensor
-    """int32 [n]: the row among the own entries; −1: the sequence is padding."""
+    """int32 [n]: the row among the own entries; −1 for padding."""
 
     @property
     def sequences(self) -> int:
-        """Of the batch, padding included."""
+        """Number of sequences in the batch, including padding."""
         return len(self.own_rows)
 
     @cached_property
     def shared(self) -> Entries:
-        """The shared entries alone, whose rows are at most ``sequences``."""
+        """The shared entries only. They have at most ``sequences`` rows."""
         count = len(self) - self.sequences
         return Entries(self.starts[: count + 1], self.lengths[:count], self.tables[:count], self.max_rows)
 
     @property
     def own_lengths(self) -> torch.Tensor:
-        """int32 [n]: tokens of each sequence's own entry, in the batch's order."""
+        """int32 [n]: tokens of each sequence's own entry, in batch order."""
         return self.lengths[len(self) - self.sequences :]
 
     @property
     def own_tables(self) -> torch.Tensor:
-        """Block ids int32 [n, pages] of these tokens."""
+        """Block ids of these tokens, int32 [n, pages]."""
         return self.tables[len(self) - self.sequences :]
 
     @property
     def rows(self) -> int:
-        """Of all entries at most: what buffers for queries and results need."""
+        """Maximum number of rows of all entries: the size of buffers for queries and results."""
         return 2 * self.sequences
 
 
@@ -251,9 +252,16 @@ class Grouping:
     def __init__(
         self, max_sequences: int, max_pages: int, page_tokens: int, chunk: int, min_pages: int, device: torch.device
     ) -> None:
-        """``max_pages``: of a sequence; ``chunk``: sequences of one shared entry; ``min_pages``: of a shared entry.
+        """Allocate the buffers. Raises ValueError for sizes that do not fit into a key, and for a chunk of less than
+        two.
 
-        Raises ValueError for sizes that do not fit into a key, and for a chunk of less than two.
+        Args:
+            max_sequences: maximum number of sequences in a batch.
+            max_pages: maximum number of pages per sequence.
+            page_tokens: tokens per page.
+            chunk: maximum number of sequences per shared entry.
+            min_pages: minimum number of pages of a shared entry.
+            device: the GPU.
         """
         if max_sequences > MAX_SEQUENCES or max_pages > MAX_PAGES:
             raise ValueError(
@@ -263,16 +271,17 @@ class Grouping:
         if chunk < 2 or min_pages < 1:
             raise ValueError(f"chunks of {chunk} sequences with {min_pages} pages in common: 2 and 1 are the least")
         self.last: Grouped | None = None
-        """What the last batch became."""
+        """The last batch."""
         self.reads = KVReads(device)
-        """Of all batches."""
+        """Counts the reads of all batches."""
         self._page_tokens, self._chunk, self._min_pages = page_tokens, chunk, min_pages
         self._steps = max_pages.bit_length()
-        self._width = triton.next_power_of_2(max_sequences)  # the same for every batch: the kernels are compiled once
+        # the same for every batch, so that the kernels are compiled once
+        self._width = triton.next_power_of_2(max_sequences)
         self._choose = RepeatedLaunch(choose_prefixes, num_warps=max(4, self._width // 64))
         self._form, self._fill = RepeatedLaunch(form_chunks, num_warps=4), RepeatedLaunch(fill_batch, num_warps=4)
         self._views: dict[int, Grouped] = {}
-        """By sequences: making these views would take as long as launching a kernel."""
+        """Views by number of sequences. Creating them takes as long as launching a kernel."""
         entries = max_sequences // 2 + max_sequences
 
         def buffer(*shape: int) -> torch.Tensor:
@@ -285,13 +294,13 @@ class Grouping:
         )
 
     def group(self, tables: torch.Tensor, lengths: torch.Tensor) -> Grouped:
-        """Queue the kernels that write the batch's entries over those of the batch before.
+        """Queue the kernels that write the batch's entries over those of the previous batch.
+
+        Raises ValueError for a batch larger than the buffers.
 
         Args:
-            tables: block ids int32 [sequences, pages].
-            lengths: tokens of each sequence, int32 [sequences], with the one that is being decoded; 0: padding.
-
-        Raises ValueError for a batch that is larger than the buffers.
+            tables: block ids, int32 [sequences, pages].
+            lengths: tokens per sequence including the decoded one, int32 [sequences]; 0 is padding.
         """
         count, pages = tables.shape
         if count > len(self._keys) or pages > self._tables.shape[1]:
@@ -300,7 +309,7 @@ class Grouping:
                 f"{self._tables.shape[1]}"
             )
         given = (tables, tables.stride(0), lengths, count, self._page_tokens)
-        # all other arguments are the same each time, or numbers that Triton does not look at
+        # all other arguments are constant, or numbers that do not affect Triton's specialization
         alike = (tables.dtype, tables.data_ptr() % 16, tables.stride(0), lengths.dtype, lengths.data_ptr() % 16)
         self._choose(count, alike, *given, self._min_pages, self._keys, self._chunk, self._steps, self._width)
         self._form(count, None, self._keys, count, self._heads, self._places, self._sizes, self._chunk, self._width)

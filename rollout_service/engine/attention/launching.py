@@ -1,7 +1,7 @@
-"""Launches of a Triton kernel that come with every step, without Triton's search for the compiled form.
+"""Repeated launches of a Triton kernel, without Triton's search for the compiled variant.
 
-Triton looks at all arguments of a launch, to find which of a kernel's compiled forms they need: dtypes, alignment of
-addresses, numbers that are multiples of 16, constants. With a dozen arguments that is more than half of a launch.
+For each launch, Triton inspects all arguments to find the compiled variant: dtypes, address alignment, multiples of 16,
+constants. With a dozen arguments that takes more than half of the launch time.
 """
 
 from collections.abc import Hashable
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class RepeatedLaunch:
-    """One kernel, whose compiled forms are kept under keys of the caller's."""
+    """One kernel, with its compiled variants cached under the caller's keys."""
 
     def __init__(self, kernel: Any, num_warps: int) -> None:
-        """``kernel``: of ``triton.jit``."""
+        """Wrap ``kernel``, a function decorated with ``triton.jit``."""
         self._kernel, self._num_warps = kernel, num_warps
         self._compiled: dict[Hashable, Any] = {}
 
@@ -21,7 +21,7 @@ class RepeatedLaunch:
 
         Args:
             key: equal only for arguments that Triton compiles alike.
-            arguments: all of the kernel's, constants too, in the order of its signature.
+            arguments: all arguments of the kernel in signature order, including constants.
         """
         if (compiled := self._compiled.get(key)) is not None:
             compiled[(programs, 1, 1)](*arguments)

@@ -1,8 +1,8 @@
-"""Query rows of a grouped batch's entries, and the two partial results of each sequence made one.
+"""Copy queries to the rows of a grouped batch's entries, and merge the two partial results of each sequence.
 
-Softmax attention over two sets of tokens is the mean of the results over each of them, weighted by the sums of their
-exponentials, whose logarithm ("LSE") attention kernels return beside a result: FlashAttention's own way to put splits
-together (arXiv 2205.14135, section 3.1), and Hydragen's for shared prefixes (arXiv 2402.05099, section 3.1).
+Softmax attention over two sets of tokens is the weighted mean of the two results. The weights are the sums of
+exponentials, whose logarithm (LSE) attention kernels return. FlashAttention merges splits this way (arXiv 2205.14135,
+section 3.1), and Hydragen shared prefixes (arXiv 2402.05099, section 3.1).
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _HEADS = 8
-"""Heads that one program treats."""
+"""Heads per program."""
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def spread_queries(
     query, token_stride, rows, shared_rows, own_rows,
     HEADS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Copy each sequence's query [HEADS, SIZE] to its rows of ``rows`` [rows, HEADS, SIZE]: a program a few heads."""
+    """Copy each sequence's query [HEADS, SIZE] to its rows of ``rows`` [rows, HEADS, SIZE]. A few heads per program."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     at = tl.arange(0, PADDED)[None, :]
@@ -31,15 +31,16 @@ def spread_queries(
         tl.store(rows + own * HEADS * SIZE + head * SIZE + at, value, mask=tl.where(inside, own, -1) >= 0)
 
 
-@triton.jit(do_not_specialize=["lse_head_stride", "lse_row_stride"])  # of every batch size, or they compile anew
+# not specialized on strides, which would compile the kernel again for each batch size
+@triton.jit(do_not_specialize=["lse_head_stride", "lse_row_stride"])
 def merge_rows(
     partial, lse, lse_head_stride, lse_row_stride, shared_rows, own_rows, output, token_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write each sequence's result [HEADS, SIZE] out of its rows of ``partial`` [rows, HEADS, SIZE].
+    """Write each sequence's result [HEADS, SIZE] from its rows of ``partial`` [rows, HEADS, SIZE].
 
-    ``lse``: fp32, natural logarithm, one for each head of each row. A part that is missing or has no tokens weighs
-    nothing, whatever stands in its row; without either the result is 0.
+    ``lse``: fp32, natural logarithm, one per head of each row. A part that is missing or has no tokens has weight 0,
+    whatever its row holds. Without both parts the result is 0.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -50,7 +51,7 @@ def merge_rows(
     lses = lse + head * lse_head_stride
     shared_lse = tl.load(lses + shared * lse_row_stride, mask=tl.where(inside, shared, -1) >= 0, other=float("-inf"))
     own_lse = tl.load(lses + own * lse_row_stride, mask=tl.where(inside, own, -1) >= 0, other=float("-inf"))
-    # FlashAttention 2 gives +inf where there was nothing to attend to, 3 gives −inf
+    # without tokens FlashAttention 2 returns +inf, FlashAttention 3 −inf
     shared_lse = tl.where(tl.abs(shared_lse) < float("inf"), shared_lse, float("-inf"))
     own_lse = tl.where(tl.abs(own_lse) < float("inf"), own_lse, float("-inf"))
     largest = tl.maximum(shared_lse, own_lse)
@@ -60,7 +61,7 @@ def merge_rows(
     total = tl.where(total == 0.0, 1.0, total)
 
     element = head[:, None] * SIZE + at
-    # what weighs nothing is not read: the row may hold anything, NaN too
+    # a row of weight 0 is not read, because it may hold NaN
     reads = (at < SIZE) & (shared_sum > 0.0)[:, None]
     shared_part = tl.load(partial + shared * HEADS * SIZE + element, mask=reads, other=0.0).to(tl.float32)
     reads = (at < SIZE) & (own_sum > 0.0)[:, None]
@@ -73,10 +74,10 @@ def merge_rows(
 def spread(
     query: torch.Tensor, rows: torch.Tensor, shared_rows: torch.Tensor, own_rows: torch.Tensor | None = None
 ) -> None:
-    """Queue the copies of ``query`` [n, heads, size] to ``rows`` [rows, heads, size]; others of ``rows`` stay.
+    """Queue the copies of ``query`` [n, heads, size] to ``rows`` [rows, heads, size]. Other rows are unchanged.
 
-    The row numbers are those of ``Grouped``; without ``own_rows`` shared ones alone are written. Raises ValueError if
-    the heads of a query do not lie side by side.
+    Row numbers are those of ``Grouped``. Without ``own_rows`` only shared rows are written. Raises ValueError if the
+    heads of a query are not contiguous.
     """
     heads, size, grid = _geometry(query)
     spread_queries[grid](
@@ -90,12 +91,13 @@ def merge(
 ) -> None:
     """Queue the kernel that writes ``output`` [n, heads, size].
 
-    Args:
-        partial: each row's result over its entry's tokens [rows, heads, size].
-        lse: fp32 [heads, rows], with any strides.
-        shared_rows, own_rows: those of ``Grouped``.
+    Raises ValueError if the heads of a result are not contiguous.
 
-    Raises ValueError if the heads of a result do not lie side by side.
+    Args:
+        partial: each row's result over its entry's tokens, [rows, heads, size].
+        lse: fp32 [heads, rows], with any strides.
+        shared_rows, own_rows: see ``Grouped``.
+        output: the merged results.
     """
     heads, size, grid = _geometry(output)
     _geometry(partial)
@@ -106,7 +108,7 @@ def merge(
 
 
 def _geometry(rows: torch.Tensor) -> tuple[int, int, tuple[int, int]]:
-    """Heads, their size, and the grid of a kernel that treats some heads of one row a program."""
+    """Return the number of heads, the head size, and the grid of a kernel with a few heads of one row per program."""
     count, heads, size = rows.shape
     if rows.stride()[1:] != (size, 1):
         raise ValueError(f"heads of {size} numbers lie {rows.stride()[1:]} apart, and {(size, 1)} is expected")

@@ -1,14 +1,14 @@
-"""Tokens of the KV cache that decode attends to, and those of them that grouping spares it to read; on the GPU.
+"""Counter of the KV cache tokens that decode steps attend to, and of those that grouping saves, kept on the GPU.
 
-The grouping kernels add to a counter in the GPU's memory. Whoever asks gets the copy that was queued when it was asked
-before, so that nobody waits for the GPU.
+The grouping kernels add to a counter in GPU memory. A reader gets the copy that the previous read queued, so that it
+never waits for the GPU.
 """
 
 import torch
 
 
 class KVReads:
-    """A counter of one worker."""
+    """The counter of one worker."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,22 +19,24 @@ class KVReads:
 
     @property
     def counts(self) -> torch.Tensor:
-        """int64 [2], on the device: tokens attended to, and those of them that were not read; of one layer.
+        """int64 [2] on the device: tokens attended to, and tokens saved by grouping; for one layer.
 
-        Made when a batch is grouped first: what is made before, with the KV cache, is gone while the engine sleeps.
+        Allocated with the first grouped batch. Memory allocated earlier belongs to the KV cache and is freed while the
+        engine sleeps.
         """
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
         return self._counts
 
     def seen(self) -> tuple[int, int]:
-        """``counts`` as they were when this was called before; zeros the first time."""
+        """Return ``counts`` as of the previous call; zeros at the first call."""
         if self._copied is not None and not self._copied.query():
-            return self._last  # the GPU has steps to finish before it copies
+            return self._last  # the GPU has not reached the copy yet
         attended, spared = self._copy.tolist()
         self._last = (attended, spared)
         if self._counts is not None:
-            with torch.inference_mode():  # in which vLLM may have made both, and outside of which it is not allowed
+            # vLLM may have created both in inference mode, and torch forbids the copy outside of it
+            with torch.inference_mode():
                 self._copy.copy_(self._counts, non_blocking=True)
             if self._device.type == "cuda":
                 self._copied = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""What a replica asks vLLM's workers about attention (``engine/worker.py``)."""
+"""The attention methods that a replica calls on vLLM's workers (``engine/worker.py``)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,15 @@ class AttentionWorker:
     weight_transfer_engine: Any
 
     def attention_backends(self) -> list[str]:
-        """Names of the kernels that the model's layers have."""
+        """Return the names of the attention backends of the model's layers."""
         layers = attention_layers(self.weight_transfer_engine.vllm_config)
         names = {layer.get_attn_backend().get_name() for layer in layers}
         return sorted(SHOWN.get(name, name) for name in names)
 
     def kv_reads(self) -> tuple[int, int]:
-        """See ``KVReads.seen``; zeros where attention reads no group's prompt once."""
+        """Return ``KVReads.seen``, or zeros if the backend reads no prompt once for its group."""
         layers = attention_layers(self.weight_transfer_engine.vllm_config)
         found = (getattr(getattr(layer, "impl", None), "reads", None) for layer in layers)
-        counters: set[KVReads] = {reads for reads in found if reads is not None}  # layers of one kind share theirs
+        counters: set[KVReads] = {reads for reads in found if reads is not None}  # layers of one kind share a counter
         seen = [counter.seen() for counter in counters]
         return sum(attended for attended, _ in seen), sum(spared for _, spared in seen)

@@ -1,1 +1,1 @@
-"""What vLLM lacks on the CPU: the numerics of its GPU kernels for FP8 weights."""
+"""Numerics of vLLM's GPU kernels for FP8 and INT8 weights, implemented for the CPU."""

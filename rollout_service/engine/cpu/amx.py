@@ -1,8 +1,8 @@
-"""Asks Linux for AMX, which vLLM's CPU attention uses without asking.
+"""Request permission to use AMX, which vLLM's CPU attention needs but does not request.
 
-Tile registers need a permission per process (``arch_prctl(ARCH_REQ_XCOMP_PERM)``, Linux's Documentation/arch/x86/
-xstate.rst). vLLM 0.32 chooses its AMX attention by CPUID alone; unless some library happened to ask before, the first
-attention of a BF16 engine then dies of SIGILL.
+Linux requires a permission per process for tile registers (``arch_prctl(ARCH_REQ_XCOMP_PERM)``, Linux's
+Documentation/arch/x86/xstate.rst). vLLM 0.32 chooses AMX attention by CPUID alone. Without the permission, the first
+attention of a BF16 engine dies of SIGILL.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ _XFEATURE_XTILEDATA = 18
 
 
 def request_amx() -> bool:
-    """Get the permission for this process and its threads; False where the processor has no AMX.
+    """Request the permission for this process and its threads. Return False if the processor has no AMX.
 
-    Raises OSError if the processor has it and the kernel refuses.
+    Raises OSError if the processor has AMX but the kernel refuses.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False

@@ -1,8 +1,8 @@
 """Blockwise W8A8 linear layers on the CPU, with the numerics of the GPU kernels.
 
-vLLM's own CPU kernels need AMX and leave activations in BF16 (W8A16), so their logprobs say nothing about a GPU's.
-This one quantizes activations 1×128 like CUTLASS and DeepGEMM do and multiplies in fp32: only the speed is emulated.
-The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
+vLLM's own CPU kernels need AMX and keep activations in BF16 (W8A16), so their logprobs differ from a GPU's. This one
+quantizes activations in 1×128 groups like CUTLASS and DeepGEMM, and multiplies in fp32. Only the speed differs. The
+decoded weights take four bytes per parameter in addition to the codes: for small models only.
 """
 
 import torch
@@ -24,48 +24,49 @@ from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 
 class CpuBlockScaledMM(Fp8BlockScaledMMLinearKernel):
-    """``y = (A·As) @ (B·Bs)ᵀ`` in fp32; the base class has quantized the activations to ``A``, ``As`` already.
+    """Computes ``y = (A·As) @ (B·Bs)ᵀ`` in fp32. The base class has quantized the activations to ``A`` and ``As``.
 
-    There is one instance a layer, and ``process_weights_after_loading`` is called at every load of the layer, so
-    ``B·Bs`` is kept there: decoding FP8 on a CPU takes 30 times longer than the product itself.
+    There is one instance per layer, and ``process_weights_after_loading`` runs at every load of the layer. It stores
+    ``B·Bs``, because decoding FP8 on a CPU takes 30 times longer than the product.
     """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Any CPU."""
+        """Return True on any CPU."""
         return (True, None) if current_platform.is_cpu() else (False, "requires the CPU platform")
 
     @classmethod
     def can_implement(cls, config: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        """Blocks of 128×128 with dynamic activations."""
+        """Return True for blocks of 128×128 with dynamic activations."""
         group = config.weight_quant_key.scale.group_shape
         if (group.row, group.col) != (BLOCK, BLOCK):
             return False, f"weight blocks must be {BLOCK}×{BLOCK}, not {group.row}×{group.col}"
         return super().can_implement(config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Decode the layer's weight, fp32 [N, K], beside the codes and scales that stay as they were loaded."""
+        """Decode the layer's weight to fp32 [N, K]. The loaded codes and scales stay unchanged."""
         super().process_weights_after_loading(layer)
         self.weight = dequantize_blockwise(*block_weight(self, layer))
 
     def apply_block_scaled_mm(
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
-        """``A`` e4m3 [M, K], ``As`` fp32 [M, K/128], ``B`` e4m3 [N, K], ``Bs`` fp32 [⌈N/128⌉, K/128] → fp32 [M, N]."""
+        """Compute ``A`` e4m3 [M, K], ``As`` fp32 [M, K/128], ``B`` e4m3 [N, K], ``Bs`` fp32 [⌈N/128⌉, K/128] → fp32 [M,
+        N]."""
         return decode_activations(A, As) @ self.weight.T
 
 
 def decode_activations(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``q·s`` in fp32 [M, K] from codes e4m3 [M, K] and scales fp32 [M, K/128]."""
+    """Return ``q·s`` in fp32 [M, K] from codes e4m3 [M, K] and scales fp32 [M, K/128]."""
     return (codes.float().view(*scales.shape, BLOCK) * scales.unsqueeze(-1)).view(codes.shape)
 
 
-# vLLM chooses a layer's weight loader by the name of its method's class
+# vLLM chooses a layer's weight loader by the class name of its method
 @register_weight_loader_v2_supported_method
 class CpuBlockLinearMethod(Fp8LinearMethod):
     """vLLM's block-FP8 linear method with ``CpuBlockScaledMM`` for the product.
 
-    The base class asks for a kernel in ``create_weights``, and finds none on a CPU without AMX.
+    The base class looks for a kernel in ``create_weights``, and finds none on a CPU without AMX.
     """
 
     def create_weights(

@@ -1,4 +1,4 @@
-"""Blockwise W8A8 mixture of experts on the CPU: ``experts.py`` with FP8 weights in blocks and 1×128 activations."""
+"""Blockwise W8A8 mixture of experts on the CPU: ``experts.py`` with blockwise FP8 weights and 1×128 activations."""
 
 import torch
 
@@ -17,11 +17,11 @@ from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 
 class CpuBlockMoEMethod(Fp8MoEMethod):
-    """vLLM's block-FP8 experts: it creates and loads their parameters, this computes with them."""
+    """Block-FP8 experts. The base class creates and loads their parameters; this class computes with them."""
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
-        """Raises ValueError for experts of a kind that is not computed here."""
-        # not Fp8MoEMethod's own: it selects a backend, and finds none on a CPU without AMX
+        """Create the method. Raises ValueError for unsupported experts."""
+        # not Fp8MoEMethod.__init__, which finds no backend on a CPU without AMX
         FusedMoEMethodBase.__init__(self, layer.moe_config)
         block = quant_config.weight_block_size
         require_computable(layer, "FP8", {f"weight blocks {block}": block != [BLOCK, BLOCK]})
@@ -38,17 +38,17 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
 
     @property
     def supports_eplb(self) -> bool:
-        """False: the decoded weights would not follow experts that move."""
+        """False: the decoded weights would not move with rebalanced experts."""
         return False
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
-        """Nothing for vLLM's own kernels to know."""
+        """Return an empty configuration: vLLM's own kernels are not used."""
         return FusedMoEQuantConfig.make()
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]; codes and scales stay as they were loaded.
+        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]. The loaded codes and scales stay unchanged.
 
-        Called at every load of the layer, so the decoded weights are never of another version than the codes.
+        Runs at every load of the layer, so that decoded weights and codes always have the same version.
         """
         self.w13 = dequantize_blockwise(layer.w13_weight.data, layer.w13_weight_scale_inv.data)
         self.w2 = dequantize_blockwise(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
@@ -62,9 +62,8 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         shared_experts: object,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See ``sum_of_experts``. Shared experts are not added: vLLM runs them before, because this method reports no
-        kernel that overlaps them.
-        """
+        """Compute ``sum_of_experts``. Shared experts are not added, because vLLM runs them before. It does so since
+        this method reports no kernel that overlaps them."""
         return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, self._through_e4m3)
 
     def _through_e4m3(self, x: torch.Tensor) -> torch.Tensor:

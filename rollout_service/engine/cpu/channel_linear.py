@@ -1,9 +1,9 @@
 """Channelwise FP8 and INT8 linear layers on the CPU (W8A8), with the numerics of the GPU kernels.
 
-vLLM's own do not serve: oneDNN's for INT8 gives wrong values after a reload, because its handler keeps addresses of
-tensors that are gone, and those for FP8 need AMX or round no inputs. Here the input is rounded to codes with a scale a
-token, as CUTLASS takes it, and multiplied in fp32: only the speed is emulated. The decoded weights cost four bytes a
-parameter beside the one of the codes: for small models only.
+vLLM's own kernels are unsuitable. oneDNN's INT8 kernel gives wrong values after a reload, because its handler keeps
+addresses of freed tensors. The FP8 kernels need AMX or do not round inputs. Here the input is rounded to codes with one
+scale per token, as in CUTLASS, and multiplied in fp32. Only the speed differs. The decoded weights take four bytes per
+parameter in addition to the codes: for small models only.
 """
 
 from collections.abc import Callable
@@ -26,21 +26,23 @@ _SMALLEST_FP8_SCALE = 1 / (E4M3_MAX * 512)
 
 
 def through_int8(x: torch.Tensor) -> torch.Tensor:
-    """What vLLM's ``scaled_int8_quant`` makes of an input [M, K], dynamic and symmetric: codes times scale, fp32.
+    """Return an input [M, K] rounded through INT8 as by vLLM's dynamic symmetric ``scaled_int8_quant``: codes times
+    scale, fp32.
 
-    ``s = max|x| / 127`` of each token, and the code is ``x · (127 / max|x|)``, rounded to nearest even.
+    Per token ``s = max|x| / 127``, and the code is ``x · (127 / max|x|)``, rounded to nearest even.
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
-    # a number divided by a tensor would be the product with its reciprocal, and another one in a quarter of all cases
+    # torch divides a number by a tensor as a product with the reciprocal, which differs in a quarter of all cases
     inverse = torch.where(largest == 0, 0, torch.full_like(largest, INT8_MAX) / largest)
     return (x * inverse).round_().clamp_(-INT8_MAX - 1, INT8_MAX) * (largest / INT8_MAX)
 
 
 def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What vLLM's ``scaled_fp8_quant`` makes of an input [M, K], dynamic and by token: codes times scale, fp32.
+    """Return an input [M, K] rounded through FP8 as by vLLM's dynamic per-token ``scaled_fp8_quant``: codes times
+    scale, fp32.
 
-    ``s = max(max|x| / 448, 1 / (448 · 512))`` of each token, and the code is ``x / s``, rounded to nearest even.
+    Per token ``s = max(max|x| / 448, 1 / (448 · 512))``, and the code is ``x / s``, rounded to nearest even.
     """
     x = x.float()
     scales = (x.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
@@ -51,13 +53,13 @@ THROUGH_CODES: dict[WeightFormatName, Callable[[torch.Tensor], torch.Tensor]] = 
     INT8_CHANNEL.name: through_int8,
     FP8_CHANNEL.name: through_fp8,
 }
-"""What the kernels make of an input [M, K], fp32, where the weights have that format."""
+"""The rounding of an input [M, K] to fp32 for each weight format."""
 
 
-# vLLM chooses a layer's weight loader by the name of its method's class
+# vLLM chooses a layer's weight loader by the class name of its method
 @register_weight_loader_v2_supported_method
 class CpuChannelLinearMethod(LinearMethodBase):
-    """``y = x_rounded @ (codes · scales)ᵀ + bias`` in fp32, rounded once. There is one instance a layer."""
+    """Computes ``y = x_rounded @ (codes · scales)ᵀ + bias`` in fp32, rounded once. There is one instance per layer."""
 
     def __init__(self, form: WeightFormat) -> None:
         self.form, self._through_codes = form, THROUGH_CODES[form.name]
@@ -85,10 +87,10 @@ class CpuChannelLinearMethod(LinearMethodBase):
         layer.register_parameter("weight_scale", scales)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Decode the layer's weight, fp32 [N, K]; called at every load, codes and scales stay as they were loaded."""
+        """Decode the layer's weight to fp32 [N, K]. Runs at every load; codes and scales stay unchanged."""
         self.weight = self.form.dequantize(layer.weight.data, layer.weight_scale.data)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., N] in the dtype of ``x`` [..., K]."""
+        """Return [..., N] in the dtype of ``x`` [..., K]."""
         made = self._through_codes(x) @ self.weight.T
         return (made if bias is None else made + bias).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Channelwise INT8 and FP8 mixture of experts on the CPU (W8A8): ``experts.py`` with such weights and inputs."""
+"""Channelwise INT8 and FP8 mixture of experts on the CPU (W8A8), with the sum of ``experts.py``."""
 
 import torch
 
@@ -15,10 +15,11 @@ from rollout_service.quant.formats import WeightFormat
 
 
 class CpuChannelMoEMethod(FusedMoEMethodBase):
-    """Experts by output channel; vLLM's own for the CPU want AMX, and those for INT8 round no inputs."""
+    """Experts with one scale per output channel. vLLM's CPU kernels need AMX, and its INT8 kernels do not round
+    inputs."""
 
     def __init__(self, form: WeightFormat, layer: RoutedExperts) -> None:
-        """Raises ValueError for experts of a kind that is not computed here."""
+        """Create the method. Raises ValueError for unsupported experts."""
         super().__init__(layer.moe_config)
         require_computable(layer, "FP8" if form.dtype.is_floating_point else "INT8")
         self.form, self._through_codes = form, THROUGH_CODES[form.name]
@@ -30,7 +31,7 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
 
     @property
     def supports_eplb(self) -> bool:
-        """False: the decoded weights would not follow experts that move."""
+        """False: the decoded weights would not move with rebalanced experts."""
         return False
 
     def create_weights(
@@ -57,11 +58,11 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(f"{name}_weight_scale", scales)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
-        """Nothing for vLLM's own kernels to know."""
+        """Return an empty configuration: vLLM's own kernels are not used."""
         return FusedMoEQuantConfig.make()
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]; called at every load of the layer."""
+        """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]. Runs at every load of the layer."""
         self.w13 = self.form.dequantize(layer.w13_weight.data, layer.w13_weight_scale.data)
         self.w2 = self.form.dequantize(layer.w2_weight.data, layer.w2_weight_scale.data)
 
@@ -74,7 +75,6 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
         shared_experts: object,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See ``sum_of_experts``. Shared experts are not added: vLLM runs them before, because this method reports no
-        kernel that overlaps them.
-        """
+        """Compute ``sum_of_experts``. Shared experts are not added, because vLLM runs them before. It does so since
+        this method reports no kernel that overlaps them."""
         return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, self._through_codes)

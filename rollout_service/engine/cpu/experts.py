@@ -1,8 +1,8 @@
 """Mixtures of experts on the CPU in fp32, with the roundings of the GPU kernels between the products.
 
-vLLM's own CPU kernels need AMX and leave activations in BF16 (W8A16). Here, as in vLLM's Triton kernel, the input of
-each of an expert's two products is rounded to its codes, products are summed in fp32, and what lies between them is
-BF16. The decoded weights cost four bytes a parameter beside the one of the codes: for small models only.
+vLLM's own CPU kernels need AMX and keep activations in BF16 (W8A16). Here, as in vLLM's Triton kernel, the input of
+each of an expert's two products is rounded to its codes. Products are summed in fp32, and the result between them is
+BF16. The decoded weights take four bytes per parameter in addition to the codes: for small models only.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, silu
 
 from rollout_service.compat.vllm_internals import MoEActivation, RoutedExperts
 
-# vLLM's own CPU kernels cut a BF16 result off instead of rounding it where the processor has no BF16 instructions
+# without BF16 instructions, vLLM's own CPU kernels truncate BF16 results instead of rounding them
 _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.SILU: silu,
     MoEActivation.GELU: gelu,
@@ -30,16 +30,19 @@ def sum_of_experts(
     w2: torch.Tensor,
     through_codes: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].
+    """Return BF16 [M, H] from ``x`` BF16 [M, H] and each token's expert weights and ids [M, top_k].
 
-    ``w13`` [E, 2·I, H], ``w2`` [E, H, I]: decoded weights, fp32. ``through_codes``: what the kernels make of an input
-    [M, K], fp32. With expert parallelism it is this rank's part of the sum, which vLLM adds up over ranks.
+    With expert parallelism the result is this rank's part of the sum, which vLLM adds up over ranks.
+
+    Args:
+        w13, w2: decoded weights, fp32 [E, 2·I, H] and [E, H, I].
+        through_codes: rounds an input [M, K] as the kernels do, to fp32.
     """
     inputs = through_codes(x)
     output = torch.zeros_like(inputs)
     chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
     for expert in chosen.unique().tolist():
-        if expert < 0:  # another rank has it
+        if expert < 0:  # the expert is on another rank
             continue
         tokens, choice = (chosen == expert).nonzero(as_tuple=True)
         gate, up = (inputs[tokens] @ w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
@@ -50,9 +53,12 @@ def sum_of_experts(
 
 
 def require_computable(layer: RoutedExperts, codes: str, refused: dict[str, bool] | None = None) -> None:
-    """Raise ValueError for experts of a kind that is not computed here. ``codes``: FP8 or INT8.
+    """Raise ValueError for unsupported experts.
 
-    ``refused``: more that is not, and whether it is there.
+    Args:
+        layer: the layer with the experts.
+        codes: FP8 or INT8, for the message.
+        refused: further unsupported properties, each with True if the layer has it.
     """
     refused = {
         **(refused or {}),

@@ -1,5 +1,5 @@
-"""Whether vLLM's attention on this processor reads an FP8 KV cache: in vLLM 0.32 with AVX-512 or AMX alone
-(v1/attention/backends/cpu_attn.py). Without them an engine would die as it starts."""
+"""Check that vLLM's CPU attention can read an FP8 KV cache. vLLM 0.32 needs AVX-512 or AMX
+(v1/attention/backends/cpu_attn.py); without them an engine would die at its start."""
 
 import torch
 from vllm.platforms import current_platform
@@ -8,7 +8,7 @@ _ONE_OF = ("avx512_f", "amx_tile")
 
 
 def why_no_fp8_cache() -> str | None:
-    """Why an engine here has no FP8 KV cache; None: it can have one, or there is a GPU."""
+    """Return the reason why an engine here cannot have an FP8 KV cache. None: it can, or there is a GPU."""
     if not current_platform.is_cpu():
         return None
     has = torch.cpu.get_capabilities()

@@ -1,7 +1,7 @@
-"""The quantization configurations of CPU engines, registered with vLLM under names of their own.
+"""The quantization configurations of CPU engines, registered with vLLM under separate names.
 
-A GPU engine is given vLLM's ``quant_method: fp8``; a CPU engine is given one of these, so that vLLM's kernels for FP8
-on the CPU, which need AMX and round no activations, are never asked.
+A GPU engine gets vLLM's ``quant_method: fp8``; a CPU engine gets one of these. vLLM's FP8 kernels for the CPU need AMX
+and do not round activations, so they are never used.
 """
 
 import torch
@@ -29,15 +29,15 @@ from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 
 
 class CpuMoEMethod(UnquantizedFusedMoEMethod):
-    """vLLM's BF16 experts on the CPU, packed for its kernel again at every load, and whole ones on each rank if asked.
+    """vLLM's BF16 experts on the CPU, packed again at every load, with support for expert parallelism.
 
-    vLLM 0.32 packs them at the first load only. An update would put unpacked weights where the kernel reads packed
-    ones, without an error. And its kernel ignores the map of expert parallelism: it would take an expert's number among
-    all for its place on the rank.
+    vLLM 0.32 packs the experts at the first load only. An update would then put unpacked weights where the kernel reads
+    packed ones, without an error. Its kernel also ignores the expert map: it would take a global expert id for a local
+    index.
     """
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Pack what was loaded."""
+        """Pack the loaded weights."""
         forget_kernel(self)
         super().process_weights_after_loading(layer)
 
@@ -50,9 +50,9 @@ class CpuMoEMethod(UnquantizedFusedMoEMethod):
         shared_experts: object,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """BF16 [M, H] from ``x`` BF16 [M, H] and each token's experts, weights and ids [M, top_k].
+        """Return BF16 [M, H] from ``x`` BF16 [M, H] and each token's expert weights and ids [M, top_k].
 
-        Experts of other ranks count as this rank's first one with weight 0; vLLM adds up the ranks' outputs.
+        Experts of other ranks are replaced by this rank's first expert with weight 0. vLLM adds up the ranks' outputs.
         """
         if layer.expert_map is not None:
             held = layer.expert_map[topk_ids.long()]
@@ -64,12 +64,12 @@ class CpuMoEMethod(UnquantizedFusedMoEMethod):
 
 @register_quantization_config(CPU_BLOCK_FP8)
 class CpuBlockFp8Config(Fp8Config):
-    """vLLM's serialized block-FP8 format, computed W8A8 without a GPU. Layers that are skipped stay in BF16."""
+    """vLLM's serialized block-FP8 format, computed as W8A8 on the CPU. Skipped layers stay in BF16."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        """Return the method that loads and computes ``layer``. None for embeddings and the output head."""
         if not isinstance(layer, (LinearBase, RoutedExperts)):
-            return super().get_quant_method(layer, prefix)  # the KV cache's loadable scales
+            return super().get_quant_method(layer, prefix)  # for the KV cache's loadable scales
         skipped = is_layer_skipped(
             prefix=prefix, ignored_layers=self.ignored_layers, fused_mapping=self.packed_modules_mapping
         )
@@ -80,35 +80,35 @@ class CpuBlockFp8Config(Fp8Config):
 
 @register_quantization_config(CPU_BF16)
 class CpuBf16Config(QuantizationConfig):
-    """No quantization of weights: it exists for ``CpuMoEMethod`` and the scales of an FP8 KV cache."""
+    """No quantization of weights. Provides ``CpuMoEMethod`` and the scales of an FP8 KV cache."""
 
     @classmethod
     def get_name(cls) -> str:
-        """The name it is registered under."""
+        """Return the registered name."""
         return CPU_BF16
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """BF16, which all engines of the service compute in."""
+        """Return BF16, the compute dtype of all engines."""
         return [torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of a GPU; there is none."""
+        """Return 0: no GPU is required."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """No files beside the model's config.json are read."""
+        """Return an empty list: no files besides the model's config.json are read."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> "CpuBf16Config":
-        """There is nothing to configure."""
+        """Return a new object: there are no options."""
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        """Return the method that loads and computes ``layer``. None for embeddings and the output head."""
         if isinstance(layer, Attention):
             return BaseKVCacheMethod(self)
         return _unquantized(layer) if isinstance(layer, (LinearBase, RoutedExperts)) else None
@@ -116,7 +116,8 @@ class CpuBf16Config(QuantizationConfig):
 
 @register_quantization_config(CPU_CHANNEL)
 class CpuChannelConfig(CpuBf16Config):
-    """FP8 or INT8 weights by output channel, named as compressed-tensors names them. Skipped layers stay in BF16."""
+    """FP8 or INT8 weights with one scale per output channel, under compressed-tensors' names. Skipped layers stay in
+    BF16."""
 
     def __init__(self, form: WeightFormat, ignored_layers: list[str]) -> None:
         super().__init__()
@@ -124,21 +125,22 @@ class CpuChannelConfig(CpuBf16Config):
 
     @classmethod
     def get_name(cls) -> str:
-        """The name it is registered under."""
+        """Return the registered name."""
         return CPU_CHANNEL
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> "CpuChannelConfig":
-        """``weights``: as ``quant.weights``; ``modules_to_not_convert``: those that stay in BF16, by vLLM's names."""
+        """Create the configuration. ``weights``: see ``quant.weights``. ``modules_to_not_convert``: BF16 modules, by
+        vLLM's names."""
         form = WEIGHT_FORMATS[cls.get_from_keys(config, ["weights"])]
         return cls(form, cls.get_from_keys(config, ["modules_to_not_convert"]))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """vLLM's names of the modules that are skipped, where a model has others than its checkpoint."""
+        """Map the skipped modules' names to vLLM's, for a model whose checkpoint uses other names."""
         self.ignored_layers = hf_to_vllm_mapper.apply_list(self.ignored_layers)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How ``layer`` is loaded and computed; None for embeddings and the output head."""
+        """Return the method that loads and computes ``layer``. None for embeddings and the output head."""
         if not isinstance(layer, (LinearBase, RoutedExperts)):
             return super().get_quant_method(layer, prefix)
         skipped = is_layer_skipped(

@@ -1,1 +1,1 @@
-"""How a worker gets a version: reads and checks it while the engine serves, and loads it while it is closed."""
+"""Loading of a version in a worker: staged and checked while the engine serves, then loaded while it is paused."""

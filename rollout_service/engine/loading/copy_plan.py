@@ -1,14 +1,14 @@
-"""Where each byte of a stored version belongs in a worker's parameters, learnt by watching vLLM's own loaders once.
+"""Copy plans: the destination of each byte of a stored version in a worker's parameters, recorded from vLLM's loaders.
 
-vLLM's layerwise reload keeps an engine closed for 50 times as long as the bytes take to copy. While it loads the first
-version, ``CopyRecorder`` sees which part of which tensor each loader copies into which part of which parameter: fusing
-and tensor-parallel sharding included, no layout written down here. Later versions are staged as these copies read them
-(``placement.py``), and ``CopyPlan`` does the same copies from there straight into the live storage, in a few
-launches; captured CUDA graphs stay valid.
+vLLM's layerwise reload pauses an engine 50 times as long as copying the bytes takes. During the first version's load,
+``CopyRecorder`` records each copy from a part of a stored tensor to a part of a parameter. This includes fusing and
+tensor-parallel sharding, so no layout is duplicated here. Later versions are staged in the layout that these copies
+read (``placement.py``). ``CopyPlan`` then repeats the copies into the live parameters with a few kernel launches;
+captured CUDA graphs stay valid.
 
-That is right only where the kernels use the checkpoint's layout, so every parameter is compared, bit for bit, with what
-the plan would have put there; ``build`` raises ``NoPlan`` with the reason when one differs, and the engine keeps to the
-layerwise way.
+This is correct only if the kernels use the checkpoint's layout. Therefore every parameter is compared, bit for bit,
+with the plan's result. ``build`` raises ``NoPlan`` with the reason if one differs, and the engine keeps using the
+layerwise reload.
 """
 
 import bisect
@@ -27,19 +27,19 @@ from rollout_service.store.manifest import Manifest
 
 
 class NoPlan(Exception):
-    """The layerwise reload does something that copies alone do not; says what."""
+    """Raised when copies alone cannot reproduce the layerwise reload. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """``rows`` runs of bytes from a stored tensor into one parameter."""
+    """A copy of ``rows`` byte ranges from a stored tensor into one parameter."""
 
     parameter: str
     tensor: str
     source: int
-    """First byte, counted from the start of the stored tensor."""
+    """Offset of the first byte in the stored tensor."""
     target: int
-    """First byte, counted from the start of the parameter."""
+    """Offset of the first byte in the parameter."""
     row_bytes: int
     rows: int = 1
     source_stride_bytes: int = 0
@@ -47,25 +47,25 @@ class Copy:
 
     @property
     def span(self) -> Span:
-        """What it reads; without gaps where its rows overlap or are one and the same."""
+        """The bytes that the copy reads. The span has no gaps if its rows overlap or are identical."""
         if self.rows > 1 and self.source_stride_bytes > self.row_bytes:
             return Span(self.tensor, self.source, self.row_bytes, self.rows, self.source_stride_bytes)
         return Span(self.tensor, self.source, (self.rows - 1) * self.source_stride_bytes + self.row_bytes)
 
     def staged_stride(self) -> int:
-        """Of its rows where ``span`` lies packed."""
+        """Return the stride of its rows where ``span`` is packed."""
         return self.row_bytes if self.span.rows > 1 else self.source_stride_bytes
 
 
 class Sources:
-    """At which addresses stored tensors lie while they are loaded."""
+    """The addresses of stored tensors while they are loaded."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._held: dict[int, tuple[str, int]] = {}
 
     def add(self, tensor: str, memory: torch.Tensor) -> None:
-        """``memory``: contiguous. What lay there before lies there no more."""
+        """Register a tensor in ``memory``, which is contiguous. Replaces all tensors at overlapping addresses."""
         address = memory.data_ptr()
         first, last = (bisect.bisect_left(self._starts, at) for at in (address, address + max(memory.nbytes, 1)))
         for start in self._starts[first:last]:
@@ -74,7 +74,7 @@ class Sources:
         self._held[address] = tensor, memory.nbytes
 
     def find(self, address: int) -> tuple[str, int] | None:
-        """Which tensor, and which byte of it, lies at an address."""
+        """Return the tensor at an address and the byte offset in it."""
         place = bisect.bisect_right(self._starts, address) - 1
         if place < 0:
             return None
@@ -84,7 +84,7 @@ class Sources:
 
 
 class CopyRecorder(TorchFunctionMode):
-    """Notes every ``copy_`` from ``sources`` into a parameter of ``model`` that is done inside its context."""
+    """Records every ``copy_`` from ``sources`` into a parameter of ``model`` inside its context."""
 
     def __init__(self, model: torch.nn.Module, sources: Sources) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class CopyRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Let everything happen, and look at copies."""
+        """Execute the function, and record copies."""
         if func is torch.Tensor.copy_ and not args[0].is_meta and not args[1].is_meta:
             stored = self._sources.find(args[1].data_ptr())
             if stored is not None:
@@ -109,7 +109,7 @@ class CopyRecorder(TorchFunctionMode):
     def _note(self, target: torch.Tensor, source: torch.Tensor, tensor: str, first: int) -> None:
         found = self._parameter_of(target)
         if found is None or target.shape != source.shape or target.dtype != source.dtype:
-            return  # what it would have filled stays uncovered, and there is no plan
+            return  # the parameter's bytes stay uncovered, so there is no plan
         name, parameter = found
         start = target.data_ptr() - parameter.data_ptr()
         for run in _runs(target, source):
@@ -127,7 +127,7 @@ class CopyRecorder(TorchFunctionMode):
             )
 
     def _parameter_of(self, target: torch.Tensor) -> tuple[str, torch.nn.Parameter] | None:
-        # a reload fills temporary parameters, one module after the other, and storage that was freed is used again
+        # a reload fills temporary parameters module by module, and reuses freed storage
         address = target.untyped_storage().data_ptr()
         known = self._found.get(address)
         if known is not None:
@@ -149,7 +149,7 @@ def _parameter(module: torch.nn.Module, leaf: str) -> torch.nn.Parameter | None:
 
 
 def _runs(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
-    """A copy between two strided views of one shape, as runs of bytes that are contiguous in both."""
+    """Split a copy between two strided views of one shape into byte ranges that are contiguous in both."""
     if not target.numel():
         return
     item = target.element_size()
@@ -170,21 +170,22 @@ def _runs(target: torch.Tensor, source: torch.Tensor) -> Iterator[Rows]:
 
 
 def placement_of(copies: Iterable[Copy], manifest: Manifest) -> Placement:
-    """What the copies read, packed, in the order of the files, so that neighbours there are neighbours here."""
+    """Return the placement of all bytes that the copies read: packed, in file order, so that adjacent ranges stay
+    adjacent."""
     place = {tensor.name: (tensor.file, tensor.offset) for tensor in manifest.tensors}
     return Placement(sorted((copy.span for copy in copies), key=lambda span: (*place[span.tensor], span.start)))
 
 
 class CopyPlan:
-    """The copies that load any version of one layout from one staging area into one model's live parameters."""
+    """The copies that load any version of one layout from a staging buffer into a model's live parameters."""
 
     def __init__(self, layout: str, placement: Placement, copies: GroupedCopy, launched_copies: int) -> None:
         self.layout = layout
-        """Which tensors a version has; other layouts need a plan of their own."""
+        """Digest of the tensors that a version must have. Another layout needs another plan."""
         self.placement = placement
-        """Where in the area it reads them."""
+        """The layout of the staging buffer."""
         self.num_copies = launched_copies
-        """Runs of bytes, after neighbours were joined."""
+        """Number of byte ranges after coalescing."""
         self._copies = copies
 
     def run(self) -> None:
@@ -195,9 +196,10 @@ class CopyPlan:
     def build(
         cls, layout: str, placement: Placement, recorded: list[Copy], model: torch.nn.Module, area: torch.Tensor
     ) -> "CopyPlan":
-        """The plan, after the layerwise reload that was recorded; raises NoPlan if it would not do the same.
+        """Return the plan for a layerwise reload that was recorded. Raises NoPlan if copies would not give the same
+        result.
 
-        ``area`` holds the version that was loaded, as ``placement`` says.
+        ``area`` is the staging buffer, which holds the loaded version as ``placement`` says.
         """
         _require_nothing_derived(model)
         parameters = _loadable_parameters(model)
@@ -214,7 +216,7 @@ class CopyPlan:
 
 
 def _loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """All but the KV cache's scales, which a plan does not load."""
+    """Return all parameters except the KV cache's scales, which a plan does not load."""
     return {
         f"{prefix}.{leaf}" if prefix else leaf: parameter
         for prefix, module in model.named_modules()
@@ -224,7 +226,8 @@ def _loadable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 
 def _require_nothing_derived(model: torch.nn.Module) -> None:
-    """Tensors beside parameters and buffers may be made from weights (as latent attention's absorbed matrices are)."""
+    """Raise NoPlan if a module has tensors other than parameters and buffers. They may be derived from weights, like
+    latent attention's absorbed matrices."""
     for name, module in model.named_modules():
         derived = [
             key
@@ -238,7 +241,8 @@ def _require_nothing_derived(model: torch.nn.Module) -> None:
 def _require_same(
     name: str, parameter: torch.nn.Parameter, copies: list[Copy], placement: Placement, area: torch.Tensor
 ) -> None:
-    """The copies into one parameter leave what is there now, and whatever they do not fill is zero (padding)."""
+    """Raise NoPlan unless the copies into one parameter reproduce its bytes, with zeros in uncovered bytes
+    (padding)."""
     if not copies:
         raise NoPlan(f"{name} is loaded in another way than by copies, or not at all")
     in_order = in_memory_order(parameter.data)
@@ -251,7 +255,7 @@ def _require_same(
         if end > held.numel():
             raise NoPlan(f"{name} has {held.numel()} bytes, fewer than were loaded: its kernel changed the layout")
         shape, from_stride, to_stride = (c.rows, c.row_bytes), (c.staged_stride(), 1), (c.target_stride_bytes, 1)
-        # counted from the beginning of the memory, of which the area may be a part
+        # offset from the start of the memory, of which the buffer may be a part
         rows = area.as_strided(shape, from_stride, area.storage_offset() + placement.places[c.span])
         planned.as_strided(shape, to_stride, c.target).copy_(rows)
     if not torch.equal(planned, held):
@@ -259,7 +263,7 @@ def _require_same(
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, by addresses: CUTLASS, for one, is given a view [K, N] of the [N, K] that was loaded."""
+    """Return a view of the tensor in memory order. CUTLASS, for example, has a [K, N] view of the loaded [N, K]."""
     strides = tensor.stride()
     return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
@@ -272,7 +276,7 @@ def _addresses(copy: Copy, parameter: torch.nn.Parameter, placement: Placement, 
 
 
 def _joined(copies: list[Rows]) -> list[Rows]:
-    """The same copies, with runs that follow each other on both sides made one."""
+    """Return the same copies, with ranges coalesced that are adjacent on both sides."""
     joined: list[Rows] = []
     for copy in sorted(copies, key=lambda c: c.source):
         last = joined[-1] if joined else None

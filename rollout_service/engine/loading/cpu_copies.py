@@ -1,6 +1,6 @@
-"""Copies of weights that vLLM's CPU kernels compute with, and that its layerwise reload (0.32.0) leaves as they were.
+"""Renew copies of weights in vLLM's CPU kernels that its layerwise reload (0.32.0) leaves unchanged.
 
-On a GPU there are none.
+On a GPU there are no such copies.
 """
 
 import torch
@@ -9,10 +9,10 @@ from rollout_service.compat.vllm_internals import ParallelLMHead, unpacked_convo
 
 
 def renew_tied_head(model: torch.nn.Module) -> None:
-    """After a reload of a model whose head is the embedding: have vLLM pack the head's weights anew.
+    """After a reload, let vLLM pack the head's weights again, for a model whose head is the embedding.
 
-    Loaders of some models (BLOOM's) know no tensor for a tied head, so no version brings one; and only layers that
-    received something are processed. The head would go on computing with the weights of before.
+    The loaders of some models, such as BLOOM, know no tensor for a tied head, so no version has one. A reload processes
+    only layers that received a tensor. The head would keep using the previous weights.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -20,9 +20,9 @@ def renew_tied_head(model: torch.nn.Module) -> None:
 
 
 def renew_convolutions(model: torch.nn.Module) -> None:
-    """After a reload: Mamba 2 computes with a view of its convolution's weight, taken when the layer was made.
+    """After a reload, renew the view of the convolution's weight that a Mamba 2 layer takes when it is created.
 
-    Packing the weight for the CPU puts it into other memory, so that the view has the weights of the first load.
+    Packing the weight for the CPU moves it to other memory, so that the view keeps the weights of the first load.
     """
     for module in model.modules():
         seen = dict(module.named_buffers(recurse=False)).get("conv_weights")

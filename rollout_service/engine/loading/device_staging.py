@@ -1,9 +1,10 @@
-"""Stages a version of a log in memory on a GPU, and checks it there: no core of the host touches a byte.
+"""Stage a version of a log in GPU memory and check it there, without work for the host's cores.
 
-A piece of the mapped files is copied to a passage, memory of the GPU beside the area. There its chunks are hashed, and
-from there what the engine loads is copied to its place: what is loaded is a copy, within the GPU, of what was hashed,
-and the way over PCIe has been checked with it. Nothing of it counts before all digests are those of the manifest. All
-of that is queued, and a thread waits once, at the end. The kernels, of one warp a chunk, run beside the engine's own.
+A piece of the mapped files is copied to a bounce buffer (``passage``) in GPU memory. Its chunks are hashed there, and
+the loaded parts are copied from there to the staging buffer (``area``). The loaded bytes are therefore a copy, within
+the GPU, of the hashed bytes, and the hash covers the PCIe transfer. The version counts as staged only if all digests
+match the manifest. All work is queued, and a thread waits once, at the end. The hash kernels use one warp per chunk and
+run concurrently with the engine's own.
 """
 
 import itertools
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from rollout_service.quant.digests import Hashing
 
 PASSAGE_BYTES = 32 << 20
-"""Of a file, that are copied, hashed and moved at once."""
+"""Bytes of a file that are copied, hashed and moved together."""
 PASSAGES = 4
-"""One is copied to while others are hashed; each is one thread's. Taken with the area."""
+"""Number of bounce buffers, one per thread: one is filled while others are hashed. Allocated with the staging
+buffer."""
 _QUEUED_PIECES = 8
-"""With one table of what is hashed. The first ones are copied while those that follow are looked up."""
+"""Number of pieces with one hash table. The first ones are copied while the others are looked up."""
 
 
 def stage_on_device(
@@ -38,9 +40,9 @@ def stage_on_device(
     area: torch.Tensor,
     passages: Sequence[torch.Tensor],
 ) -> None:
-    """Copy what ``placement`` has of these pieces to the area, and check all of their chunks.
+    """Copy the bytes of ``placement`` in these pieces to the staging buffer, and check all their chunks.
 
-    As ``copied_and_hashed``. Raises LogCorrupt naming tensor, chunk and file.
+    Arguments as for ``copied_and_hashed``. Raises LogCorrupt, which names tensor, chunk and file.
     """
     for batch, digests in copied_and_hashed(reader, found, placement, area, passages):
         reader.require([entry for piece in batch for entry in piece.chunks], digests)
@@ -53,16 +55,16 @@ def copied_and_hashed(
     area: torch.Tensor,
     passages: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[Piece], bytes]]:
-    """Copy what ``placement`` has of these pieces to the area, and say which digests the bytes have that it was copied
-    from.
+    """Copy the bytes of ``placement`` in these pieces to the staging buffer, and hash their source bytes.
+
+    Yields copied pieces with the concatenated ``DIGEST_BYTES`` of their chunks.
 
     Args:
-        reader: has the files mapped.
-        found: of at most as many bytes as a passage; asked for while those before are copied.
-        area: uint8 [bytes].
-        passages: uint8 [bytes], on the same device.
-
-    Yields pieces that are copied, and the ``DIGEST_BYTES`` of each of their chunks, one after the other.
+        reader: maps the files.
+        found: pieces no larger than a bounce buffer, requested while earlier ones are copied.
+        placement: the layout of the staging buffer.
+        area: the staging buffer, uint8 [bytes].
+        passages: the bounce buffers, uint8 [bytes] each, on the same device.
     """
     batches = _Batches(found)
     for hashed in in_threads(lambda passage: _stage(reader, batches, passage, placement, area), passages):
@@ -70,7 +72,7 @@ def copied_and_hashed(
 
 
 class _Batches:
-    """Pieces that are queued together, for several threads: each takes the next ones."""
+    """Batches of pieces for several threads; each thread takes the next batch."""
 
     def __init__(self, found: Iterable[Piece]) -> None:
         self._found = iter(found)
@@ -100,13 +102,14 @@ def _stage(
 def _queue(
     reader: VersionReader, batch: list[Piece], passage: torch.Tensor, placement: Placement, area: torch.Tensor
 ) -> tuple["Hashing", Callable[[int], memoryview]]:
-    """What says the digests of a batch once the stream has come so far, and the short chunks that it asks for."""
-    from rollout_service.quant.digests import LEAST_BYTES, Hashing  # needs triton
+    """Queue a batch. Returns its hashing, and a function that returns the bytes of a short chunk for the host to
+    hash."""
+    from rollout_service.quant.digests import LEAST_BYTES, Hashing  # imports triton
 
     in_passage = np.array([passage.data_ptr(), 0], np.int64)
     hashing = Hashing([piece.runs + in_passage for piece in batch], area.device)
     short: dict[int, torch.Tensor] = {}
-    """Copies of these chunks, by their numbers in the batch: the host hashes them, and the file may change."""
+    """Copies of the short chunks by their index in the batch. The host hashes copies, because the file may change."""
     first = 0
     for number, piece in enumerate(batch):
         source = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
@@ -127,7 +130,7 @@ def _queue(
 
 
 def _short_chunks(piece: Piece, wanted: list[int], first: int, passage: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Of a piece in its passage, these chunks in the host's memory, by their numbers from ``first`` on."""
+    """Return the ``wanted`` chunks of a piece in host memory, numbered from ``first``."""
     if not wanted:
         return {}
     starts, sizes = piece.runs[wanted].T.tolist()
@@ -147,7 +150,7 @@ def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:
 
 @contextmanager
 def _waited_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Nothing is copied any more when this ends, however it does: the files may be unmapped then."""
+    """Wait for all copies at exit, even after an error, because the files may be unmapped then."""
     try:
         yield
     finally:

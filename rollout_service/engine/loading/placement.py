@@ -1,7 +1,7 @@
-"""Which bytes of a version's tensors lie where in a staging area. Needs neither torch nor vllm.
+"""The layout of a version's bytes in a staging buffer. Needs neither torch nor vllm.
 
-Before a worker knows what its copies read, the area holds whole tensors. Afterwards it holds blocks: the rows, or parts
-of rows, that a rank of a tensor-parallel engine copies, packed together, so that the area is as large as its shard.
+Until a worker knows which bytes its copies read, the buffer holds whole tensors. Afterwards it holds packed blocks: the
+rows, or parts of rows, that a tensor-parallel rank copies. The buffer then has the size of the rank's shard.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from rollout_service.store.manifest import Chunk, Manifest, StoredTensor
 from rollout_service.store.reading import Piece
 
 ALIGNMENT_BYTES = 16
-"""Of each block; copies of whole such units are the fastest."""
+"""Alignment of each block in bytes. Copies of whole units are the fastest."""
 
 
 class Span(NamedTuple):
-    """``rows`` runs of ``row_bytes`` of one tensor, the first of them at ``start``, each ``stride_bytes`` further."""
+    """``rows`` ranges of ``row_bytes`` in one tensor, the first at ``start``, spaced by ``stride_bytes``."""
 
     tensor: str
     start: int
@@ -29,35 +29,35 @@ class Span(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in it."""
+        """Size in bytes, without gaps."""
         return self.row_bytes * self.rows
 
     @property
     def end(self) -> int:
-        """One past its last byte."""
+        """Offset after its last byte."""
         return self.start + (self.rows - 1) * self.stride_bytes + self.row_bytes
 
 
 class Move(NamedTuple):
-    """Rows from the memory of a piece into the area, where they lie one after the other."""
+    """Rows to copy from a piece's memory to consecutive bytes of the staging buffer."""
 
     source: int
-    """First byte in the piece."""
+    """Offset of the first byte in the piece."""
     target: int
-    """First byte in the area."""
+    """Offset of the first byte in the buffer."""
     row_bytes: int
     rows: int
     stride_bytes: int
 
 
 class Placement:
-    """Where in the area each span of a version begins."""
+    """The offset of each span in the staging buffer."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
-        """``spans`` in the order in which they shall lie; equal ones lie once."""
+        """Place ``spans`` in the given order. Equal spans are placed once."""
         self.places: dict[Span, int] = {}
         self.nbytes = 0
-        """Size of the area that it takes."""
+        """Bytes of the buffer that are used."""
         self._of_tensor: dict[str, list[Span]] = {}
         self._moves: WeakKeyDictionary[Piece, list[Move]] = WeakKeyDictionary()
         for span in spans:
@@ -68,16 +68,16 @@ class Placement:
 
     @classmethod
     def whole(cls, manifest: Manifest) -> "Placement":
-        """Every tensor."""
+        """Return a placement of all tensors of a version."""
         return cls(whole_span(tensor) for tensor in manifest.in_order())
 
     @cached_property
     def digest(self) -> str:
-        """Equal for placements of equal spans at equal places."""
+        """A digest that is equal for equal spans at equal offsets."""
         return hashlib.sha256(repr(list(self.places.items())).encode()).hexdigest()
 
     def chunks(self, manifest: Manifest, *, every: bool) -> Iterator[tuple[StoredTensor, Chunk]]:
-        """The chunks that hold its bytes, or all of the version's, in the order of the files."""
+        """Yield the chunks that overlap the spans, or all chunks of the version, in file order."""
         for tensor in manifest.in_order():
             spans = self._of_tensor.get(tensor.name, [])
             for chunk in tensor.chunks():
@@ -85,7 +85,7 @@ class Placement:
                     yield tensor, chunk
 
     def moves(self, piece: Piece) -> list[Move]:
-        """What of a piece goes where in the area; runs that follow each other on both sides are one."""
+        """Return the moves from a piece to the buffer. Ranges that are adjacent on both sides are coalesced."""
         if (known := self._moves.get(piece)) is None:
             known = self._moves[piece] = self._moves_of(piece)
         return known
@@ -106,14 +106,15 @@ class Placement:
 
 
 def whole_span(tensor: StoredTensor) -> Span:
-    """All of a tensor."""
+    """Return a span of a whole tensor."""
     return Span(tensor.name, 0, tensor.nbytes)
 
 
 def batches(tensors: Iterable[StoredTensor], most_bytes: int) -> Iterator[Piece]:
-    """Whole tensors, in the order of their files, to be read at once and viewed where they lie.
+    """Yield pieces of whole tensors in file order. Each piece is read at once, and its tensors are views of it.
 
-    A tensor whose elements would not be aligned begins a piece of its own; so does what exceeds ``most_bytes``.
+    A tensor whose elements would be misaligned begins a new piece. So does a tensor with which a piece would exceed
+    ``most_bytes``.
     """
     group: list[StoredTensor] = []
     for tensor in tensors:
@@ -141,7 +142,7 @@ def _batch(group: list[StoredTensor]) -> Piece:
 
 
 def _stretches(piece: Piece) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Each tensor of a piece, and from where to where the piece holds it."""
+    """Yield each tensor of a piece with the byte range that the piece holds."""
     current: tuple[StoredTensor, int, int] | None = None
     for tensor, chunk in piece.chunks:
         if current is not None and current[0] is tensor:
@@ -155,9 +156,9 @@ def _stretches(piece: Piece) -> Iterator[tuple[StoredTensor, int, int]]:
 
 
 def _part(span: Span, start: int, end: int) -> list[tuple[Span, int]]:
-    """What of a span lies in bytes ``[start, end)`` of its tensor, and how many of its bytes come before each part.
+    """Return the parts of a span within bytes ``[start, end)`` of its tensor, each with its offset in the span.
 
-    At most three parts: the end of a row, whole rows, the beginning of a row.
+    There are at most three parts: the end of a row, whole rows, the beginning of a row.
     """
     if span.end <= start or end <= span.start:
         return []
@@ -165,7 +166,7 @@ def _part(span: Span, start: int, end: int) -> list[tuple[Span, int]]:
         first, last = max(span.start, start), min(span.end, end)
         return [(Span(span.tensor, first, last - first), first - span.start)]
     parts: list[tuple[Span, int]] = []
-    # rows that begin in [start, end), and of those the ones that end there
+    # rows that begin in [start, end), and the subset that also ends there
     begins = max(0, -(-(start - span.start) // span.stride_bytes))
     beyond = min(span.rows, -(-(end - span.start) // span.stride_bytes))
     whole = min(beyond, max(0, (end - span.start - span.row_bytes) // span.stride_bytes + 1))

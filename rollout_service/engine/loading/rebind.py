@@ -1,8 +1,8 @@
-"""Tensors beside the parameters: those inside the objects that compute for layers, and buffers made from weights.
+"""Tensors other than parameters: those held by objects that compute for layers, and buffers derived from weights.
 
-vLLM's expert kernels refer to the scales that they were made with. Its layerwise reload makes them anew while each
-layer has temporary parameters, copies those into the live ones, and drops them; the kernels go on reading the
-temporaries. Equal bytes then, and stale ones as soon as something else is copied into the live parameters.
+vLLM's expert kernels keep references to the scales that they were created with. Its layerwise reload creates them again
+while each layer has temporary parameters. It copies those into the live parameters and drops them, but the kernels keep
+reading the temporaries. The bytes are equal then, and become stale with the next copy into the live parameters.
 """
 
 import functools
@@ -21,27 +21,27 @@ _NO_HOLDERS = (
     "asyncio.", "concurrent.", "enum.", "logging.", "threading.", "torch.", "transformers.",
     "vllm.compilation.", "vllm.config.", "vllm.distributed.",
 )  # fmt: skip
-"""Packages whose objects hold no weights, and lead far away: into compiled graphs, for one."""
+"""Packages whose objects hold no weights but lead to many others, such as compiled graphs."""
 
 
 class Unbound(Exception):
-    """A reload left a tensor somewhere that is no parameter's, or changed a buffer; says where."""
+    """Raised when a reload left a tensor that matches no parameter, or changed a buffer. The message names it."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor, and where it is held."""
+    """A tensor, and the object that holds it."""
 
     module: torch.nn.Module
     path: str
-    """From the module on."""
+    """Path from the module."""
     holder: object
     key: object
-    """Attribute of ``holder``, or its key or index if that is a dict or a list."""
+    """Attribute of ``holder``, or the key or index if it is a dict or a list."""
     tensor: torch.Tensor
 
     def replace(self, tensor: torch.Tensor) -> None:
-        """Have ``holder`` hold another. Raises Unbound where that cannot be."""
+        """Replace the tensor in ``holder``. Raises Unbound if that is not possible."""
         try:
             hold(self.holder, self.key, tensor)
         except (AttributeError, TypeError) as error:
@@ -49,7 +49,8 @@ class Held:
 
 
 def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
-    """Those that are reached from attributes of the model's modules; not the attributes that are tensors themselves."""
+    """Yield the tensors reachable from attributes of the model's modules, except attributes that are tensors
+    themselves."""
     seen = {id(module) for module in model.modules()}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -60,8 +61,10 @@ def held_tensors(model: torch.nn.Module) -> Iterator[Held]:
 def bind_to_parameters(model: torch.nn.Module, before: list[Held]) -> int:
     """Rebind tensors that a reload left outside the model to the live parameters with the same bytes.
 
-    ``before``: what was held when the reload began, and concerns it no more. Returns how many were bound.
-    Raises Unbound if one is no parameter's: it was made from weights, and a copy into parameters would not renew it.
+    Returns the number of rebound tensors. Raises Unbound if a tensor equals no parameter. It is then derived from
+    weights, and a copy into parameters would not renew it.
+
+    ``before``: the tensors held before the reload; they are ignored.
     """
     old = {id(held.tensor) for held in before}
     live = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -76,7 +79,7 @@ def bind_to_parameters(model: torch.nn.Module, before: list[Held]) -> int:
 
 
 def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Each buffer of the model → digest of its bytes, but for those of the KV cache, which no version brings."""
+    """Return the digest of each buffer of the model, except those of the KV cache, which no version contains."""
     return {
         f"{prefix}.{leaf}" if prefix else leaf: _digest(buffer)
         for prefix, module in model.named_modules()
@@ -86,10 +89,10 @@ def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def require_same_buffers(model: torch.nn.Module, before: Mapping[str, str]) -> None:
-    """Raise Unbound if a buffer is another than with other weights: a copy into parameters would not renew it.
+    """Raise Unbound if a buffer depends on the weights, because a copy into parameters would not renew it.
 
-    ``before``: ``buffer_digests`` with the dummy weights, which no version has; with an earlier version's, a version
-    that repeats it would look as if nothing were derived.
+    ``before``: ``buffer_digests`` with the dummy weights, which differ from every version. With an earlier version's
+    digests, a repeated version would look independent.
     """
     now = buffer_digests(model)
     for name in sorted(now.keys() | before.keys()):
@@ -103,7 +106,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _same_parameter(model: torch.nn.Module, held: Held) -> torch.Tensor:
-    """Of the same module, if that has one with these bytes, else the only one in the model."""
+    """Return the parameter with these bytes in the same module, or the only one in the model."""
     found: list[torch.nn.Parameter] = []
     for module in (held.module, model):
         found = [p for p in module.parameters(recurse=module is model) if _same(p, held.tensor)]
@@ -122,7 +125,7 @@ def _same(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _inside(module: torch.nn.Module, path: str, value: object, seen: set[int]) -> Iterator[Held]:
-    """``seen``: ids of the objects that were looked into already; the model keeps them alive."""
+    """Yield the tensors inside an object. ``seen``: ids of visited objects, which the model keeps alive."""
     waiting = [(path, value)]
     while waiting:
         path, value = waiting.pop()
@@ -137,7 +140,7 @@ def _inside(module: torch.nn.Module, path: str, value: object, seen: set[int]) -
 
 
 def _parts(value: object, path: str) -> Iterator[tuple[object, object, str]]:
-    """Key, part and path of each thing that an object holds; nothing of the object's own code is run."""
+    """Yield key, part and path of each object that ``value`` holds, without running the object's own code."""
     if isinstance(value, dict):
         yield from ((key, part, f"{path}[{key!r}]") for key, part in list(value.items()))
     elif isinstance(value, (list, tuple, set, frozenset)):

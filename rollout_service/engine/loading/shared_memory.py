@@ -1,9 +1,9 @@
-"""Memory of one machine that several workers map: the replicas of a node stage a version once, not each for itself.
+"""Memory shared by the workers of one machine, so that the replicas of a node stage a version once.
 
-It is anonymous (``memfd_create``), so that nothing of it is left when its last process has ended, however it ended. A
-process finds it through the others: a small file lists who has it open, and ``/proc/<pid>/fd/<number>`` opens it again.
-In front of the area lies a header that says what the area holds. ``flock`` on the memory itself orders its users: who
-loads from the area shares the lock, who writes into it has it alone, and the kernel frees the lock of a dead process.
+The memory is anonymous (``memfd_create``), so it disappears with its last process. A process finds it through others: a
+small file lists the processes that have it open, and ``/proc/<pid>/fd/<number>`` opens it again. A header before the
+staging buffer describes its content. ``flock`` on the memory orders its users: loading takes a shared lock, writing an
+exclusive one. The kernel releases the lock of a dead process.
 """
 
 import fcntl
@@ -23,38 +23,40 @@ from rollout_service.protocol.base import Frozen
 
 HEADER_BYTES = mmap.PAGESIZE
 HOLD_LIMIT_S = 120.0
-"""How long one waits for others: for those who load from the area, from when they have checked a version until they
-have loaded it, and for the one who reads a version into it. That is seconds, unless a process was stopped meanwhile."""
+"""Maximum wait in seconds for other processes: those loading from the buffer, and the one reading a version into it.
+Both take seconds unless a process is stopped."""
 _POLL_S = 0.02
-"""``flock`` cannot wait for a limited time."""
+"""Seconds between two attempts to lock. ``flock`` itself has no timeout."""
 
 
 class Busy(Exception):
-    """Others load another version from the memory, and have not ended in time."""
+    """Raised when other processes have used the memory for another version too long."""
 
 
 class Content(Frozen):
-    """What lies in an area."""
+    """Description of the data in a staging buffer."""
 
     digest: str
-    """Of the version's manifest."""
+    """Digest of the version's manifest."""
     placement: str
-    """Where its bytes lie: ``Placement.digest``."""
+    """Digest of the layout, see ``Placement.digest``."""
     every: bool
-    """Whether all other bytes of the version were checked, too."""
+    """True if all other bytes of the version were checked, too."""
 
     def serves(self, wanted: "Content") -> bool:
-        """Who wants that need not read anything."""
+        """Return True if the buffer already holds ``wanted``."""
         return (self.digest, self.placement) == (wanted.digest, wanted.placement) and self.every >= wanted.every
 
 
 class SharedMemory:
-    """One process's mapping of it."""
+    """One process's mapping of the shared memory."""
 
     def __init__(self, name: str, nbytes: int, *, folder: Path | None = None) -> None:
-        """Map the memory of this name and size that another process of this user has, or make it.
+        """Map the memory with this name and size, shared among this user's processes, or create it.
 
-        ``folder``: where processes find each other; None: one of this user's among temporary files. Raises OSError.
+        Raises OSError.
+
+        ``folder``: the folder with the file that lists processes. None: this user's folder for temporary files.
         """
         self._fd, self.is_new = _joined(f"rollout-{name}-{nbytes}", HEADER_BYTES + nbytes, folder or _own_folder())
         try:
@@ -64,12 +66,12 @@ class SharedMemory:
             raise OSError(f"no {nbytes} bytes of shared memory can be mapped: {error}") from error
         weakref.finalize(self, os.close, self._fd)  # the mapping lives as long as tensors refer to it
         self.area = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
-        """uint8 [nbytes], and page-aligned."""
+        """The staging buffer, uint8 [nbytes], page-aligned."""
 
     def hold(self, wanted: Content, write: Callable[[], object], limit_s: float = HOLD_LIMIT_S) -> None:
-        """Have ``wanted`` in the area, and keep it there until ``release``.
+        """Put ``wanted`` into the buffer, and keep it there until ``release``.
 
-        ``write`` puts it there if it is not there yet; what it raises leaves the area empty. Raises Busy.
+        ``write`` is called if the buffer does not hold it yet. If ``write`` raises, the buffer is empty. Raises Busy.
         """
         self.release()
         deadline = time.monotonic() + limit_s
@@ -78,7 +80,7 @@ class SharedMemory:
                 if self._holds(wanted):
                     return
                 self.release()
-                # not waited for: another who writes the same keeps sharing it, for all who look again
+                # no wait: another writer of the same content will share it with all that check again
                 if self._try_lock(fcntl.LOCK_EX):
                     self._write(wanted, write)
                     continue
@@ -87,9 +89,9 @@ class SharedMemory:
             time.sleep(_POLL_S)
 
     def _write(self, wanted: Content, write: Callable[[], object]) -> None:
-        """With the area to oneself, which it is not afterwards: to share it is another lock."""
+        """Write with the exclusive lock, and release it. Sharing needs another lock."""
         try:
-            if not self._holds(wanted):  # another may have written it since this one looked
+            if not self._holds(wanted):  # another process may have written it since the last check
                 self._note(None)
                 write()
                 self._note(wanted)
@@ -97,7 +99,7 @@ class SharedMemory:
             self.release()
 
     def release(self) -> None:
-        """Others may write into it."""
+        """Release the lock, so that other processes may write."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _try_lock(self, kind: int) -> bool:
@@ -120,7 +122,7 @@ class SharedMemory:
 
 
 def _own_folder() -> Path:
-    """Raises PermissionError if somebody else could have put something there."""
+    """Return this user's folder. Raises PermissionError if another user could have written to it."""
     folder = Path(tempfile.gettempdir()) / f"rollout-service-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -130,7 +132,8 @@ def _own_folder() -> Path:
 
 
 def _joined(name: str, nbytes: int, folder: Path) -> tuple[int, bool]:
-    """A file descriptor of the memory, and whether it was made here; all who come at the same time get the same."""
+    """Return a file descriptor of the memory, and True if it was created here. Concurrent callers get the same
+    memory."""
     with (folder / f"{name}.holders").open("a+") as holders:
         fcntl.flock(holders, fcntl.LOCK_EX)
         holders.seek(0)
@@ -154,7 +157,7 @@ def _joined(name: str, nbytes: int, folder: Path) -> tuple[int, bool]:
 
 
 def _opened(holder: str, name: str, nbytes: int) -> int | None:
-    """The memory as a process that had it still has it; its number may be another process's by now."""
+    """Open the memory through a process that had it open. Its pid may belong to another process by now."""
     try:
         pid, number = map(int, holder.split())
         link = f"/proc/{pid}/fd/{number}"

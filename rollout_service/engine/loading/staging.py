@@ -1,9 +1,9 @@
-"""The next version, read and checked while the engine serves: into memory next to the worker's model.
+"""Read and check the next version into memory beside a worker's model, while the engine serves.
 
-One reader: a worker checks the bytes that it will load from, in the memory that they are copied from (of a log in
-memory, on the GPU: ``device_staging.py``), and rank 0 checks all others, so that the whole version was checked before
-the engine closes. A version that cannot lie in the area is checked by rank 0 alone, and checked again as each worker
-reads it while the engine is closed.
+A worker checks its bytes in the memory from which they are loaded or copied. For an in-memory log, that is on the GPU
+(``device_staging.py``). Rank 0 checks all other bytes, so that the whole version is checked before the engine pauses. A
+version that does not fit into the staging buffer is checked by rank 0 alone. Each worker checks it again while it reads
+it with the engine paused.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ from rollout_service.store.spare_files import SpareFiles
 logger = logging.getLogger(__name__)
 
 StagingKind = Literal["device", "host", "memory"]
-"""``device`` memory, from which a version is loaded at the GPU's speed; pinned ``host`` memory, which the replicas of a
-node share; for engines on a CPU, plain ``memory``, which is taken for each version anew."""
+"""Memory of the staging buffer. ``device``: GPU memory, loaded at the GPU's speed. ``host``: pinned memory, shared by a
+node's replicas. ``memory``: plain memory for CPU engines, allocated for each version."""
 PIECE_BYTES = 8 << 20
-"""Of a file, that one thread reads at a time. On its way to a device it goes through pinned memory, of which each
-thread has four times as much: one half is read into and checked while the other is copied."""
+"""Bytes of a file that a thread reads at a time. On the way to a device they pass through pinned memory. Each thread
+has four times as much: one half is read and checked while the other half is copied."""
 _SLACK_BYTES = 16 << 20
-"""For alignment, and for what a version holds and the model does not."""
+"""Extra bytes for alignment, and for data in a version that the model does not have."""
 _DTYPES: dict[StoredDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -56,7 +56,8 @@ _DTYPES: dict[StoredDtype, torch.dtype] = {
 
 
 class CannotStage(Exception):
-    """A version does not go into the area, and why; the engine can load it from its files all the same."""
+    """Raised when a version does not fit into the staging buffer, with the reason. The engine can still load it from
+    files."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,29 @@ class Staged:
     folder: Path
     manifest: Manifest
     layout: str
-    """``TensorPlaces.slots_digest``."""
+    """The layout digest, ``TensorPlaces.slots_digest``."""
     placement: Placement | None
-    """What of it lies in the area; None: nothing."""
+    """The layout of its bytes in the staging buffer. None: it is not there."""
     is_whole: bool = False
-    """Whether that is every tensor."""
+    """True if the buffer holds every tensor."""
     refused: str | None = None
-    """Why nothing lies there."""
+    """The reason why it is not in the buffer."""
     ahead_bytes: int = 0
-    """That had been read before the version was committed."""
+    """Bytes that were read before the version was committed."""
 
 
 class Stager:
-    """One worker's: reads in a thread of its own; of an upload to a log in memory, what is there before its commit."""
+    """Stages versions for one worker in its own thread. Begins to read an upload to an in-memory log before its
+    commit."""
 
     def __init__(self, area: "StagingBuffer | None", rank: int, refused: str | None = None) -> None:
-        """``rank``: of this engine's workers. ``refused``: why there is no area, if one was asked for."""
+        """Create the stager.
+
+        Args:
+            area: the staging buffer. None: there is none.
+            rank: the worker's rank in this engine.
+            refused: the reason why there is no buffer, if one was requested.
+        """
         self._area, self._rank, self._refused = area, rank, refused
         self._thread = ThreadPoolExecutor(1, "stage")
         self._reading: Future[Staged] | None = None
@@ -92,10 +100,12 @@ class Stager:
         self._reading_ahead: Future[None] | None = None
 
     def stage(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> StageAnswer:
-        """Read a version as ``plan`` loads it; nothing is left of the one before. Any thread may call it.
+        """Read a version for ``plan``, replacing the previous one. Thread-safe.
 
-        ``digest``: of the manifest that is meant; None: whichever is there. What was staged and not loaded is not read
-        again. Raises what ended the reading, but for a LogCorrupt.
+        A version that is already staged and not loaded is not read again. Raises the error that ended reading, except
+        LogCorrupt, which the answer contains.
+
+        ``digest``: the digest of the expected manifest. None: any.
         """
         with self._asking:
             reading = self._started(folder, digest, plan)
@@ -115,14 +125,14 @@ class Stager:
         return self._reading
 
     def staged(self, folder: Path) -> Staged | None:
-        """The version in ``folder``, if it was read and checked."""
+        """Return the version in ``folder`` if it was read and checked, else None."""
         if self._reading is None or not self._reading.done() or self._failed():
             return None
         staged = self._reading.result()
         return staged if staged.folder == folder else None
 
     def loaded(self, plan: CopyPlan | None) -> None:
-        """The version was loaded, and the next one will be as ``plan`` says: of that one, read what is uploaded."""
+        """Mark the staged version as loaded, and start to read the next upload, which ``plan`` will load."""
         staged = None if self._asked is None else self.staged(self._asked[0])
         self.forget()
         if self._area is None or staged is None or plan is None or plan.layout != staged.layout:
@@ -134,14 +144,14 @@ class Stager:
             self._reading_ahead = self._thread.submit(self._read_ahead, self._ahead, staged.folder.parent)
 
     def forget(self) -> None:
-        """Nothing of what was read will be loaded any more."""
+        """Discard the staged version."""
         self.finish()
         self._reading = self._asked = None
         if self._area is not None:
             self._area.release()
 
     def finish(self) -> None:
-        """Wait until nothing is read any more; what was read of an upload is forgotten."""
+        """Wait until nothing is being read. Data read from an upload is discarded."""
         if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
@@ -164,7 +174,7 @@ class Stager:
 
     def _read(self, folder: Path, digest: str | None, plan: CopyPlan | None, ahead: ReadAhead | None) -> Staged:
         if self._reading_ahead is not None:
-            self._reading_ahead.result()  # raises what was not expected
+            self._reading_ahead.result()  # raises unexpected errors
         try:
             manifest = read_manifest(folder)
             if digest not in (None, manifest.digest):
@@ -190,31 +200,33 @@ class Stager:
 
 
 class StagingBuffer:
-    """Holds what one worker needs of one version."""
+    """Holds the bytes of one version that one worker loads."""
 
     def __init__(
         self, kind: StagingKind, model: torch.nn.Module, device: torch.device, rank: int = 0, workers: int = 1
     ) -> None:
-        """``rank`` of ``workers`` of one engine, who share the machine's cores. Raises CannotStage without memory."""
+        """Allocate the buffer for ``rank`` of ``workers`` in one engine, which share the machine's cores. Raises
+        CannotStage if there is no memory."""
         self._device, self._threads = device, max(1, io_threads() // workers)
         self._shard = f"{rank}of{workers}"
         self._taken_anew = kind == "memory"
         self._shared: SharedMemory | None = None
         self._mapped = MappedFiles(pin) if kind == "device" else None
         self.limit_bytes = None if self._taken_anew else area_bytes(model)
-        """How large it is; None: as large as the version."""
+        """Size in bytes. None: the size of the version."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """uint8 [bytes]. In host memory it is taken for the first version: who follows the same log shares it."""
+        """The buffer, uint8 [bytes]. Host memory is allocated at the first version, because replicas of one log share
+        it."""
         self._passages: list[torch.Tensor] = []
         if kind == "device":
-            # one allocation, which sleeps as a whole, and in which passages begin at aligned addresses
+            # one allocation, which sleep mode releases as a whole, and in which bounce buffers have aligned addresses
             sizes = [PASSAGE_BYTES] * PASSAGES + [area_bytes(model)]
             *self._passages, self.memory = _taken(sum(sizes), device, pinned=False).split(sizes)
 
     def ahead_of(
         self, loaded: Staged, placement: Placement, *, every: bool, before: ReadAhead | None
     ) -> ReadAhead | None:
-        """What reads the version after ``loaded`` while it is uploaded; None where that is not possible.
+        """Return a reader of the next version's upload. None if reading ahead is not possible.
 
         Arguments as for ``fill`` and ``ReadAhead``.
         """
@@ -225,10 +237,15 @@ class StagingBuffer:
     def fill(
         self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
     ) -> None:
-        """Read what ``placement`` holds, and check it in the memory that it is copied from, or stays in.
+        """Read the bytes of ``placement``, and check them in the memory that they are copied from or stay in.
 
-        ``every``: check all other bytes of the version, too. ``ahead``: may have read some of it. Raises CannotStage,
-        LogCorrupt naming tensor, chunk and file, or OSError.
+        Raises CannotStage, OSError, or LogCorrupt, which names tensor, chunk and file.
+
+        Args:
+            folder, manifest: the version.
+            placement: the layout of the buffer.
+            every: True to check all other bytes of the version, too.
+            ahead: a reader that may have read some of the version.
         """
         if self.limit_bytes is None:
             self.memory = _taken(placement.nbytes, None, pinned=False)
@@ -249,7 +266,7 @@ class StagingBuffer:
             raise CannotStage(str(reason)) from reason
 
     def _take_host_memory(self, log: Path, nbytes: int) -> None:
-        """The node's, shared by all replicas that follow the log; if that cannot be had, memory of this worker."""
+        """Map the node's memory, shared by all replicas of the log. If that fails, allocate memory for this worker."""
         free = memory().free_bytes
         try:
             self._shared = SharedMemory(f"{shared_name(log)}-{self._shard}", nbytes)
@@ -270,14 +287,14 @@ class StagingBuffer:
             raise CannotStage(str(error)) from error
 
     def register(self, spare: SpareFiles, is_stopped: Callable[[], bool]) -> None:
-        """Register the files of the next versions with CUDA, which takes 0.3 s a GB. Raises OSError."""
+        """Register the files of the next versions with CUDA, which takes 0.3 s per GB. Raises OSError."""
         assert self._mapped is not None
         with on_device(self._device):
             self._mapped.add(spare.paths(), is_stopped)
 
     @contextmanager
     def copying(self, folder: Path, manifest: Manifest, placement: Placement) -> Iterator[Copies]:
-        """Of pieces of an upload, to the area."""
+        """Provide the function that copies pieces of an upload to the buffer."""
         assert self._mapped is not None
         self._mapped.prune()
         with on_device(self._device), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
@@ -298,16 +315,16 @@ class StagingBuffer:
                     found = ahead.left_of(manifest)
                 try:
                     stage_on_device(reader, found, placement, self.memory, self._passages)
-                except torch.OutOfMemoryError as error:  # for the tables of what is hashed, some 100 bytes a MiB
+                except torch.OutOfMemoryError as error:  # the hash tables need about 100 bytes per MiB
                     raise CannotStage(f"the GPU has no memory to check version {manifest.version}: {error}") from error
                 return
             all_found = list(found)
             lanes = [all_found[first :: self._threads] for first in range(self._threads)]
-            work = [(self._lane(), lane) for lane in lanes if lane]  # all memory before anything is read
+            work = [(self._lane(), lane) for lane in lanes if lane]  # allocates all memory before anything is read
             list(in_threads(lambda each: _run(each[0], reader, placement, each[1]), work))
 
     def _reader(self, folder: Path, manifest: Manifest) -> VersionReader:
-        """Which maps the files if they are used again: then each is registered with CUDA once."""
+        """Return a reader that maps the files if they are reused, so that each is registered with CUDA once."""
         if self._mapped is None or not SpareFiles.are_kept_in(folder.parent):
             return VersionReader(folder, manifest)
         self._mapped.prune()
@@ -328,37 +345,37 @@ class StagingBuffer:
             return _ToDevice(self.memory, self._device)
 
     def release(self) -> None:
-        """Its content is not needed any more. No GPU may still read it, since other processes may write there now."""
+        """Release the content. No GPU may still read it, because other processes may overwrite it."""
         if self._taken_anew:
             self.memory = torch.empty(0, dtype=torch.uint8)
         if self._shared is not None:
             self._shared.release()
 
     def tensors(self, manifest: Manifest, placement: Placement) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of a version that lies here whole, as views."""
+        """Yield names and tensors of a version that is whole in the buffer, as views."""
         for tensor in manifest.in_order():
             start = placement.places[whole_span(tensor)]
             yield tensor.name, tensor_view(self.memory[start : start + tensor.nbytes], tensor)
 
 
 def area_bytes(model: torch.nn.Module) -> int:
-    """Of the area that takes what one worker loads: as much as its parameters, shared ones once."""
+    """Return the size of the buffer for one worker: its parameters, with shared ones counted once."""
     parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     return sum(parameters.values()) + _SLACK_BYTES
 
 
 def shared_name(log: Path) -> str:
-    """What the names of areas begin with that those have in common who follow a log."""
+    """Return the prefix of the shared buffers' names, which is equal for processes that follow the same log."""
     return hashlib.sha256(str(log).encode()).hexdigest()[:16]
 
 
 def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
-    """A stored tensor whose bytes are ``memory``, uint8 [nbytes]."""
+    """Return a stored tensor as a view of ``memory``, uint8 [nbytes]."""
     return memory.view(_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 class _Lane(Protocol):
-    """What one thread has to itself."""
+    """The resources of one thread."""
 
     def read(self, reader: VersionReader, piece: Piece, moves: list[Move]) -> None: ...
     def end(self) -> None: ...
@@ -371,7 +388,7 @@ def _run(lane: _Lane, reader: VersionReader, placement: Placement, found: list[P
 
 
 class _Fill:
-    """Into an area that the CPU can write: straight to its place, unless only parts of the piece belong there."""
+    """Reads into a buffer that the CPU can write, directly unless only parts of the piece are needed."""
 
     def __init__(self, area: torch.Tensor) -> None:
         self._area = area.numpy()
@@ -391,14 +408,14 @@ class _Fill:
             )
 
     def end(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is pending."""
 
 
 class _ToDevice:
-    """Into an area on a device, by way of pinned memory, where it is checked.
+    """Reads into a buffer on a device through pinned memory, where the bytes are checked.
 
-    Contiguous runs are copied from where they were checked; parts of rows are packed in a buffer first, so that the
-    copies to the device are few, and need no kernel, which the engine's own would wait for.
+    Contiguous ranges are copied from the memory in which they were checked. Parts of rows are packed in a buffer first.
+    The copies to the device are then few and need no kernel, which would wait for the engine's own.
     """
 
     def __init__(self, area: torch.Tensor, device: torch.device) -> None:
@@ -425,9 +442,10 @@ class _ToDevice:
 def packed_runs(
     moves: list[Move], read: torch.Tensor, packed: torch.Tensor, before_reuse: Callable[[], object]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Runs of bytes, each with its place in the area: parts of ``read``, or of ``packed`` where many moves make one.
+    """Yield byte ranges with their offsets in the staging buffer. They are parts of ``read``, or of ``packed`` for
+    several moves.
 
-    ``before_reuse`` is called when ``packed`` is full, before what was yielded of it is overwritten.
+    ``before_reuse`` is called when ``packed`` is full, before yielded ranges in it are overwritten.
     """
     position = 0
     for run in _neighbours(moves, packed.numel()):
@@ -447,7 +465,7 @@ def packed_runs(
 
 
 def _neighbours(moves: list[Move], most_bytes: int) -> Iterator[list[Move]]:
-    """Moves whose targets follow one another, up to ``most_bytes``."""
+    """Yield groups of moves with adjacent targets, of up to ``most_bytes`` each."""
     run: list[Move] = []
     end = nbytes = 0
     for move in moves:
@@ -462,7 +480,7 @@ def _neighbours(moves: list[Move], most_bytes: int) -> Iterator[list[Move]]:
 
 
 def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.ndarray:
-    """uint8 [rows, row_bytes]: a view."""
+    """Return a view uint8 [rows, row_bytes]."""
     if move.rows == 1:
         return memory[start : start + move.row_bytes][None, :]
     return np.lib.stride_tricks.as_strided(memory[start:], (move.rows, move.row_bytes), (stride_bytes, 1))
@@ -478,5 +496,5 @@ def _taken(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.T
         if device is not None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    except RuntimeError as error:  # torch has no narrower one for memory that the driver refuses
+    except RuntimeError as error:  # torch has no narrower error for memory that the driver refuses
         raise CannotStage(f"there are no {nbytes} bytes of {where} to stage in: {error}") from error

@@ -1,7 +1,7 @@
-"""How a replica has the workers of its engine stage a version: over a socket of each worker.
+"""Calls from a replica to its engine's workers to stage a version, over one socket per worker.
 
-Not by vLLM's RPC, because an engine answers that between two of its steps, and a step that computes prompts takes a
-tenth of a second: three of them passed before a version was known to be staged. A line of JSON each way.
+They do not use vLLM's RPC, which an engine answers only between two steps. A step with prompts takes a tenth of a
+second, and three such steps would pass. Each message is one line of JSON.
 """
 
 import asyncio
@@ -21,52 +21,52 @@ from rollout_service.protocol.base import Frozen
 logger = logging.getLogger(__name__)
 
 _PEER = struct.Struct("3i")
-"""What Linux tells of who has connected: its process, user and group (unix(7), SO_PEERCRED)."""
+"""The peer's process, user and group as reported by Linux (unix(7), SO_PEERCRED)."""
 
 
 class StageCall(Frozen):
-    """Which version to read and check."""
+    """The version to read and check."""
 
     folder: str
     digest: str | None
-    """Of the manifest that is meant; None: whichever is there."""
+    """Digest of the expected manifest. None: any."""
 
 
 class StageAnswer(Frozen):
-    """What became of it."""
+    """The result of a StageCall."""
 
     refused: str | None = None
-    """Why the version is not in the staging area."""
+    """The reason why the version is not in the staging buffer."""
     corrupt: tuple[str, dict[str, Any]] | None = None
     """Message and detail of a LogCorrupt."""
     failed: str | None = None
-    """What else ended it."""
+    """Any other error."""
 
 
 class StagingServer:
-    """A worker's: answers in threads of its own, until the process ends or ``close``."""
+    """A worker's server. It answers in threads until the process ends or ``close`` is called."""
 
     def __init__(self, stage: Callable[[Path, str | None], StageAnswer]) -> None:
-        """``stage``: reads and checks a version; called from several threads, by one replica."""
-        # an abstract name (unix(7)): nothing of it is left when the process is killed
+        """Start the server. ``stage`` reads and checks a version; several threads may call it for one replica."""
+        # an abstract name (unix(7)) leaves no file when the process is killed
         self.address = f"\0rollout-staging-{uuid.uuid4().hex}"
         self._server = _Server(self.address, _Handler)
         self._server.stage = stage
         threading.Thread(target=self._server.serve_forever, name="staging-calls", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nothing more."""
+        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
-    block_on_close = False  # a thread may be waiting for a version to be read
+    block_on_close = False  # a thread may be waiting until a version is read
     stage: Callable[[Path, str | None], StageAnswer]
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        """Whether who has connected is this user: everyone may connect to an abstract name."""
+        """Return True if the peer is this user. Any user may connect to an abstract name."""
         assert isinstance(request, socket.socket)
         _, user, _ = _PEER.unpack(request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         return bool(user == os.geteuid())
@@ -81,7 +81,7 @@ class _Handler(socketserver.StreamRequestHandler):
         try:
             call = StageCall.model_validate_json(line)
             answer = self.server.stage(Path(call.folder), call.digest)
-        except Exception as error:  # the replica is told, and raises it
+        except Exception as error:  # sent to the replica, which raises it
             logger.exception("a version could not be staged")
             answer = StageAnswer(failed=f"{type(error).__name__}: {error}")
         try:
@@ -91,13 +91,13 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 async def staged_by(address: str, call: StageCall) -> StageAnswer:
-    """Have the worker at that address read and check a version. Raises OSError if it ends meanwhile, or has ended.
+    """Let the worker at ``address`` read and check a version. Raises OSError if the worker ends or has ended.
 
-    Whoever is cancelled leaves the worker to it: the same call afterwards does not have it read again.
+    After a cancellation the worker continues. The same call later does not read the version again.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        # uvloop, on which Ray Serve runs replicas, connects to no abstract name
+        # uvloop, which Ray Serve uses, cannot connect to an abstract name
         await asyncio.get_running_loop().sock_connect(connection, address)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
     except BaseException:
@@ -106,7 +106,7 @@ async def staged_by(address: str, call: StageCall) -> StageAnswer:
     try:
         writer.write(call.model_dump_json().encode() + b"\n")
         await writer.drain()
-        line = await reader.read()  # to the end: a message may be longer than what asyncio takes for a line
+        line = await reader.read()  # up to the end, because a message may exceed asyncio's limit for a line
     finally:
         writer.close()
     if not line.endswith(b"\n"):

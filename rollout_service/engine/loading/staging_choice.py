@@ -1,40 +1,41 @@
-"""Where ``engine.staging: auto`` puts the next version on a GPU host: an area on the GPU is taken from the KV cache."""
+"""The choice of ``engine.staging: auto`` between GPU and host memory. A staging buffer on the GPU reduces the KV
+cache."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 MAX_CACHE_SHARE = 0.4
-"""Share of the KV cache that an area on the GPU may take. An area in host memory closes the engine ten times as long at
-each update, and a rollout's KV cache seldom fills the whole of a GPU."""
+"""Maximum share of the KV cache that a buffer on the GPU may take. A buffer in host memory makes each update's pause
+ten times as long, and rollouts seldom fill a GPU's whole KV cache."""
 HOST_BYTES_PER_S = 50e9
-"""At which versions are loaded from pinned memory: 9.4 GB in 0.19 s on an H200 with PCIe 5.0
+"""Rate of loading from pinned memory: 9.4 GB in 0.19 s on an H200 with PCIe 5.0
 (benchmarks/results/h200/update_engine.json)."""
 
 
 @dataclass(frozen=True)
 class StagingChoice:
-    """A kind of staging area, and what was known."""
+    """The kind of staging buffer, and the sizes that led to it."""
 
     kind: Literal["device", "host", "none"]
     area_bytes: int
-    """Of each GPU's area: as large as its weights."""
+    """Size of the buffer per GPU, equal to its weights."""
     cache_bytes: int
-    """What of a GPU's memory is left for the KV cache and scratch memory without an area."""
+    """GPU memory for the KV cache and scratch memory without a staging buffer."""
     host_bytes: int
-    """What the machine has free."""
+    """Free memory of the machine."""
 
     @property
     def share(self) -> float:
-        """Of the KV cache, that an area on the GPU takes."""
+        """Share of the KV cache that a buffer on the GPU takes."""
         return min(1.0, self.area_bytes / self.cache_bytes) if self.cache_bytes > 0 else 1.0
 
     @property
     def closed_s(self) -> float:
-        """How long an update from host memory closes the engine for its copies."""
+        """Seconds that the copies of an update from host memory pause the engine."""
         return self.area_bytes / HOST_BYTES_PER_S
 
     def __str__(self) -> str:
-        """Which it is, and what each would cost."""
+        """Return the choice and the cost of each kind."""
         gb = f"{self.area_bytes / 1e9:.1f} GB"
         device = f"device: {gb}, {self.share:.0%} of the KV cache's {max(0, self.cache_bytes) / 1e9:.1f} GB"
         host = f"host: updates close the engine for {self.closed_s:.2f} s"
@@ -46,7 +47,7 @@ class StagingChoice:
 def choose(area_bytes: int, cache_bytes: int, host_bytes: int, ranks: int) -> StagingChoice:
     """Return ``device`` if it takes at most ``MAX_CACHE_SHARE`` of the KV cache, else ``host``, else ``none``.
 
-    ``ranks``: GPUs of one engine, all on this machine. Its replicas share an area in host memory.
+    ``ranks``: GPUs of one engine, all on this machine. Its replicas share a buffer in host memory.
     """
     kind: Literal["device", "host", "none"]
     if 0 < area_bytes <= MAX_CACHE_SHARE * cache_bytes:

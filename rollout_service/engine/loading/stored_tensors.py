@@ -1,6 +1,7 @@
-"""The tensors of a version, read from its files one after the other and checked in the memory that they are taken from.
+"""Read the tensors of a version from its files one after the other, and check them in the memory that is loaded.
 
-For versions that lie in no staging area. Not mapped: a mapped file can change, or shrink, after it was checked.
+Used for versions that are not in a staging buffer. The files are not mapped, because a mapped file can change or shrink
+after the check.
 """
 
 from collections import deque
@@ -23,11 +24,12 @@ _BATCH_BYTES = 16 << 20
 def stored_tensors(
     folder: Path, manifest: Manifest, taken: Callable[[str, torch.Tensor], None] = lambda *_: None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors on the CPU, in the order of the files, read ahead by a few threads.
+    """Yield names and tensors on the CPU in file order, read ahead by a few threads.
 
-    ``taken`` is told of each before it is yielded. Memory is used again once nothing refers to a tensor in it, and no
-    address that a tensor had is given back to the system before the end. Raises OSError, or LogCorrupt naming tensor,
-    chunk and file.
+    Memory is reused once nothing refers to a tensor in it. No address of a tensor is returned to the system before the
+    end. Raises OSError, or LogCorrupt, which names tensor, chunk and file.
+
+    ``taken``: called with each tensor before it is yielded.
     """
     memory = BufferPool(1 << 62)
 

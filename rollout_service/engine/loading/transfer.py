@@ -1,7 +1,7 @@
 """Our weight-transfer engine: loads a committed version from the log's files into a running vLLM worker.
 
-Registered with vLLM by ``plugin.py`` under ``TRANSFER_BACKEND``. Only the folder's path travels through the RPC (vLLM
-0.32 cannot pass tensors there).
+``plugin.py`` registers it with vLLM under ``TRANSFER_BACKEND``. The RPC carries only the folder's path, because vLLM
+0.32 cannot pass tensors.
 """
 
 import functools
@@ -64,49 +64,49 @@ logger = logging.getLogger(__name__)
 
 
 class LoadReport(TypedDict, total=False):
-    """How a version was loaded. Plain values, since it leaves the process."""
+    """A report of how a version was loaded. Plain values, because it is sent to another process."""
 
     way: Literal["plan", "layerwise"]
     copies: int
-    """Of the plan."""
+    """Number of byte ranges in the plan."""
     unstaged: str
-    """Why it was read from its files."""
+    """The reason why it was read from its files."""
     no_plan: str
-    """Why there is none."""
+    """The reason why there is no plan."""
     bound: int
-    """How many tensors outside the model were bound to parameters: ``bind_to_parameters``."""
+    """Number of tensors outside the model that were bound to parameters, see ``bind_to_parameters``."""
     kv_scales: int
-    """How many were changed."""
+    """Number of changed KV scales."""
     staging: str
-    """Where the staging area is: ``device`` or ``host``."""
+    """Kind of staging buffer: ``device`` or ``host``."""
     area_bytes: int
-    """Of the staging area."""
+    """Size of the staging buffer."""
     staged_bytes: int
     ahead_bytes: int
-    """Of the log's files, that were read before the version was committed."""
+    """Bytes of the log's files that were read before the version was committed."""
 
 
 @dataclass
 class LogInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Empty: nothing is negotiated in advance."""
 
 
 @dataclass
 class LogUpdateInfo(WeightTransferUpdateInfo):
-    """Which version to load."""
+    """The version to load."""
 
     folder: str
     """The version's folder in the log."""
     kv_scales: dict[str, float] | None = None
-    """Those of the version, if they are not in its manifest."""
+    """The version's KV scales, if they are not in its manifest."""
 
 
 class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
-    """Loads whole versions; raises RuntimeError when a parameter, or a part of one, received nothing.
+    """Loads whole versions. Raises RuntimeError if a parameter, or a part of one, received nothing.
 
-    A version is read and checked before the engine closes, into a staging area if there is one, and the first one
-    teaches a ``CopyPlan``. Later ones of the same layout are staged and copied by that plan; without one, vLLM's
-    layerwise reload loads each, from the area if it holds the whole version, else from the files.
+    A version is read and checked into a staging buffer, if there is one, before the engine pauses. Loading the first
+    version records a ``CopyPlan``, which stages and copies later versions of the same layout. Without a plan, vLLM's
+    layerwise reload loads each version, from the buffer if it holds the whole version, else from the files.
     """
 
     init_info_cls = LogInitInfo
@@ -121,17 +121,17 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self._area: StagingBuffer | None = None
         refused = None
         self.why_there: str | None = None
-        """What each place would cost, if it was chosen here."""
+        """The cost of each kind of staging buffer, if the kind was chosen here."""
         if current_platform.is_cpu():
             _refuse_state_space(model)
         if kind == "auto":
             choice = _choose(vllm_config, device, model)
             kind, self.why_there = choice.kind, str(choice)
         self.staging: Staging = kind or "none"
-        """Where versions are staged."""
+        """The kind of staging buffer."""
         if self.staging != "none":
             try:
-                # now, before vLLM measures how much memory is left for the KV cache
+                # must precede vLLM's measurement of free memory for the KV cache
                 with staging_memory(vllm_config, device):
                     self._area = StagingBuffer(self.staging, model, device, parallel.rank, parallel.world_size)
             except CannotStage as error:
@@ -150,38 +150,38 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         name_partial_loaders(model)
         self._kv_scales: dict[str, float] | None = None
         self.report: LoadReport = {}
-        """How the last version was loaded."""
+        """A report on the last load."""
 
     def init_transfer_engine(self, init_info: LogInitInfo) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no connection."""
 
     def stage(self, folder: Path, digest: str | None = None) -> StageAnswer:
-        """Read and check a version, in any thread, while the engine serves. ``digest``: of the manifest that is meant.
+        """Read and check a version while the engine serves. Thread-safe. ``digest``: of the expected manifest.
 
-        Raises what ended it, but for a LogCorrupt.
+        Raises the error that ended reading, except LogCorrupt.
         """
         return self._stager.stage(folder, digest, self._plan)
 
     @functools.cached_property
     def staging_server(self) -> StagingServer:
-        """What replicas have ``stage`` done by, until the worker's process ends."""
+        """The server through which replicas call ``stage``, until the worker's process ends."""
         return StagingServer(self.stage)
 
     def forget_staged(self) -> None:
-        """Nothing of what was staged will be loaded."""
+        """Discard the staged version."""
         self._stager.forget()
 
     def plan_loads(self, allowed: bool) -> None:
-        """Whether versions may be loaded by a plan; the next one is layerwise in either case."""
+        """Allow or forbid copy plans. The next version is loaded layerwise in either case."""
         self._plan, self._may_plan, self._no_plan = None, allowed, None
 
     def start_weight_update(self) -> None:
-        """Nothing yet: which way it goes depends on the version."""
+        """Do nothing: the way of loading depends on the version."""
 
     def receive_weights(self, update_info: LogUpdateInfo) -> None:
         """Load every tensor of the version. From here on the engine cannot generate."""
         folder = Path(update_info.folder)
-        self._stager.finish()  # reading what is uploaded next, into the same area
+        self._stager.finish()  # the read-ahead uses the same staging buffer
         staged = self._stager.staged(folder)
         if staged is None:
             manifest = read_manifest(folder)
@@ -199,10 +199,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             self.report["unstaged"] = staged.refused
 
     def finish_weight_update(self) -> None:
-        """Process what was loaded into the kernels' layout, in the old storage, which a plan has no need of.
-
-        Then the scales of an FP8 KV cache.
-        """
+        """Process loaded weights into the kernels' layout in their old storage, unless a plan loaded them. Load the
+        scales of an FP8 KV cache."""
         if self._layerwise is not None:
             finalize_layerwise_reload(self.model, self.model_config)
             if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
@@ -211,7 +209,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             self._learn(self._layerwise)
             self._layerwise = None
         if self._area is not None and self.device.type == "cuda":
-            # the copies are only queued, and another stream, or process, writes the next version into the area
+            # the copies are only queued, and another stream or process will write the next version into the buffer
             torch.cuda.synchronize(self.device)
         self._stager.loaded(self._plan)
         if self._area is not None and self._area.limit_bytes is not None:
@@ -220,13 +218,13 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         self.report["kv_scales"] = load_kv_scales(self.model, self.model_config, self._kv_scales)
 
     def shutdown(self) -> None:
-        """Let the reading end."""
+        """Wait until reading has ended."""
         self._stager.finish()
 
     def _load_layerwise(self, staged: Staged) -> None:
         unloaded = self._load_all(staged)
         if unloaded and not self._copied_directly:
-            # seen once, known from then on: end this reload, which leaves them as they were, and begin another
+            # found once and remembered: finish this reload, which leaves these modules unchanged, and begin another
             self._copied_directly = list(unloaded.values())
             finalize_layerwise_reload(self.model, self.model_config)
             unloaded = self._load_all(staged)
@@ -240,15 +238,15 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             raise RuntimeError(f"{staged.folder} left {len(incomplete)} modules incomplete: {incomplete[:5]}")
 
     def _load_all(self, staged: Staged) -> dict[str, torch.nn.Module]:
-        """Begin a layerwise reload and load every tensor; returns the modules that received nothing, by name."""
+        """Load every tensor in a layerwise reload, and return the modules that received nothing, by name."""
         served = {name for name, _ in self.model.named_parameters()}
         names = _names_of_parameters(self.model)
         self._layerwise = staged
         sources = Sources()
         recording = self._recording(staged, sources)
         initialize_layerwise_reload(self.model)
-        # what vLLM derives after loading (the absorbed matrices of latent attention) is served but never loaded; a
-        # tied head is loaded apart only where it is served apart
+        # vLLM derives some tensors after loading (latent attention's absorbed matrices); these are served but never
+        # loaded. A tied head is loaded separately only where it is served separately.
         expected = served & {name for name, _ in self.model.named_parameters()}
         with recording, DirectCopies(self._copied_directly) if self._copied_directly else nullcontext():
             loaded = self.model.load_weights(self._tensors(staged, sources))
@@ -266,7 +264,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             yield name, tensor
 
     def _recording(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
-        """While a version is loaded from which a plan may be learnt. Before the reload begins."""
+        """Return the context that records copies for a plan, if possible. Call it before the reload begins."""
         self._recorder = None
         if self._area is None or not self._may_plan or self._known_no_plan(staged) is not None:
             return nullcontext()
@@ -275,7 +273,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         return self._recorder
 
     def _learn(self, staged: Staged) -> None:
-        """Make the plan for the next versions, if there can be one."""
+        """Build the plan for the next versions, if possible."""
         self._plan = None
         recorder, self._recorder = self._recorder, None
         held_before, self._held_before = self._held_before, []
@@ -284,24 +282,24 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
                 self.report["no_plan"] = known
             return
         try:
-            # expert kernels still read the scales of temporary parameters, which no plan reaches
+            # expert kernels still read the scales of temporary parameters, which a plan cannot reach
             self.report["bound"] = bind_to_parameters(self.model, held_before)
             require_same_buffers(self.model, self._buffers)
             placement = placement_of(recorder.copies, staged.manifest)
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # what was loaded from the area has left it
+                torch.cuda.synchronize(self.device)  # the copies from the staging buffer have finished
             self._area.fill(staged.folder, staged.manifest, placement, every=False)
             plan = CopyPlan.build(staged.layout, placement, recorder.copies, self.model, self._area.memory)
-            plan.run()  # the same bytes once more: its kernel is compiled now, and not while rollouts wait
+            plan.run()  # repeats the same bytes, so that the kernel is compiled now and not while rollouts wait
             self._plan = plan
         except (NoPlan, Unbound) as reason:
             self._no_plan = staged.layout, str(reason)
             self._without_plan(reason)
-        except (CannotStage, LogCorrupt, OSError) as reason:  # of another version there may be one
+        except (CannotStage, LogCorrupt, OSError) as reason:  # another version may still get a plan
             self._without_plan(reason)
 
     def _known_no_plan(self, staged: Staged) -> str | None:
-        """Why there can be none for versions of this layout, once that was seen."""
+        """Return the known reason why versions of this layout have no plan, or None."""
         return self._no_plan[1] if self._no_plan is not None and self._no_plan[0] == staged.layout else None
 
     def _without_plan(self, reason: Exception) -> None:
@@ -310,7 +308,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
 
 
 def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> StagingChoice:
-    """For a model whose weights, and nothing else yet, lie on the device."""
+    """Return the staging choice for a model whose weights, and nothing else yet, are on the device."""
     _, total = torch.cuda.mem_get_info(device)
     usable = int(total * vllm_config.cache_config.gpu_memory_utilization)
     left = usable - torch.cuda.memory_allocated(device)
@@ -318,7 +316,8 @@ def _choose(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Modul
 
 
 def _refuse_state_space(model: torch.nn.Module) -> None:
-    """What dies on the CPU in vLLM 0.32.0: Mamba 1, whose packed convolutions it cannot read, and Mamba 2 alone."""
+    """Raise ValueError for models that crash vLLM 0.32.0 on the CPU: Mamba 1, whose packed convolutions it cannot read,
+    and Mamba 2 without attention layers."""
     layers = list(model.modules())
     kinds = {module.mamba_type.name for module in layers if isinstance(module, MambaBase)}
     if "MAMBA1" in kinds or ("MAMBA2" in kinds and not any(isinstance(module, Attention) for module in layers)):
@@ -329,7 +328,7 @@ def _refuse_state_space(model: torch.nn.Module) -> None:
 
 
 def _names_of_parameters(model: torch.nn.Module) -> dict[str, set[str]]:
-    """Every name of a parameter → all names that it has: vLLM's Transformers backend has some modules in two places."""
+    """Return all names of each parameter. vLLM's Transformers backend has some modules in two places."""
     by_identity: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), set()).add(name)
@@ -337,14 +336,14 @@ def _names_of_parameters(model: torch.nn.Module) -> dict[str, set[str]]:
 
 
 def incomplete_modules(model: torch.nn.Module) -> list[str]:
-    """Modules that received some of their weights and not all, during a reload: one expert of many, q without k.
+    """Return the modules that received only some of their weights in a reload: one expert of many, q without k.
 
-    The names that ``load_weights`` returns do not tell: one slice counts for the whole parameter there.
+    The result of ``load_weights`` does not tell, because one slice counts as the whole parameter there.
     """
     return [
         f"{name} ({loaded} of {wanted} elements)"
         for name, module in model.named_modules()
-        # padding is never loaded; scales of the KV cache need not be
+        # padding is never loaded, and scales of the KV cache are optional
         if not isinstance(module, VocabParallelEmbedding) and not is_deferred_attention_layer(module)
         for loaded, wanted in [load_progress(module)]
         if 0 < loaded < wanted
