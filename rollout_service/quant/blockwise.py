@@ -52,7 +52,7 @@ def quantize_blockwise(
     """
     if weight.dim() not in (2, 3):
         raise QuantizationError(
-            f"{name} has {weight.dim()} dimensions; blockwise FP8 takes matrices: skip it in the recipe"
+            f"{name} has {weight.dim()} dimensions; blockwise FP8 takes matrices: add it to quant.skip"
         )
     require_finite(weight, name)
     blocks = _padded_blocks(weight)
