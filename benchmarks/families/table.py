@@ -21,6 +21,9 @@ CPU, GPU = "cpu-2-cores", "h100-80gb-hbm3"
 """The machines of the results."""
 WRITE = "python -m benchmarks.families.table --write"
 
+_WORDS = 16
+"""Words of an error in a cell of the table."""
+
 
 def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
     """A row for each family, in the order of their names, of what two machines found."""
@@ -60,7 +63,9 @@ def _served(case: Json) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    """Return the first words of an error; the result has all of them."""
+    words = text.replace("|", "\\|").split()
+    return " ".join(words[:_WORDS]) + (" …" if len(words) > _WORDS else "")
 
 
 def on_cpu() -> list[Json]:
