@@ -1,8 +1,8 @@
-"""Correcting a trainer's loss for rollouts that another engine sampled: weights, rejection, and mismatch statistics.
+"""Correct a trainer's loss for rollouts that another engine sampled: weights, rejection, and mismatch statistics.
 
-A rollout engine computes with other kernels and other number formats than the trainer, so the policy that sampled a
-token is not exactly the one that is trained, even when both hold the same weights. ``correct`` applies a recipe
-(``Correction``, or a published one by ``preset``) to a batch. Needs torch only; docs/correction.md explains it.
+A rollout engine uses other kernels and number formats than the trainer, so the policy that sampled a token differs from
+the trained one, even with the same weights. ``correct`` applies a recipe (``Correction``, or a published one by
+``preset``) to a batch. Needs only torch; docs/correction.md explains it.
 """
 
 from rollout_service.correction.batch import Rows

@@ -1,4 +1,4 @@
-"""What callers hand in, padded or ragged → one checked batch of [batch, tokens] tensors."""
+"""Convert the caller's padded or ragged rows to one checked batch of [batch, tokens] tensors."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -13,10 +13,10 @@ Rows: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[floa
 def as_batch(
     trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both logprobs and the mask as tensors of one shape [batch, tokens], the mask as bool, checked.
+    """Return both logprobs and the mask (bool) as checked tensors of one shape [batch, tokens].
 
     Ragged rows are padded at their ends; numbers become fp32. Without a mask the tokens are those of the ragged rows.
-    ``mask`` is bool or holds 0 and 1, 1 where a sampled token is. What stands where it is 0 has no influence.
+    ``mask`` is bool or 0/1, with 1 at sampled tokens. Values at other positions have no influence.
 
     Raises ValueError if the shapes differ or are not [batch, tokens], if ragged rows differ in length, if there is
     neither a mask nor a ragged argument, if no token is selected, if the mask holds anything but 0 and 1, or if a
@@ -27,7 +27,7 @@ def as_batch(
     tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
     width = max([*lengths, *(tensor.shape[1] for tensor in tensors if tensor.dim() == 2)], default=0)
     device = _device(trainer_logprobs) or _device(rollout_logprobs) or torch.device("cpu")
-    # Padded with NaN, so that a mask that selects padding is refused below and never read as probability 1.
+    # padded with NaN, so that a mask that selects padding is refused below and never read as probability 1
     trainer = _padded(trainer_logprobs, width, torch.nan, device)
     rollout = _padded(rollout_logprobs, width, torch.nan, device)
     if mask is None:
@@ -47,7 +47,7 @@ def _is_ragged(value: Rows | None) -> bool:
 
 
 def _ragged_lengths(given: dict[str, Rows | None]) -> list[int]:
-    """Tokens of each row of the ragged arguments, which must agree; empty if none is ragged."""
+    """Return the number of tokens of each row of the ragged arguments, which must agree; empty if none is ragged."""
     lengths = {
         name: [len(row) for row in value]
         for name, value in given.items()
@@ -64,13 +64,13 @@ def _ragged_lengths(given: dict[str, Rows | None]) -> list[int]:
 
 
 def _device(rows: Rows) -> torch.device | None:
-    """Where the tensors lie; None for lists of numbers."""
+    """Return the device of the tensors; None for lists of numbers."""
     first = rows if isinstance(rows, torch.Tensor) else next(iter(rows), None)
     return first.device if isinstance(first, torch.Tensor) else None
 
 
 def _padded(rows: Rows, width: int, padding: float, device: torch.device) -> torch.Tensor:
-    """[batch, width], or the tensor that was given."""
+    """Return [batch, width], or the given tensor."""
     if isinstance(rows, torch.Tensor):
         return rows
     if not len(rows):

@@ -1,10 +1,11 @@
-"""Bounds of a recipe, checked where the recipe is written and not in the middle of a training run."""
+"""Checks of a recipe's bounds when it is created, not in the middle of a training run."""
 
 import math
 
 
 def require_bounds(owner: str, lower: float | None, upper: float | None) -> None:
-    """Raise ValueError unless both are positive (``upper`` may be infinite) and ``lower`` ≤ ``upper``; None is none."""
+    """Raise ValueError unless both are positive (``upper`` may be infinite) and ``lower`` ≤ ``upper``; None: no
+    bound."""
     for name, value in (("lower", lower), ("upper", upper)):
         if value is None:
             continue

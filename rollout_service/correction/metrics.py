@@ -1,16 +1,16 @@
-"""How far apart trainer and rollout are, whatever is done about it: KL, perplexity, χ²."""
+"""Distance between trainer and rollout, independent of the recipe: KL, perplexity, χ²."""
 
 from rollout_service.correction.ratios import LogRatios, bounded, chi2, k3, mult_prob_error
 
 PREFIX = "rollout_corr/"
-"""verl's, so that curves of both lie on one chart."""
+"""verl's prefix, so that metrics of both appear in one chart."""
 
 
 def mismatch_metrics(ratios: LogRatios) -> dict[str, float]:
-    """verl's off-policy metrics, and what NeMo-RL and SkyRL measure beside them; names without prefix.
+    """Return verl's off-policy metrics, and those of NeMo-RL and SkyRL; names without prefix.
 
-    Tokens are averaged over the batch, perplexities over sequences. Every value is finite: what is exponentiated is
-    clamped to ±20 first. With ``lr = trainer − rollout`` and ``ρ = exp(lr)``:
+    Tokens are averaged over the batch, perplexities over sequences. Every value is finite: exponents are first clamped
+    to ±20. With ``lr = trainer − rollout`` and ``ρ = exp(lr)``:
 
     - ``kl`` mean(−lr), ``k3_kl`` mean(ρ − 1 − lr) (NeMo-RL's ``gen_kl_error``, prime-rl's ``mismatch_kl``)
     - ``chi2_token`` mean(ρ²) − 1, ``chi2_seq`` mean over sequences of (Π ρ)² − 1

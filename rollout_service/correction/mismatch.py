@@ -1,4 +1,4 @@
-"""The mismatch in two numbers, for those who log no more."""
+"""The mismatch in two numbers, for trainers that log no more."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,24 @@ from rollout_service.correction.ratios import compare
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Estimates of KL(rollout ‖ trainer) in nats per token. Join several by a mean weighted with ``tokens``."""
+    """Estimates of KL(rollout ‖ trainer) in nats per token. Merge several by a mean weighted with ``tokens``."""
 
     k1: float
     """Mean of ``rollout − trainer`` (verl's ``rollout_corr/kl``): unbiased, of either sign."""
     k3: float
     """Mean of ``exp(lr) − 1 − lr`` with ``lr = trainer − rollout`` (verl's ``rollout_corr/k3_kl``): never negative."""
     tokens: int
-    """Tokens that the means are over."""
+    """Number of tokens in the means."""
 
 
 def measure_mismatch(trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None = None) -> Mismatch:
-    """k1 and k3 between the trainer's and the engine's logprobs of the sampled tokens, computed in fp64.
+    """Compute k1 and k3 between the trainer's and the engine's logprobs of the sampled tokens, in fp64.
 
-    All are natural logs, [batch, tokens] or ragged; ``mask`` is bool or 0/1, and what masked positions hold has no
+    All are natural logs, [batch, tokens] or ragged. ``mask`` is bool or 0/1; values at masked positions have no
     influence. In k3, and only there, ``lr`` is clamped to ±20. The estimators are from Schulman, "Approximating KL
-    Divergence" (2020); ``correct`` measures the rest.
+    Divergence" (2020); ``correct`` computes more metrics.
 
-    Raises ValueError for what ``as_batch`` refuses.
+    Raises the ValueErrors of ``as_batch``.
     """
     ratios = compare(trainer_logprobs, rollout_logprobs, mask)
     metrics = mismatch_metrics(ratios)

@@ -1,4 +1,4 @@
-"""The published recipes by name, with their projects' bounds and denominators. docs/correction.md names the sources."""
+"""Published recipes by name, with their projects' bounds and denominators. docs/correction.md lists the sources."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ _UNBOUNDED = ImportanceWeights(level="token", upper=math.inf)
 _GEO_RS = Rejection("seq_mean_k1", lower=0.999, upper=1.001)
 _K3_RS = Rejection("seq_mean_k3", upper=0.01)
 _SKYRL_OUTLIERS = Veto(lower=1e-4, upper=100.0)
-"""What SkyRL's documentation suggests; off unless it is asked for."""
+"""Suggested by SkyRL's documentation; off by default there."""
 
 
 def _trainer_over_rollout(lower: float, upper: float) -> dict[str, float]:
-    """Bounds of the ratio π_trainer / π_rollout as k1's, which are of its inverse."""
+    """Convert bounds of π_trainer / π_rollout to bounds of its inverse, as k1 has them."""
     return {"lower": 1.0 / upper, "upper": 1.0 / lower}
 
 
@@ -69,11 +69,11 @@ PRESETS: Mapping[str, Correction] = MappingProxyType(
         ),
     }
 )
-"""Other bounds: ``dataclasses.replace``, or a ``Correction`` of one's own."""
+"""To use other bounds, call ``dataclasses.replace``, or create a ``Correction``."""
 
 
 def preset(name: str) -> Correction:
-    """The recipe of that name. Raises ValueError, with the names there are, for any other."""
+    """Return the recipe of that name. Raises ValueError, with the known names, for any other."""
     if name not in PRESETS:
         raise ValueError(f"no correction is called {name!r}: there are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""A whole recipe: weights, rejections and a veto, applied to one batch."""
+"""A complete recipe: weights, rejections and a veto, applied to one batch."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -16,27 +16,27 @@ from rollout_service.correction.weights import ImportanceWeights
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
 Denominator: TypeAlias = Literal["sampled", "kept"]
-"""What a loss is divided by: all sampled tokens, or those that no rejection and no veto took out."""
+"""Denominator of a loss: all sampled tokens, or those that no rejection and no veto removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is done about the mismatch. Nothing by default: metrics only. All parts look at the batch as it was given.
+    """A recipe against the mismatch. The default does nothing but compute metrics. All parts use the original batch.
 
-    Raises TypeError for a part of another type, ValueError for two rejections by one statistic or an unknown
+    Raises TypeError for a part of another type, ValueError for two rejections with one statistic or an unknown
     denominator.
     """
 
     weights: ImportanceWeights | None = None
-    """None: every token weighs 1."""
+    """None: every token has weight 1."""
     rejections: tuple[Rejection, ...] = ()
-    """A token stays if every one of them keeps it."""
+    """A token is kept if every rejection keeps it."""
     veto: Veto | None = None
-    """A sequence stays if it has no token that the veto names."""
+    """A sequence is kept if it has no vetoed token."""
     divides_by: Denominator = "kept"
-    """``kept``: rejected tokens leave the denominator too, as in verl, so that the others count for more. ``sampled``:
-    rejected tokens only weigh 0, as in NeMo-RL, OpenRLHF, SkyRL, slime, TRL and prime-rl. The two gradients differ by
-    the share that is kept: with 90% rejected, by a factor of 10."""
+    """``kept``: rejected tokens are removed from the denominator, too, as in verl, so that the others count more.
+    ``sampled``: rejected tokens only have weight 0, as in NeMo-RL, OpenRLHF, SkyRL, slime, TRL and prime-rl. The two
+    gradients differ by the share that is kept: with 90% rejected, by a factor of 10."""
 
     def __post_init__(self) -> None:
         _require_type("weights", self.weights, ImportanceWeights)
@@ -54,22 +54,23 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """What a trainer multiplies its loss by, divides it by, and logs."""
+    """The factors and the denominator of a trainer's loss, and metrics."""
 
     weights: torch.Tensor
     """[batch, tokens], fp32 (fp64 if a logprob was), without gradient; 0 where masked or rejected."""
     mask: torch.Tensor
     """The sampled tokens that were not rejected, bool [batch, tokens]. May select none."""
     metrics: dict[str, float]
-    """``rollout_corr/…``, of the batch as it was given; every value is finite."""
+    """``rollout_corr/…``, of the original batch; every value is finite."""
     counted: torch.Tensor
-    """The tokens that the loss is divided by, bool [batch, tokens]: ``mask`` where the recipe divides by what it kept,
-    all sampled tokens otherwise. Its sum over all micro-batches and ranks is the denominator of a step that is
-    computed in parts; its row sums are those of a mean over sequences."""
+    """Tokens in the loss's denominator, bool [batch, tokens]: ``mask`` if the recipe divides by kept tokens, otherwise
+    all sampled tokens. For a step computed in parts, the denominator is its sum over all micro-batches and ranks. Its
+    row sums are those for a mean over sequences."""
 
     @property
     def denominator(self) -> int:
-        """Tokens that the sum of this batch's loss is divided by, as in the recipe's source; at least 1."""
+        """Return the number of tokens by which the sum of this batch's loss is divided, as in the recipe's source; at
+        least 1."""
         return max(int(self.counted.sum()), 1)
 
 
@@ -81,19 +82,19 @@ def correct(
     *,
     truncated_sampling: bool = False,
 ) -> Corrected:
-    """Weights, mask and metrics of a batch under a recipe; None: metrics only.
+    """Compute weights, mask and metrics of a batch with a recipe; None: metrics only.
 
-    ``trainer_logprobs`` are the trainer's, of the tokens that were sampled, before the optimizer step;
-    ``rollout_logprobs`` came with those tokens. Natural logs, tensors [batch, tokens] of any float dtype or ragged: a
-    1-D tensor or a list of numbers per sequence. ``mask`` is alike, bool or 0/1, and may be left out where one of them
-    is ragged. What masked positions hold, NaN included, has no influence. Computed in fp64.
+    ``trainer_logprobs`` are the trainer's, of the sampled tokens, before the optimizer step. ``rollout_logprobs`` were
+    returned with those tokens. Both are natural logs: tensors [batch, tokens] of any float dtype, or ragged, with a 1-D
+    tensor or a list of numbers per sequence. ``mask`` has the same form, bool or 0/1, and may be omitted if one of them
+    is ragged. Values at masked positions, including NaN, have no influence. Computed in fp64.
 
-    ``truncated_sampling``: whether a rollout of the batch is marked so and ``trainer_logprobs`` are not renormalized
-    over its support (``SamplingSupport``); every ratio then carries the kept mass, and a TruncatedSamplingWarning,
-    once a process, says so.
+    ``truncated_sampling``: True if a rollout of the batch has this mark and ``trainer_logprobs`` are not renormalized
+    over its support (``SamplingSupport``). Every ratio then contains the kept mass, so a TruncatedSamplingWarning is
+    issued, once a process.
 
     Raises ValueError if shapes or lengths differ, if no token is selected, if the mask holds anything but 0 and 1, or
-    if a selected logprob is not finite (with its place); TypeError if ``correction`` is no ``Correction``.
+    if a selected logprob is not finite (with its position); TypeError if ``correction`` is no ``Correction``.
     """
     _require_type("correction", correction, Correction)
     if truncated_sampling:
@@ -115,7 +116,7 @@ def correct(
 
 
 def _weigh(recipe: ImportanceWeights, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
-    """Weights fp64 [batch, tokens], rejected tokens not yet zero, and their metrics."""
+    """Return weights fp64 [batch, tokens], rejected tokens not yet zero, and their metrics."""
     raw = recipe.ratios(ratios)
     weights = recipe.bound(raw, ratios.selected)
     metrics = weight_metrics(recipe, raw, weights, ratios)
@@ -126,7 +127,7 @@ def _weigh(recipe: ImportanceWeights, ratios: LogRatios) -> tuple[torch.Tensor, 
 
 
 def _reject(recipe: Correction, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
-    """The tokens that every rejection and the veto keep, bool [batch, tokens], and the metrics of each."""
+    """Return the tokens that every rejection and the veto keep, bool [batch, tokens], and the metrics of each."""
     kept = ratios.selected
     metrics: dict[str, float] = {}
     for rejection in recipe.rejections:

@@ -1,4 +1,4 @@
-"""Which tokens and sequences are left out altogether: divergence beyond a bound, or one hopeless token (veto)."""
+"""Rejection of tokens and sequences: divergence beyond a bound, or one extreme token (veto)."""
 
 import math
 from collections.abc import Callable
@@ -21,24 +21,25 @@ Statistic: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Keep what has a small enough estimate of KL(rollout ‖ trainer); take the rest out of the mask.
+    """Keeps tokens or sequences with a small estimate of KL(rollout ‖ trainer); removes the rest from the mask.
 
-    Of each token, with ``lr = trainer − rollout`` within ±20: ``k1 = −lr``, ``k2 = lr²/2``, ``k3 = exp(lr) − 1 − lr``
-    (Schulman, "Approximating KL Divergence", 2020). A ``seq_`` statistic joins a sequence's tokens and keeps or drops
-    all of them; ``seq_mean_k1`` is the geometric mean of the ratios, ``seq_sum_k1`` their product. Names and formulas:
-    verl's rollout correction. Two more, in no logarithm: ``token_prob_diff`` is |π_trainer − π_rollout| (prime-rl's
-    IPO), ``seq_mean_prob_error`` the mean of exp |lr|, at least 1 (NeMo-RL's ``seq_logprob_error_threshold``).
+    For each token, with ``lr = trainer − rollout`` clamped to ±20: ``k1 = −lr``, ``k2 = lr²/2``, ``k3 = exp(lr) − 1 −
+    lr`` (Schulman, "Approximating KL Divergence", 2020). A ``seq_`` statistic reduces a sequence's tokens and keeps or
+    drops all of them: ``seq_mean_k1`` is the geometric mean of the ratios, ``seq_sum_k1`` their product. Names and
+    formulas are from verl's rollout correction. Two more are not logarithmic: ``token_prob_diff`` is |π_trainer −
+    π_rollout| (prime-rl's IPO), ``seq_mean_prob_error`` is the mean of exp |lr|, at least 1 (NeMo-RL's
+    ``seq_logprob_error_threshold``).
 
-    Raises ValueError for an unknown statistic, for bounds that are not positive or are the wrong way round, and for
-    ``lower`` with anything but k1.
+    Raises ValueError for an unknown statistic, for bounds that are not positive or in the wrong order, and for
+    ``lower`` with a statistic other than k1.
     """
 
     statistic: Statistic
     upper: float
-    """k1: keep up to ``log(upper)``, so this bounds the ratio π_rollout / π_trainer (the inverse of a weight!).
-    k2, k3: keep up to ``upper`` nats. The others: keep up to ``upper``."""
+    """For k1, keep up to ``log(upper)``, so this bounds the ratio π_rollout / π_trainer (the inverse of a weight!). For
+    k2 and k3, keep up to ``upper`` nats. For others, keep up to ``upper``."""
     lower: float | None = None
-    """k1 only: keep from ``log(lower)``. None: 1/``upper``."""
+    """Only for k1: keep from ``log(lower)``. None: 1/``upper``."""
 
     def __post_init__(self) -> None:
         require_choice("Rejection", "statistic", self.statistic, get_args(Statistic))
@@ -51,23 +52,24 @@ class Rejection:
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the bounds are of a ratio, on both sides."""
+        """Return True if the bounds are of a ratio, on both sides."""
         return self.statistic.endswith("k1")
 
     @property
     def of_tokens(self) -> bool:
-        """Whether single tokens are rejected and not whole sequences."""
+        """Return True if single tokens are rejected, not whole sequences."""
         return self.statistic.startswith("token_")
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The smallest and largest statistic that is kept, in its own unit."""
+        """Return the smallest and largest kept value of the statistic, in its own unit."""
         if not self.is_ratio:
             return -math.inf, self.upper
         return math.log(1.0 / self.upper if self.lower is None else self.lower), math.log(self.upper)
 
     def measure(self, ratios: LogRatios) -> torch.Tensor:
-        """The statistic, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``. In nats if it is k1, k2 or k3."""
+        """Return the statistic, fp64: [batch, tokens] for ``token_``, [batch] for ``seq_``. In nats for k1, k2 and
+        k3."""
         joined = next(joined for joined in _JOINED if self.statistic.startswith(joined))
         divergence = _OF_TOKENS[self.statistic.removeprefix(f"{joined}_")](ratios) * ratios.selected
         if joined == "token":
@@ -77,17 +79,17 @@ class Rejection:
         return ratios.sequence_mean(divergence) if joined == "seq_mean" else ratios.sequence_max(divergence)
 
     def keeps(self, measured: torch.Tensor) -> torch.Tensor:
-        """Which of them stay, bool, same shape."""
+        """Return the mask of kept entries, bool, same shape."""
         smallest, largest = self.limits
         return (measured >= smallest) & (measured <= largest)
 
 
 @dataclass(frozen=True, slots=True)
 class Veto:
-    """Drop a whole sequence that holds one token with a ratio π_trainer / π_rollout outside [lower, upper].
+    """Drops a whole sequence if one token has a ratio π_trainer / π_rollout outside [lower, upper].
 
-    ``lower`` alone is slime's veto (1e-4 in verl's early versions too), both are SkyRL's outlier mask. The log-ratio
-    is not clamped here. Raises ValueError for bounds that are not positive, are the wrong way round, or are both None.
+    ``lower`` alone is slime's veto (1e-4 in verl's early versions, too), both are SkyRL's outlier mask. The log-ratio
+    is not clamped here. Raises ValueError for bounds that are not positive, in the wrong order, or both None.
     """
 
     lower: float | None = 1e-4
@@ -99,7 +101,7 @@ class Veto:
         require_bounds("Veto", self.lower, self.upper)
 
     def catastrophic(self, ratios: LogRatios) -> torch.Tensor:
-        """The tokens outside, bool [batch, tokens]."""
+        """Return the mask of tokens outside the bounds, bool [batch, tokens]."""
         outside = torch.zeros_like(ratios.selected)
         if self.lower is not None:
             outside = outside | (ratios.log_ratio < math.log(self.lower))

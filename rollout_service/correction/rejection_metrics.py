@@ -1,4 +1,4 @@
-"""What was rejected and why: verl's ``rollout_rs_…``, and the veto's counters."""
+"""Metrics of rejection: verl's ``rollout_rs_…``, and the veto's counters."""
 
 import torch
 
@@ -7,10 +7,10 @@ from rollout_service.correction.rejection import Rejection
 
 
 def rejection_metrics(recipe: Rejection, measured: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
-    """Of one statistic, [batch, tokens] or [batch]; names without prefix.
+    """Return the metrics of one statistic, [batch, tokens] or [batch]; names without prefix.
 
-    ``_max``, ``_min`` and the fractions are of tokens for a ``token_`` statistic and of sequences for a ``seq_`` one;
-    ``_mean`` and ``_std`` are always over tokens, the latter with the statistic clamped to its bounds (verl).
+    ``_max``, ``_min`` and the fractions are of tokens for a ``token_`` statistic and of sequences for a ``seq_`` one.
+    ``_mean`` and ``_std`` are always over tokens; for ``_std`` the statistic is clamped to its bounds (verl).
     """
     smallest, largest = recipe.limits
     per_token = measured if recipe.of_tokens else ratios.over_tokens(measured)
@@ -40,12 +40,12 @@ def rejection_metrics(recipe: Rejection, measured: torch.Tensor, ratios: LogRati
 
 
 def total_rejection_metrics(kept: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
-    """Of everything that rejects, together: ``kept`` is bool [batch, tokens]; names without prefix."""
+    """Return the metrics of all rejections together. ``kept``: bool [batch, tokens]. Names without prefix."""
     return {f"rollout_rs_{name}": value for name, value in _shares_rejected(kept, ratios).items()}
 
 
 def veto_metrics(catastrophic: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
-    """Of the tokens that veto their sequence, bool [batch, tokens]: the share of tokens, and of sequences."""
+    """Return the shares of vetoed tokens, bool [batch, tokens], and of vetoed sequences."""
     return {
         "rollout_is_catastrophic_token_fraction": _share(catastrophic[ratios.selected]),
         "rollout_is_veto_fraction": _share(catastrophic.any(-1)[ratios.rows]),
@@ -53,7 +53,7 @@ def veto_metrics(catastrophic: torch.Tensor, ratios: LogRatios) -> dict[str, flo
 
 
 def _shares_rejected(kept: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
-    """Tokens that are not kept, and sequences that lost at least one."""
+    """Return the shares of tokens that are not kept, and of sequences that lost at least one token."""
     rejected = ~kept & ratios.selected
     return {
         "masked_fraction": _share(rejected[ratios.selected]),

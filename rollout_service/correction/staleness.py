@@ -1,4 +1,4 @@
-"""How old the weights are that sampled each token: versions, lag, and a filter."""
+"""Age of the weights that sampled each token: versions, lag, and a filter."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
@@ -16,10 +16,10 @@ NO_TOKEN = -1
 def token_versions(
     spans: Sequence[Sequence[Span]], num_tokens: int | None = None, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The weight version that sampled each token, int64 [batch, tokens]; −1 at padding.
+    """Return the weight version that sampled each token, int64 [batch, tokens]; −1 at padding.
 
-    ``spans``: those of each completion. ``num_tokens``: what rows are padded to; None: the longest. Raises ValueError
-    for a completion that is longer.
+    ``spans``: the spans of each completion. ``num_tokens``: padded length of rows; None: the longest. Raises ValueError
+    for a longer completion.
     """
     longest = max((row[-1].end for row in spans if row), default=0)
     width = longest if num_tokens is None else num_tokens
@@ -33,10 +33,10 @@ def token_versions(
 
 
 def token_lag(versions: torch.Tensor, trainer_version: int) -> torch.Tensor:
-    """Versions that the trainer is ahead of each token, int64, same shape; 0 at padding.
+    """Return the number of versions that the trainer is ahead of each token, int64, same shape; 0 at padding.
 
-    ``trainer_version``: the version of the weights that are trained now, as they were or will be pushed. Raises
-    ValueError if a token is of a newer one.
+    ``trainer_version``: the version of the weights being trained, as they were or will be pushed. Raises ValueError for
+    a token of a newer version.
     """
     newest = int(versions.max()) if versions.numel() else NO_TOKEN
     if newest > trainer_version:
@@ -47,11 +47,12 @@ def token_lag(versions: torch.Tensor, trainer_version: int) -> torch.Tensor:
 def fresh_tokens(
     versions: torch.Tensor, trainer_version: int, max_lag: int, level: FreshnessLevel = "sequence"
 ) -> torch.Tensor:
-    """Which tokens are at most ``max_lag`` versions old, bool, same shape; False at padding. A mask for ``correct``.
+    """Return the mask of tokens at most ``max_lag`` versions old, bool, same shape; False at padding. A mask for
+    ``correct``.
 
-    ``sequence``: a completion with one token that is older goes as a whole, as rejections by sequence do. ``token``:
-    only the older tokens. Raises ValueError for a negative ``max_lag``, an unknown level, or a token newer than the
-    trainer.
+    ``sequence``: a completion with an older token is dropped as a whole, like in rejections by sequence. ``token``:
+    only older tokens are dropped. Raises ValueError for a negative ``max_lag``, an unknown level, or a token newer than
+    the trainer.
     """
     require_choice("fresh_tokens", "level", level, get_args(FreshnessLevel))
     if max_lag < 0:

@@ -1,4 +1,4 @@
-"""Truncated sampling: the trainer's logprobs over the tokens that the engine's sampling left."""
+"""Truncated sampling: the trainer's logprobs, renormalized over the tokens that the engine's sampling kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from rollout_service.protocol.sampling_mask import unpack
 
 @dataclass(frozen=True, slots=True)
 class SamplingSupport:
-    """Which tokens each sampled token was drawn from, of a batch of completions; K is the largest number of them.
+    """The tokens from which each token of a batch of completions was sampled; K is the largest number of them.
 
-    An engine with ``engine.return_sampling_mask`` says so. Its logprobs are renormalized over these tokens, and
-    ``renormalized`` does the same to the trainer's, so that ``correct`` compares like with like.
+    Engines with ``engine.return_sampling_mask`` return them. Their logprobs are renormalized over these tokens.
+    ``renormalized`` does the same to the trainer's, so that ``correct`` compares the same distributions.
     """
 
     token_ids: torch.Tensor
@@ -30,10 +30,10 @@ class SamplingSupport:
         num_tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> "SamplingSupport":
-        """Of each completion's ``packed_sampling_mask``, padded at the end to ``num_tokens``, the longest if None.
+        """Unpack each completion's ``packed_sampling_mask``, padded at the end to ``num_tokens``; None: the longest.
 
-        Raises ValueError for a completion with tokens and no mask of as many, for one that is longer than
-        ``num_tokens``, and for what is no packed mask.
+        Raises ValueError if a completion has a mask of another length than its tokens, if it is longer than
+        ``num_tokens``, and for an invalid packed mask.
         """
         rows = [unpack(completion.packed_sampling_mask or ()) for completion in completions]
         for row, ((counts, _), completion) in enumerate(zip(rows, completions, strict=True)):
@@ -55,11 +55,11 @@ class SamplingSupport:
         return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(kept).to(device))
 
     def renormalized(self, logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """Logprobs [batch, tokens] of the sampled tokens among those that were kept; differentiable, at least fp32.
+        """Return logprobs [batch, tokens] of the sampled tokens among the kept ones; differentiable, at least fp32.
 
         ``logits`` [batch, tokens, vocabulary] are the trainer's at the sampling temperature, normalized or not;
-        ``sampled`` int64 [batch, tokens]. 0 at padding, whatever stands there. Only the kept columns are read.
-        Raises ValueError for shapes that do not fit and for a sampled token that was not kept, with its place.
+        ``sampled`` int64 [batch, tokens]. 0 at padding, whatever its values. Only the kept columns are read. Raises
+        ValueError for shapes that do not match and for a sampled token that was not kept, with its position.
         """
         if logits.dim() != 3 or logits.shape[:2] != self.kept.shape[:2]:
             raise ValueError(
@@ -69,10 +69,10 @@ class SamplingSupport:
         return self.renormalized_at(logits.gather(-1, self.token_ids), sampled)
 
     def renormalized_at(self, at_kept: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """The same from the trainer's logits or logprobs at ``token_ids`` alone, [batch, tokens, K].
+        """Do the same with the trainer's logits or logprobs at ``token_ids`` alone, [batch, tokens, K].
 
-        For trainers whose loss never holds the whole vocabulary at once. What stands where ``kept`` is False has no
-        influence. Raises what ``renormalized`` raises.
+        For trainers whose loss never holds the whole vocabulary at once. Values where ``kept`` is False have no
+        influence. Raises the errors of ``renormalized``.
         """
         if at_kept.shape != self.kept.shape or sampled.shape != self.kept.shape[:2]:
             raise ValueError(
@@ -83,7 +83,7 @@ class SamplingSupport:
         chosen = (self.token_ids == sampled[..., None]) & self.kept
         self._require_kept(has_support & ~chosen.any(-1), sampled)
         values = at_kept.to(torch.promote_types(at_kept.dtype, torch.float32))
-        # Padding gets the same value everywhere, or its logsumexp of nothing would make the gradient NaN.
+        # equal values at padding: a logsumexp over no values would make the gradient NaN
         values = values.masked_fill(~self.kept, -torch.inf).masked_fill(~has_support[..., None], 0.0)
         own = values.masked_fill(~chosen, 0.0).sum(-1)
         return (own - values.logsumexp(-1)).masked_fill(~has_support, 0.0)

@@ -1,4 +1,4 @@
-"""What the importance weights of a batch look like: verl's ``rollout_is_…``."""
+"""Metrics of a batch's importance weights: verl's ``rollout_is_…``."""
 
 import torch
 
@@ -9,11 +9,12 @@ from rollout_service.correction.weights import ImportanceWeights
 def weight_metrics(
     recipe: ImportanceWeights, raw: torch.Tensor, weights: torch.Tensor, ratios: LogRatios
 ) -> dict[str, float]:
-    """Of the ratios ``raw`` and the bounded ``weights``, both [batch, tokens], before batch normalization.
+    """Return metrics of the ratios ``raw`` and the bounded ``weights``, both [batch, tokens], before batch
+    normalization.
 
-    Without prefix. Fractions are of tokens, or of sequences where the level is not ``token``; ``rollout_is_max`` and
-    ``_min`` are of the bounded weights for tokens and of the ratios for sequences (verl). ``_eff_sample_size`` is
-    1 / mean((w / mean w)²) over tokens, in [0, 1]: 1 if all weigh the same, 0 if no weight is left.
+    Names are without prefix. Fractions are of tokens, or of sequences if the level is not ``token``. ``rollout_is_max``
+    and ``_min`` are of the bounded weights for tokens and of the ratios for sequences (verl). ``_eff_sample_size`` is 1
+    / mean((w / mean w)²) over tokens, in [0, 1]: 1 if all weights are equal, 0 if all are 0.
     """
     applied = weights[ratios.selected]
     rows = ratios.sequence_mean(raw)[ratios.rows]
@@ -36,10 +37,10 @@ def weight_metrics(
 def normalized(
     recipe: ImportanceWeights, weights: torch.Tensor, ratios: LogRatios
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The weights [batch, tokens] over their mean, and the mean as ``rollout_is_batch_norm_factor``.
+    """Return the weights [batch, tokens] divided by their mean, and the mean as ``rollout_is_batch_norm_factor``.
 
-    The mean is over tokens, or over sequences where the level is not ``token``. Where no weight is left, they stay
-    as they are and the factor is 1, as in verl.
+    The mean is over tokens, or over sequences if the level is not ``token``. If all weights are 0, they stay unchanged
+    and the factor is 1, as in verl.
     """
     values = weights[ratios.selected] if recipe.level == "token" else ratios.sequence_mean(weights)[ratios.rows]
     mean = values.mean().item()
@@ -48,7 +49,7 @@ def normalized(
 
 
 def _per_sequence(recipe: ImportanceWeights, raw: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
-    """Of the mean ratio and mean weight of each sequence [sequences]."""
+    """Return metrics of the mean ratio and mean weight of each sequence [sequences]."""
     return {
         "rollout_is_seq_mean": weights.mean().item(),
         "rollout_is_seq_std": weights.std().item() if weights.numel() > 1 else 0.0,

@@ -16,30 +16,31 @@ Outside: TypeAlias = Literal["truncate", "mask"]
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeights:
-    """How tokens are weighted: the ratio's level, its bounds, and what happens outside them.
+    """Parameters of importance weights: the ratio's level, its bounds, and the treatment of ratios outside them.
 
     Formulas: verl's rollout correction for ``token`` and ``sequence``, slime's MIS for ``geometric``. Truncation is TIS
     (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025), masking is IcePop
-    (Ring-1T report, 2025). Raises ValueError for bounds that are not positive or are the wrong way round.
+    (Ring-1T report, 2025). Raises ValueError for bounds that are not positive or in the wrong order.
     """
 
     level: Level = "token"
-    """``token``: exp(lr_t). ``sequence``: exp(Σ lr_t), one weight for all tokens of a sequence; unbiased, and of large
-    variance. ``geometric``: exp(mean lr_t), also one for all. ``lr = trainer − rollout``, the exponent within ±20."""
+    """``token``: exp(lr_t). ``sequence``: exp(Σ lr_t), one weight for all tokens of a sequence; unbiased, with a large
+    variance. ``geometric``: exp(mean lr_t), also one for all. ``lr = trainer − rollout``; the exponent is clamped to
+    ±20."""
 
     upper: float = 2.0
     """The cap C. ``math.inf``: none but e²⁰."""
 
     lower: float | None = None
-    """None: nothing is too small. Otherwise in (0, upper]."""
+    """None: no lower bound. Otherwise in (0, upper]."""
 
     outside: Outside = "truncate"
-    """Beyond the bounds: ``truncate`` moves the weight to the bound; ``mask`` makes it 0. Such a token stays in
-    the mask and so in the loss's denominator: to take it out of that too, use a ``Rejection``."""
+    """Weights beyond the bounds: ``truncate`` moves them to the bound; ``mask`` makes them 0. Such a token stays in the
+    mask and so in the loss's denominator: to remove it from that, too, use a ``Rejection``."""
 
     batch_normalize: bool = False
-    """Divide by the batch's mean weight (over tokens; over sequences unless ``level`` is ``token``), so that it is 1.
-    The batch is what one call is given: not a micro-batch of it, and not other ranks' share."""
+    """Divide by the batch's mean weight (over tokens; over sequences unless ``level`` is ``token``), so that the mean
+    is 1. The batch is the input of one call: not a larger batch that was split, and not other ranks' share."""
 
     def __post_init__(self) -> None:
         require_choice("ImportanceWeights", "level", self.level, get_args(Level))
@@ -48,11 +49,11 @@ class ImportanceWeights:
 
     @property
     def reported_lower(self) -> float:
-        """What ``…_fraction_low`` counts below: ``lower``, or as in verl 1/``upper`` where there is none."""
+        """Return the limit for ``…_fraction_low``: ``lower``, or as in verl 1/``upper`` without one."""
         return 1.0 / self.upper if self.lower is None else self.lower
 
     def ratios(self, ratios: LogRatios) -> torch.Tensor:
-        """exp of the level's log-ratio before any bound but ±20: fp64 [batch, tokens], 0 where masked."""
+        """Return exp of the level's log-ratio, clamped to ±20: fp64 [batch, tokens], 0 where masked."""
         if self.level == "token":
             log = ratios.log_ratio
         elif self.level == "sequence":
@@ -62,13 +63,13 @@ class ImportanceWeights:
         return bounded(log).exp() * ratios.selected
 
     def bound(self, raw: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Truncate or mask what ``ratios`` returned; same shape and dtype."""
+        """Truncate or mask the result of ``ratios``; same shape and dtype."""
         if self.outside == "truncate":
             return raw.clamp(min=self.lower, max=self.upper) * selected
         return raw.where(self.within(raw), 0.0)
 
     def within(self, raw: torch.Tensor) -> torch.Tensor:
-        """Which weights the bounds leave alone, bool, same shape."""
+        """Return the mask of weights within the bounds, bool, same shape."""
         inside = raw <= self.upper
         return inside if self.lower is None else inside & (raw >= self.lower)
 
@@ -76,14 +77,14 @@ class ImportanceWeights:
 def truncated_importance_weights(
     trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None = None, *, cap: float = 2.0
 ) -> torch.Tensor:
-    """Token-level truncated importance sampling and nothing else: ``min(exp(trainer − rollout), cap)``.
+    """Compute token-level truncated importance sampling weights: ``min(exp(trainer − rollout), cap)``.
 
-    Returns [batch, tokens], 0 where masked, without gradient, fp32 (fp64 for fp64 logprobs), within [0, cap]. Multiply
-    the policy loss of each token by its weight. ``trainer_logprobs`` are the trainer's own, of the tokens that were
-    sampled, before the optimizer step; ``rollout_logprobs`` are the ones returned with them: natural logs, [batch,
+    Return [batch, tokens], 0 where masked, without gradient, fp32 (fp64 for fp64 logprobs), within [0, cap]. Multiply
+    the policy loss of each token by its weight. ``trainer_logprobs`` are the trainer's own, of the sampled tokens,
+    before the optimizer step; ``rollout_logprobs`` were returned with these tokens. Both are natural logs, [batch,
     tokens] or ragged. ``correct`` does the same with metrics, and other recipes.
 
-    Raises ValueError for what ``as_batch`` refuses, and for a cap that is not a positive number.
+    Raises the ValueErrors of ``as_batch``, and ValueError for a cap that is not a positive number.
     """
     if not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap={cap} must be a positive number: weights are truncated there (verl's default is 2.0)")
