@@ -1,1 +1,1 @@
-"""How far the engines are from the trainer, per weight version and replica: measured, kept and judged."""
+"""The mismatch between engines and trainer, per weight version and replica: measured, stored and judged."""

@@ -12,7 +12,7 @@ from rollout_service.runtime.rpc import MonitorCalls
 
 
 class MonitorReplica(Monitor):
-    """``Monitor`` in a process of its own."""
+    """``Monitor`` in its own process."""
 
     def __init__(self, config: ServiceConfig) -> None:
         log_with_serve()
@@ -23,7 +23,7 @@ class MonitorReplica(Monitor):
         self._drain.serves()
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when this process is to end."""
+        """Raise when this process is about to end. Called by Serve."""
         self._drain.check_health()
 
 

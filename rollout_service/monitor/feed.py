@@ -1,4 +1,4 @@
-"""The gateway's side of ``recent.py``: tells the monitor of each rollout, and never lets a rollout wait for that."""
+"""The gateway's side of ``recent.py``: sends each rollout to the monitor in the background, without delaying it."""
 
 import logging
 
@@ -9,19 +9,19 @@ from rollout_service.runtime.rpc import MonitorCalls
 
 logger = logging.getLogger(__name__)
 QUEUE_TOKENS = 1 << 20
-"""Room for rollouts that the monitor has not taken yet; beyond it the new ones are dropped."""
+"""Maximum size of queued rollouts in tokens; further ones are dropped."""
 SEND_S = 10.0
-"""Longest wait for the monitor to take a batch."""
+"""Timeout in seconds for sending a batch to the monitor."""
 FLUSH_S = 5.0
 OTHERS_S = 2.0
-"""How long the monitor waits for what other gateways are about to tell it; they tell at once."""
+"""Time in seconds that the monitor waits for other gateways, which send rollouts at once."""
 
 
 class RolloutFeed:
-    """Sends what is there at once."""
+    """Sends rollouts to the monitor, all waiting ones at once."""
 
     def __init__(self, monitor: MonitorCalls, remember_tokens: int, gateways: int = 1) -> None:
-        """``remember_tokens`` 0: nothing is ever sent. ``gateways``: in all."""
+        """``remember_tokens``: 0 disables sending. ``gateways``: number of all gateways."""
         self._monitor, self._on = monitor, remember_tokens > 0
         self._sender: BackgroundSender[RecentRollout] = BackgroundSender(
             self._send,
@@ -33,9 +33,9 @@ class RolloutFeed:
         )
         self._failing = False
         self.others_wait_s = OTHERS_S if self._on and gateways > 1 else 0.0
-        """How long a report that names rollouts may have to wait for those that other gateways answered."""
+        """Time in seconds that a report may have to wait for rollouts of other gateways."""
         self.dropped = 0
-        """Rollouts that the monitor was not told of."""
+        """Number of rollouts that were not sent to the monitor."""
 
     def note(self, rollout: Rollout) -> None:
         """Queue a rollout; returns at once."""
@@ -43,7 +43,7 @@ class RolloutFeed:
             self._sender.put(RecentRollout.of(rollout))
 
     async def flushed(self) -> None:
-        """Return once what was noted before has been sent or dropped, or after a few seconds."""
+        """Return once all queued rollouts have been sent or dropped, or after a few seconds."""
         await self._sender.flushed(FLUSH_S)
 
     async def _send(self, batch: list[RecentRollout]) -> None:

@@ -1,4 +1,4 @@
-"""When a version is suspect: thresholds with a band between them, so that a row at the edge does not flap."""
+"""Judge versions as suspect, with hysteresis between two thresholds."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ class Judge:
     config: MonitorConfig
 
     def judge(self, key: Key, entry: Entry) -> None:
-        """Mark or clear ``entry``, with a line in the log when that changes."""
+        """Mark or clear ``entry``, with a log message if that changes."""
         sums, before = entry.statistics.sums, entry.suspect_since
         if not self.is_suspect(sums, before is not None):
             entry.suspect_since = None
@@ -37,7 +37,7 @@ class Judge:
             )
 
     def is_suspect(self, sums: Sums, before: bool) -> bool:
-        """Whether a row with these sums is, given whether it was ``before``."""
+        """Return True if a row with these sums is suspect, given whether it was ``before``."""
         if sums.tokens < self.config.min_tokens:
             return before
         share = CLEARS_AT if before else 1.0

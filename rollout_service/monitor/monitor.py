@@ -1,6 +1,6 @@
-"""The monitor: takes reports in, keeps their statistics, and says which versions are suspect.
+"""The monitor: accepts reports, stores their statistics, and judges versions as suspect.
 
-All it knows is in memory: after a restart it begins anew.
+All its state is in memory: after a restart it is empty.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from rollout_service.protocol.mismatch_report import MismatchReport
 from rollout_service.protocol.recent_rollout import RecentRollout
 
 REPORT_IDS = 10_000
-"""Reports whose receipts are remembered, to count each once."""
+"""Maximum number of reports whose receipts are remembered, to count each once."""
 
 
 class Monitor:
-    """Every public coroutine is callable through the deployment's handle."""
+    """Mismatch statistics. Every public coroutine can be called through the deployment's handle."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self._config = config
@@ -34,18 +34,18 @@ class Monitor:
         self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()
         self._reporting = asyncio.Lock()
         self._told = asyncio.Event()
-        """Set, and replaced, when a gateway tells of rollouts."""
+        """Set, and replaced, when a gateway sends rollouts."""
 
     async def report(self, body: bytes, wait_s: float = 0.0) -> MismatchReceipt:
         """Count a trainer's report (JSON of ``MismatchReport``), all of it or nothing.
 
-        ``wait_s``: how long to wait for rollouts that it names and that are not remembered, because the gateway that
-        answered them may be about to tell.
-        Raises InvalidRequest, MalformedRequest, or NotFound for request ids that are not remembered.
+        ``wait_s``: time in seconds to wait for rollouts that it names but that are not remembered yet, since their
+        gateway may be about to send them. Raises InvalidRequest, MalformedRequest, or NotFound for request ids that are
+        not remembered.
         """
         report = await asyncio.to_thread(parse_report, body)
         await self._wait_for_rollouts(report, wait_s)
-        async with self._reporting:  # one at a time: a report that is sent again must see the first one's receipt
+        async with self._reporting:  # one at a time: a repeated report must find the first one's receipt
             known = None if report.report_id is None else self._receipts.get(report.report_id)
             if known is not None:
                 return known.model_copy(update={"repeated": True})
@@ -63,20 +63,19 @@ class Monitor:
     ) -> None:
         """Count whole sequences that ``version`` sampled on one replica and ``source`` scored.
 
-        Logprobs are natural logs, a list for each sequence. Raises ValueError for what ``correction.batch.as_batch``
-        refuses.
+        Logprobs are natural logs, a list for each sequence. Raises the ValueErrors of ``correction.batch.as_batch``.
         """
         statistics = await asyncio.to_thread(self._statistics, rollout_logprobs, reference_logprobs)
         self._add(Key(version, replica_id, source), statistics)
 
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
-        """Keep rollouts for reports that name their request ids only."""
+        """Store rollouts for reports that contain only request ids."""
         self._recent.remember(rollouts)
         told, self._told = self._told, asyncio.Event()
         told.set()
 
     async def _wait_for_rollouts(self, report: MismatchReport, wait_s: float) -> None:
-        with suppress(TimeoutError):  # then ``found`` names what is missing
+        with suppress(TimeoutError):  # then ``found`` raises with the missing ids
             async with asyncio.timeout(wait_s):
                 while missing(report, self._recent):
                     await self._told.wait()
@@ -84,13 +83,13 @@ class Monitor:
     async def rows(
         self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
     ) -> list[MismatchRow]:
-        """The statistics of each version, replica and source, oldest version first; None: all."""
+        """Return the statistics of each version, replica and source, oldest version first. Filters: None: all."""
         return self._table.rows(lambda key: _matches(key, version, replica_id, source))
 
     async def table(
         self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
     ) -> MismatchTable:
-        """The rows, and the same merged over replicas."""
+        """Return the rows, and the same merged over replicas."""
         merged = self._table.merged(lambda key: _matches(key, version, replica_id, source))
         return MismatchTable(
             rows=tuple(await self.rows(version, replica_id, source)),
@@ -99,11 +98,11 @@ class Monitor:
         )
 
     async def per_replica(self) -> MismatchTable:
-        """All of the table but the merged rows, which take a merge of sketches for each replica."""
+        """Return the table without merged rows, which would need a merge of sketches for each replica."""
         return MismatchTable(rows=tuple(await self.rows()), versions=(), truncated=tuple(self._table.truncated()))
 
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
-        """What is suspect, by version."""
+        """Return the suspicions by version."""
         return self._table.suspicions()
 
     def _statistics(self, rollout: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> Statistics:

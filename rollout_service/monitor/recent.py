@@ -1,4 +1,4 @@
-"""What the monitor remembers of recent rollouts, so that a report need name only their request ids."""
+"""Recent rollouts in the monitor, so that a report needs only their request ids."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from rollout_service.protocol.recent_rollout import RecentRollout
 
 
 class RecentRollouts:
-    """The newest rollouts up to ``limit_tokens``. A request id that comes again means the newer rollout."""
+    """The newest rollouts up to ``limit_tokens``. A repeated request id replaces the older rollout."""
 
     def __init__(self, limit_tokens: int) -> None:
         self._limit_tokens = limit_tokens
@@ -14,7 +14,7 @@ class RecentRollouts:
         self._cost_tokens = 0
 
     def remember(self, rollouts: Iterable[RecentRollout]) -> None:
-        """Take them in, and forget the oldest that there is no room for."""
+        """Add rollouts, and drop the oldest beyond the limit."""
         for rollout in rollouts:
             self._forget(rollout.request_id)
             self._rollouts[rollout.request_id] = rollout
@@ -23,7 +23,7 @@ class RecentRollouts:
             self._forget(next(iter(self._rollouts)))
 
     def get(self, request_id: str) -> RecentRollout | None:
-        """The rollout, or None if it is not remembered (any more)."""
+        """Return the rollout, or None if it is not remembered (any more)."""
         return self._rollouts.get(request_id)
 
     def _forget(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""From a report's numbers to log-ratios per version and replica, or an error that names the number."""
+"""Convert a report's numbers to log-ratios per version and replica; errors name the invalid number."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ Doubles: TypeAlias = NDArray[np.float64]
 _Span: TypeAlias = tuple[int, str, int, int]
 """Version, replica, first token, and the token after the last."""
 POSITIVE_BY_ROUNDING = 1e-3
-"""A logprob above this is none: a loss, a logit, or one that was negated."""
-LARGEST = float(np.finfo(np.float32).max) / 4  # so that a difference is finite in fp32 too
+"""Maximum logprob. A larger number is a loss, a logit, or a negated logprob."""
+LARGEST = float(np.finfo(np.float32).max) / 4  # so that a difference is finite in fp32, too
 IDS_SHOWN = 16
 
 
 def parse_report(body: bytes) -> MismatchReport:
-    """The report in a request's body. Raises InvalidRequest, or MalformedRequest for what is no JSON."""
+    """Parse the report in a request's body. Raises InvalidRequest, or MalformedRequest for invalid JSON."""
     try:
         return MismatchReport.model_validate_json(body)
     except ValidationError as error:
@@ -37,12 +37,12 @@ def parse_report(body: bytes) -> MismatchReport:
 
 
 def missing(report: MismatchReport, recent: RecentRollouts) -> list[str]:
-    """Request ids that the report leans on and that are not remembered."""
+    """Return the request ids that the report refers to and that are not remembered."""
     return [request_id for request_id in _leans_on(report) if recent.get(request_id) is None]
 
 
 def found(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRollout]:
-    """The remembered rollouts that the report leans on. Raises NotFound with all that are not remembered."""
+    """Return the remembered rollouts that the report refers to. Raises NotFound with all that are not remembered."""
     gone = missing(report, recent)
     if gone:
         raise NotFound(
@@ -55,7 +55,7 @@ def found(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRol
 
 
 def _leans_on(report: MismatchReport) -> dict[str, None]:
-    """Request ids of which something is left out, in order."""
+    """Return the request ids of rollouts whose logprobs are left out, in order."""
     return {
         rollout.request_id: None
         for rollout in report.rollouts
@@ -65,15 +65,16 @@ def _leans_on(report: MismatchReport) -> dict[str, None]:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a report says, by version and replica."""
+    """Statistics of a report, by version and replica."""
 
     statistics: dict[Key, Statistics]
     truncated: dict[Key, int]
-    """Tokens of truncated rollouts, which are in no statistic: their ratios carry the kept mass."""
+    """Number of tokens of truncated rollouts, which are in no statistic: their ratios contain the kept mass."""
 
 
 def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bound: float) -> Scored:
-    """Statistics of each version and replica in the report. Raises InvalidRequest at the first number that is none."""
+    """Compute statistics of each version and replica in the report. Raises InvalidRequest at the first invalid
+    number."""
     groups: dict[Key, _Group] = defaultdict(_Group)
     apart: dict[Key, _Group] = defaultdict(_Group)
     for i, rollout in enumerate(report.rollouts):
@@ -92,7 +93,8 @@ def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bo
 
 
 def _is_truncated(rollout: ReportedRollout, remembered: dict[str, RecentRollout]) -> bool:
-    """By the report or by what is remembered: who reports by request id need not say it."""
+    """Return True if the report or the remembered rollout says so: a report with only request ids need not repeat
+    it."""
     known = None if rollout.request_id is None else remembered.get(rollout.request_id)
     return not rollout.renormalized and (rollout.truncated_sampling or (known is not None and known.truncated_sampling))
 
@@ -102,7 +104,7 @@ class _Group:
     tokens: list[Doubles] = field(default_factory=list)
     """Log-ratios."""
     sums: list[float] = field(default_factory=list)
-    """Of whole sequences."""
+    """Sums of whole sequences."""
 
 
 def _collect(
@@ -111,7 +113,7 @@ def _collect(
     log_ratio: Doubles,
     selected: NDArray[np.bool_],
 ) -> None:
-    """Each token to its own version and replica; the sequence only if one version on one replica made all of it."""
+    """Assign each token to its version and replica, and the sequence only if one of them sampled all of it."""
     parts: dict[Key, list[Doubles]] = defaultdict(list)
     for version, replica_id, start, end in spans:
         tokens = log_ratio[start:end][selected[start:end]]
@@ -126,7 +128,7 @@ def _collect(
 def _sampled(
     where: str, rollout: ReportedRollout, position: int, remembered: dict[str, RecentRollout]
 ) -> tuple[Doubles, list[_Span]]:
-    """Rollout logprobs [tokens], and the spans."""
+    """Return rollout logprobs [tokens], and the spans."""
     completion = rollout.completions[position]
     if completion.rollout_logprobs is not None and completion.spans is not None:
         _require_cover(where, completion.spans, len(completion.rollout_logprobs))
@@ -168,7 +170,7 @@ def _require_cover(where: str, spans: tuple[Span, ...], num_tokens: int) -> None
 
 
 def _log_ratio(where: str, completion: ReportedCompletion, sampled: Doubles) -> tuple[Doubles, NDArray[np.bool_]]:
-    """``trainer − rollout`` [tokens], and which tokens count."""
+    """Return ``trainer − rollout`` [tokens], and the mask of counted tokens."""
     trainer = np.asarray(completion.trainer_logprobs, np.float64)
     lengths = {"trainer_logprobs": len(trainer), "mask": len(sampled if completion.mask is None else completion.mask)}
     for name, length in lengths.items():
@@ -182,7 +184,7 @@ def _log_ratio(where: str, completion: ReportedCompletion, sampled: Doubles) -> 
 
 
 def _require_logprobs(where: str, logprobs: Doubles) -> None:
-    wrong = ~((logprobs <= POSITIVE_BY_ROUNDING) & (logprobs >= -LARGEST))  # NaN is in no order
+    wrong = ~((logprobs <= POSITIVE_BY_ROUNDING) & (logprobs >= -LARGEST))  # true for NaN, too
     if wrong.any():
         first = int(wrong.argmax())
         raise InvalidRequest(

@@ -10,36 +10,38 @@ from rollout_service.protocol.mismatch import MismatchRow, MismatchSource
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 SKETCH_K = 12
-"""Relative-error quantiles, sharp at the upper end: within a few percent of ``1 − rank``; 11 KB after 10⁷ tokens."""
+"""Sketch size for relative-error quantiles, accurate at the upper end: within a few percent of ``1 − rank``; 11 KB
+after 10⁷ tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Over tokens, with ``lr = trainer − rollout`` and ``ρ = exp(lr)`` within ±20; ``+`` joins two.
+    """Sums over tokens, with ``lr = trainer − rollout`` clamped to ±20 and ``ρ = exp(lr)``; ``+`` merges two.
 
     Formulas and clamps are those of ``rollout_service.correction``.
     """
 
     tokens: int = 0
     sequences: int = 0
-    """Sequences whose counted tokens all came from one version; only they are in ``chi2_seq``."""
+    """Number of sequences whose counted tokens all came from one version; only these are in ``chi2_seq``."""
     k1: float = 0.0
     k3: float = 0.0
     chi2_token: float = 0.0
     chi2_seq: float = 0.0
-    """Over sequences."""
+    """Sum over sequences."""
     weight: float = 0.0
-    """Of min(ρ, C)."""
+    """Sum of min(ρ, C)."""
     squared_weight: float = 0.0
     prob_error: float = 0.0
     outside: int = 0
-    """Tokens with ρ outside [1/C, C]."""
+    """Number of tokens with ρ outside [1/C, C]."""
     abs_diff_max: float = 0.0
     """The largest \\|lr\\|, not clamped."""
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, sequence_sums: torch.Tensor, ratio_bound: float) -> "Sums":
-        """Of tokens [tokens] and of ``Σ lr`` of whole sequences [sequences], both fp64; C is ``ratio_bound``."""
+        """Compute the sums from tokens [tokens] and from ``Σ lr`` of whole sequences [sequences], both fp64; C is
+        ``ratio_bound``."""
         ratio = bounded(log_ratio).exp()
         weight = ratio.clamp(max=ratio_bound)
         return cls(
@@ -62,17 +64,17 @@ class Sums:
 
     @property
     def mean_k3(self) -> float:
-        """Nats per token."""
+        """Return the mean k3 in nats per token."""
         return self.k3 / self.tokens
 
     @property
     def mean_prob_error(self) -> float:
-        """NeMo-RL's ``token_mult_prob_error``, ≥ 1."""
+        """Return NeMo-RL's ``token_mult_prob_error``, ≥ 1."""
         return self.prob_error / self.tokens
 
 
 class Statistics:
-    """Of the tokens that one replica sampled with one version, or of several such merged."""
+    """Statistics of the tokens that one replica sampled with one version, or of several of these merged."""
 
     def __init__(self) -> None:
         self.sums = Sums()
@@ -80,21 +82,21 @@ class Statistics:
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, sequence_sums: torch.Tensor, ratio_bound: float) -> "Statistics":
-        """As ``Sums.of``."""
+        """Compute statistics; arguments as for ``Sums.of``."""
         made = cls()
         made.sums = Sums.of(log_ratio, sequence_sums, ratio_bound)
         made._abs_diff.update(log_ratio.abs().float().numpy())
         return made
 
     def merge(self, other: "Statistics") -> None:
-        """Take in what ``other`` has seen, as if it had been seen here."""
+        """Add the observations of ``other``."""
         self.sums = self.sums + other.sums
         self._abs_diff.merge(other._abs_diff)
 
     def row(
         self, version: int, replica_id: str | None, source: MismatchSource, suspect_since: float | None = None
     ) -> MismatchRow:
-        """As it is shown. There must be a token."""
+        """Return the displayed row. At least one token is required."""
         sums = self.sums
         return MismatchRow(
             version=version,

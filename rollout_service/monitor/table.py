@@ -1,4 +1,4 @@
-"""Statistics per (version, replica, source), of bounded size however long the service runs."""
+"""Statistics per (version, replica, source), of bounded size."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -8,11 +8,12 @@ from rollout_service.monitor.statistics import Statistics
 from rollout_service.protocol.mismatch import MismatchRow, MismatchSource, NotJudged, Suspicion
 
 ROWS_PER_VERSION = 512
-"""Replicas that crash and restart have a new name each time: above this the row that was idle longest goes."""
+"""Maximum number of rows of a version; the least recently used row is dropped. Replicas that crash and restart have new
+names."""
 
 
 class Key(NamedTuple):
-    """Whose tokens a row is about, and who scored them."""
+    """Version and replica of a row's tokens, and their scorer."""
 
     version: int
     replica_id: str
@@ -25,33 +26,33 @@ class Entry:
 
     statistics: Statistics = field(default_factory=Statistics)
     suspect_since: float | None = None
-    """Unix time."""
+    """Unix time in seconds."""
     truncated_tokens: int = 0
-    """Of truncated rollouts: in no statistic, so that there may be nothing else."""
+    """Number of tokens of truncated rollouts, which are in no statistic; a row may have only these."""
 
 
 class VersionTable:
-    """Holds the newest ``keep_versions`` versions that were reported; older ones go, with all their replicas."""
+    """Holds the newest ``keep_versions`` reported versions; older ones are dropped, with all their replicas."""
 
     def __init__(self, keep_versions: int) -> None:
         self._keep_versions = keep_versions
         self._versions: dict[int, dict[Key, Entry]] = {}
 
     def add(self, key: Key, statistics: Statistics) -> Entry | None:
-        """Merge into the row of ``key`` and return it, or None if its version is older than all that are kept."""
+        """Merge into the row of ``key`` and return it, or None if its version is older than all kept ones."""
         entry = self._entry(key)
         if entry is not None:
             entry.statistics.merge(statistics)
         return entry
 
     def add_truncated(self, key: Key, tokens: int) -> None:
-        """Count tokens apart from the statistics of ``key``."""
+        """Count tokens separately from the statistics of ``key``."""
         entry = self._entry(key)
         if entry is not None:
             entry.truncated_tokens += tokens
 
     def _entry(self, key: Key) -> Entry | None:
-        """The row of ``key``, made if need be, or None if its version is older than all that are kept."""
+        """Return the row of ``key``, created if necessary, or None if its version is older than all kept ones."""
         if key.version not in self._versions:
             if len(self._versions) >= self._keep_versions:
                 oldest = min(self._versions)
@@ -61,13 +62,13 @@ class VersionTable:
             self._versions[key.version] = {}
         rows = self._versions[key.version]
         entry = rows.pop(key, None) or Entry()
-        rows[key] = entry  # last: the first one is the one that was idle longest
+        rows[key] = entry  # moved to the end: the first row is the least recently used
         if len(rows) > ROWS_PER_VERSION:
             del rows[next(iter(rows))]
         return entry
 
     def rows(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
-        """One per key that is wanted, oldest version first."""
+        """Return one row per selected key, oldest version first."""
         return [
             entry.statistics.row(*key, suspect_since=entry.suspect_since)
             for key, entry in sorted(self._entries(), key=lambda item: item[0])
@@ -75,7 +76,7 @@ class VersionTable:
         ]
 
     def truncated(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[NotJudged]:
-        """Tokens that were counted apart, of the keys that are wanted, oldest version first."""
+        """Return the separately counted tokens of the selected keys, oldest version first."""
         return [
             NotJudged(**key._asdict(), tokens=entry.truncated_tokens)
             for key, entry in sorted(self._entries(), key=lambda item: item[0])
@@ -83,7 +84,7 @@ class VersionTable:
         ]
 
     def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
-        """What is suspect, by version."""
+        """Return the suspicions by version."""
         suspect: dict[int, tuple[Suspicion, ...]] = {}
         for key, entry in self._entries():
             if entry.suspect_since is not None:
@@ -100,7 +101,8 @@ class VersionTable:
         return suspect
 
     def merged(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
-        """One per version and source over all replicas that are wanted (``replica_id`` None), oldest first."""
+        """Return one row per version and source, merged over all selected replicas (``replica_id`` None), oldest
+        first."""
         joined: dict[tuple[int, MismatchSource], Entry] = {}
         for key, entry in self._entries():
             if wanted(key) and entry.statistics.sums.tokens:
