@@ -1,1 +1,1 @@
-"""What the service tells Prometheus; docs/metrics.md says how to scrape it and what each metric means."""
+"""Prometheus metrics of the service; docs/metrics.md explains scraping and each metric."""

@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md: ``python -m rollout_service.metrics.docs docs/metrics.md`` writes them anew."""
+"""Generate the tables of docs/metrics.md: ``python -m rollout_service.metrics.docs docs/metrics.md``."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _SOURCES = ("process", "service", "vllm", "serve")
 
 
 def rewritten(text: str) -> str:
-    """``text`` of docs/metrics.md with its tables made anew. Raises ValueError if a mark is missing."""
+    """Return ``text`` of docs/metrics.md with regenerated tables. Raises ValueError if a mark is missing."""
     for source in _SOURCES:
         begin, end = f"<!-- {source}: made by rollout_service/metrics/docs.py -->", f"<!-- end of {source} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
@@ -23,7 +23,7 @@ def rewritten(text: str) -> str:
 
 
 def table(metrics: Sequence[Metric]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     rows = [
         f"| `{metric.name}` | {metric.kind} | {metric.unit} | {' '.join(f'`{label}`' for label in metric.labels)} "
         f"| {metric.description.replace('|', '&#124;')} |"
@@ -33,7 +33,7 @@ def table(metrics: Sequence[Metric]) -> str:
 
 
 def main() -> None:
-    """Rewrite the file that is named."""
+    """Rewrite the given file."""
     path = Path(sys.argv[1])
     path.write_text(rewritten(path.read_text()))
 

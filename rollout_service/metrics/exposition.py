@@ -1,7 +1,7 @@
-"""The service's state as Prometheus' text: ``GET /metrics``.
+"""The service's state in Prometheus' text format: ``GET /metrics``.
 
-Made anew from the state at each scrape, in a registry of its own: a version that was removed or a replica that died is
-gone from the next one, which Ray's metrics cannot promise (see process.py).
+It is computed at each scrape, in a registry of its own: removed versions and dead replicas disappear at the next
+scrape, which Ray's metrics cannot guarantee (see process.py).
 """
 
 import math
@@ -22,11 +22,12 @@ from rollout_service.protocol.state import DurableState, ServiceState
 from rollout_service.protocol.weights import VersionState, WeightStatus
 
 MEASURED_VERSIONS = 8
-"""Newest versions of which the mismatch is shown; ``GET /v1/mismatch`` has all that are kept."""
+"""Number of newest versions with mismatch metrics; ``GET /v1/mismatch`` has all kept ones."""
 
 
 class MismatchTokens(Protocol):
-    """Tokens that a replica sampled with a version; of truncated rollouts ``GET /v1/mismatch`` says no more."""
+    """Number of tokens that a replica sampled with a version. For truncated rollouts ``GET /v1/mismatch`` has no more
+    either."""
 
     @property
     def version(self) -> int: ...
@@ -39,7 +40,7 @@ class MismatchTokens(Protocol):
 
 
 class MismatchStatistics(MismatchTokens, Protocol):
-    """One row of ``GET /v1/mismatch``: what a replica sampled with a version, against what scored it."""
+    """One row of ``GET /v1/mismatch``: tokens that a replica sampled with a version, compared with their scorer."""
 
     @property
     def sequences(self) -> int: ...
@@ -66,7 +67,8 @@ class MismatchStatistics(MismatchTokens, Protocol):
 def exposition(
     state: ServiceState, mismatch: Iterable[MismatchStatistics] = (), truncated: Iterable[MismatchTokens] = ()
 ) -> bytes:
-    """Prometheus' text format, version 0.0.4. Of ``mismatch``, rows of live replicas and the newest versions count."""
+    """Return Prometheus' text format, version 0.0.4. Only rows of live replicas and of the newest versions are
+    included."""
     samples = _Samples()
     _service(samples, state)
     for status in state.fleet.replicas:
@@ -90,13 +92,13 @@ _Row = TypeVar("_Row", bound=MismatchTokens)
 
 
 class _Samples(Collector):
-    """All families of the service, and the samples of one scrape."""
+    """All metric families of the service, with the samples of one scrape."""
 
     def __init__(self) -> None:
         self._families = {metric.name: _family(metric) for metric in OURS if metric.source == "service"}
 
     def collect(self) -> Iterable[Family]:
-        """prometheus_client's hook."""
+        """Yield the families; prometheus_client's hook."""
         return self._families.values()
 
     def add(self, metric: Metric, value: float, *labels: object) -> None:

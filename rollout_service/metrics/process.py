@@ -1,8 +1,8 @@
-"""What each process counts, through Ray: its node's agent exports it, whichever node that is.
+"""Metrics that each process counts through Ray, and that the Ray agent of its node exports.
 
-Ray 2.60 drops a gauge that was not set for two of its reporting intervals (20 s), of live processes too, and keeps
-counters and histograms of dead processes and old labels until the node's agent ends. So nothing here has a version as
-label, and what must be exact or must not vanish is exported by the service itself: see exposition.py.
+Ray 2.60 drops a gauge that was not set for two of its reporting intervals (20 s), even of live processes. It keeps
+counters and histograms of dead processes and old labels until the node's agent ends. Metrics here therefore never have
+a version as label. The service itself exports metrics that must be exact or must not vanish: see exposition.py.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ _TOTAL = "_total"
 
 
 class Sink(Protocol):
-    """Where counts go."""
+    """Destination of metrics."""
 
     def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
         """Add to a counter, set a gauge, or observe a value in a histogram."""
 
 
 class RaySink:
-    """Ray's metrics, each made at its first use: only then the replica's context, its labels, is there."""
+    """Ray's metrics, each created at its first use: the replica's context, with its labels, does not exist earlier."""
 
     def __init__(self) -> None:
         self._made: dict[str, Callable[..., None]] = {}
 
     def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
-        """See ``Sink``. Outside a Ray cluster, nothing happens."""
+        """See ``Sink``. Does nothing outside a Ray cluster."""
         record = self._made.get(metric.name)
         if record is None:
             record = self._made[metric.name] = self._make(metric)
@@ -51,7 +51,7 @@ class RaySink:
 
     @staticmethod
     def _make(metric: Metric) -> Callable[..., None]:
-        # Ray puts ray_ before every name and _total behind a counter's
+        # Ray adds the prefix ray_ to every name and _total to a counter's
         options = {
             "name": metric.name.removeprefix(_RAY).removesuffix(_TOTAL),
             "description": metric.description,
@@ -68,19 +68,19 @@ class RaySink:
 
 
 sink: Sink = RaySink()
-"""Of this process."""
+"""The sink of this process."""
 
 
 def record(metric: Metric, value: float = 1.0, **labels: str) -> None:
-    """Count, set or observe. Raises ValueError for labels that are not the metric's."""
+    """Count, set or observe a value. Raises ValueError for labels that are not the metric's."""
     if tuple(sorted(labels)) != tuple(sorted(metric.labels)) or metric.source != "process":
         raise ValueError(f"{metric.name} is of a {metric.source} and has the labels {metric.labels}, not {labels}")
-    if value or metric.kind != "counter":  # Ray refuses to add nothing
+    if value or metric.kind != "counter":  # Ray refuses to add 0
         sink.record(metric, value, labels)
 
 
 def outcome_of(error: BaseException) -> str:
-    """A label for how something ended: ``cancelled``, the class in errors.py, or ``Exception`` for everything else."""
+    """Return a label for an outcome: ``cancelled``, the class in errors.py, or ``Exception`` for all other errors."""
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
     ours = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
@@ -100,7 +100,7 @@ def _outcome(metric: Metric) -> Iterator[None]:
 def counted_rollout(
     roll_out: Callable[_P, Coroutine[object, None, Rollout]],
 ) -> Callable[_P, Coroutine[object, None, Rollout]]:
-    """Count each call of the gateway's ``roll_out``, and what it answered."""
+    """Count each call of the gateway's ``roll_out``, and its reply."""
 
     @functools.wraps(roll_out)
     async def counting(*args: _P.args, **kwargs: _P.kwargs) -> Rollout:
@@ -125,26 +125,26 @@ def _count_answer(rollout: Rollout) -> None:
 def count_update(timings: UpdateTimings, folder: Path) -> None:
     """Count a replica's update to the version in ``folder``."""
     record(table.UPDATES, outcome="ok")
-    with suppress(FileNotFoundError):  # an ingest that holds this replica for dead removes what it served
+    with suppress(FileNotFoundError):  # if the ingest believes that this replica is dead, it may remove the files
         record(table.UPDATE_BYTES, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     for stage, seconds in stages(timings).items():
         record(table.UPDATE_SECONDS, seconds, stage=stage)
 
 
 def stages(timings: UpdateTimings) -> dict[str, float]:
-    """Label ``stage`` → seconds."""
+    """Return label ``stage`` → seconds."""
     return {"stage": timings.stage_s, "closed": timings.closed_s, "load": timings.load_s}
 
 
 def set_load(running: float, waiting: float, kv_usage: float) -> None:
-    """Show an engine's load. To be called at least every 20 s, or it is not shown."""
+    """Set the gauges of an engine's load. Must be called at least every 20 s, or Ray drops them."""
     record(table.SEQUENCES, running, state="running")
     record(table.SEQUENCES, waiting, state="waiting")
     record(table.KV_USAGE, kv_usage)
 
 
 def count_kv_reads(attended: int, spared: int) -> None:
-    """Count tokens of KV that decode attended to, and those of them that it did not have to read."""
+    """Count the KV tokens that decode attended to, and those of them that it did not have to read."""
     record(table.DECODE_KV_TOKENS, attended)
     record(table.DECODE_KV_TOKENS_SPARED, spared)
 
@@ -153,7 +153,7 @@ def counted_conversion(
     convert: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``convert(tensors)``; counts the bytes that go in, and the time until the last of what comes out is taken."""
+    """Yield from ``convert(tensors)``; count its input bytes, and the time until its last output was consumed."""
     started, nbytes = time.perf_counter(), 0
 
     def taken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,7 +167,7 @@ def counted_conversion(
 
 
 def count_converted(nbytes: int, seconds: float) -> None:
-    """Count tensors of so many bytes, as they came."""
+    """Count tensors of that many bytes, as received."""
     record(table.QUANTIZE_SECONDS, seconds)
     record(table.QUANTIZE_BYTES, nbytes)
 
@@ -195,7 +195,7 @@ def count_part(nbytes: int) -> None:
 
 
 def count_received(transport: str, nbytes: int, version_bytes: int, timings: UploadTimings) -> None:
-    """Count a version that was committed, which came in ``nbytes`` and is stored in ``version_bytes``."""
+    """Count a committed version, received as ``nbytes`` bytes and stored in ``version_bytes`` bytes."""
     record(table.VERSIONS_RECEIVED, transport=transport)
     record(table.RECEIVED_BYTES, nbytes, transport=transport)
     record(table.RECEIVED_VERSION_BYTES, version_bytes, transport=transport)

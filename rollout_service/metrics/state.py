@@ -1,4 +1,4 @@
-"""What the ingest tells of the whole when it is asked for metrics."""
+"""The ingest's snapshot of the whole service for metrics."""
 
 import asyncio
 import os
@@ -15,12 +15,12 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 
 _REMEMBERED = 1024
-"""Times of commits that are kept; those of older versions are forgotten."""
+"""Number of commit times that are kept; those of older versions are dropped."""
 _OVER = ("draining", "failed")
 
 
 class FleetHistory:
-    """History of the fleet and the log that a snapshot of them lacks."""
+    """History of the fleet and the log, which a snapshot does not contain."""
 
     def __init__(self, log: WeightLog, scaling: ScalingConfig) -> None:
         self._log, self._scaling = log, scaling
@@ -29,11 +29,12 @@ class FleetHistory:
         self._starts = self._failures = 0
 
     def known(self, replicas: frozenset[str]) -> None:
-        """These were there before: they do not count as started."""
+        """Add replicas known before this process started; not counted as new."""
         self._states.update(dict.fromkeys(replicas, "ready"))
 
     def saw(self, live: tuple[ReplicaStatus, ...]) -> None:
-        """Count who came, failed or went; to be called with every report, once all are known that may be live."""
+        """Count replicas that started, failed or left. Call it with every report, once all possibly live replicas are
+        known."""
         states = {status.replica_id: status.state for status in live}
         self._starts += len(states.keys() - self._states.keys())
         for replica_id, before in self._states.items():
@@ -42,7 +43,7 @@ class FleetHistory:
         self._states = states
 
     def left(self, replica_id: str) -> None:
-        """It said that it ends: that is no failure."""
+        """Note that a replica ends regularly, which is not a failure."""
         if replica_id in self._states:
             self._states[replica_id] = "draining"
 
@@ -53,7 +54,7 @@ class FleetHistory:
         kv_scales: KVScalesState | None = None,
         durable: DurableState | None = None,
     ) -> ServiceState:
-        """The service now."""
+        """Return the current state of the service."""
         committed = [status.version for status in versions if status.state != "staged"]
         for version, at in (await asyncio.to_thread(self._commit_times, committed)).items():
             self._committed_at[version] = at
@@ -76,7 +77,7 @@ class FleetHistory:
         )
 
     def _commit_times(self, versions: list[int]) -> dict[int, float]:
-        """The manifest is the last file that a commit writes before the version exists."""
+        """Return commit times: the manifest is the last file that a commit writes before the version exists."""
         found = {}
         for version in versions:
             if version not in self._committed_at:
@@ -86,18 +87,18 @@ class FleetHistory:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the file system that it is on."""
+    """Return the free bytes of the folder's file system."""
     return shutil.disk_usage(folder).free
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files, each once: a version that was rolled back to shares its files with its successor."""
+    """Return the size of all files, each counted once: a version and its rollback share files."""
     found = (file for path in folder.rglob("*") if (file := _stat(path)) is not None)
     return sum({(file.st_dev, file.st_ino): file.st_size for file in found}.values())
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None if it is gone, or no file."""
+    """Return None if the path does not exist, or is not a file."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Every metric of the service, declared once. docs/metrics.md is made from these tables, and tests hold both against
-what a running service exports.
+"""Declarations of every metric of the service. docs/metrics.md is generated from these tables, and tests compare both
+with the metrics that a running service exports.
 
 Prometheus' conventions: seconds, bytes and ratios; counters end in ``_total``. No label is unbounded: no request ids,
-and of versions those that are on disk, staged, served or among the newest measured.
+and only versions that are on disk, staged, served or among the newest measured.
 """
 
 from typing import Literal
@@ -21,16 +21,16 @@ class Metric(Frozen):
     """One metric."""
 
     name: str
-    """As Prometheus sees it."""
+    """Name in Prometheus."""
     kind: Kind
     unit: Unit
     """Base unit of the value; empty: a number without one."""
     source: Source
     """``process``: counted by each process of ours and exported by its node's Ray agent. ``service``: state of the
-    whole, at ``GET /metrics`` of the service. ``vllm``, ``serve``: theirs, exported by the Ray agents."""
+    whole service, at its ``GET /metrics``. ``vllm``, ``serve``: their own metrics, exported by the Ray agents."""
     description: str
     labels: tuple[str, ...] = ()
-    """Without those that Ray adds: see docs/metrics.md."""
+    """Labels without those that Ray adds: see docs/metrics.md."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
 

@@ -1,9 +1,9 @@
-"""Engines' load under vLLM's own names at ``GET /metrics``, for clients that take the service for one vLLM server.
+"""Engines' load under vLLM's own names at ``GET /metrics``, for clients that treat the service as one vLLM server.
 
 prime-rl's concurrency controller reads these (559b447, ``orchestrator/inference_metrics.py``, ``concurrency.py``). It
-adds up the capacity of every ``engine`` that it has ever seen, so engines are numbered instead of named: the replica
-that takes a dead one's place is no further engine. ``vllm:num_preemptions`` is not among them: each update preempts
-what runs, and the controller takes any preemption for an overload and admits a quarter less.
+adds up the capacity of every ``engine`` label that it has ever seen. Engines are therefore numbered instead of named: a
+replica that replaces a dead one must not look like a further engine. ``vllm:num_preemptions`` is left out: each update
+preempts running sequences, and the controller treats any preemption as overload and admits a quarter less.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +15,14 @@ from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 
 
 class VllmGauges(Collector):
-    """Of one scrape. Nothing where no engine has reported."""
+    """The gauges of one scrape. Empty if no engine has reported."""
 
     def __init__(self, replicas: Sequence[ReplicaStatus]) -> None:
         served = sorted((r for r in replicas if r.version is not None), key=lambda r: r.replica_id)
         self._loads = [replica.load for replica in served if replica.load is not None]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """prometheus_client's hook."""
+        """Yield the families; prometheus_client's hook."""
         if not self._loads:
             return
         yield self._gauge("num_requests_running", "Sequences in the batch.", lambda load: load.running)
