@@ -333,8 +333,7 @@ class _AskedListener:
         return self._skip < 0
 
     def failed(self, *, is_slow: bool) -> int:
-        """Return the number of pushes that skip the listener. It is 0 after a first slow answer, then doubles each
-        time."""
+        """Return the number of pushes that skip the listener: 1, 3, 7, …, or one step less after a slow answer."""
         self.failures += 1
         self._skip = min((1 << self.failures - is_slow) - 1, self.MAX_SKIPPED)
         return self._skip

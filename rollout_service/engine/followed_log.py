@@ -27,7 +27,7 @@ class FollowedLog:
     """Finds the newest version, and has it read and checked. Reads the log again at each call."""
 
     def __init__(self, root: Path, copies: NodeCache | None, fingerprint: str) -> None:
-        """Open the log.
+        """Prepare to read the log.
 
         Args:
             root: the log's folder.
@@ -55,8 +55,7 @@ class FollowedLog:
             await asyncio.sleep(0.1)  # the ingest is creating version 0
 
     async def look(self) -> None:
-        """Update the copies' state from the ingest, which alone knows the newest version. Raises NotReady,
-        LogCorrupt."""
+        """Update the copies' state from the ingest. Does nothing without copies. Raises NotReady, LogCorrupt."""
         if self._copies is not None:
             await self._copies.look()
 

@@ -94,7 +94,7 @@ class GuardedRoute(OpenRoute):
     errors = (*OpenRoute.errors, Unauthorized, Forbidden)
 
     def admit(self, request: Request) -> None:
-        """Raise Unauthorized or Forbidden, or InvalidRequest for a body that browsers may send across origins."""
+        """Raise Unauthorized or Forbidden, or InvalidRequest for a body that browsers send without a CORS preflight."""
         request.app.state.services.authorizer.check(request)
         has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
         if request.method == "POST" and has_body:

@@ -59,7 +59,8 @@ class Standby:
             return
         scheme = "http" if options.ssl_certfile is None else "https"
         url = f"{scheme}://{_reachable(options.host or '')}:{options.port}{HEALTH_PATH}"
-        # a kept-alive connection would bypass the listeners; the certificate names the service, not this address
+        # a kept-alive connection would not show which process listens; the certificate names the service, not this
+        # address
         limits = httpx.Limits(max_keepalive_connections=0)
         has_answered = False  # without a first answer there is no proxy on this node to replace
         async with httpx.AsyncClient(verify=False, timeout=ANSWER_S, limits=limits, trust_env=False) as http:

@@ -49,14 +49,14 @@ class UpdateWeights(Frozen):
 
 
 class Updated(BaseModel):
-    """Reply once every live replica serves the folder's version."""
+    """The reply, sent once every live replica serves the folder's version."""
 
     status: str
     version: int
 
 
 class Received(BaseModel):
-    """Reply once all announced tensors were received."""
+    """The reply, sent once all announced tensors were received."""
 
     message: str
 

@@ -1,7 +1,7 @@
 """Calls from a replica to its engine's workers to stage a version, over one socket per worker.
 
-They do not use vLLM's RPC, which an engine answers only between two steps. A step with prompts takes a tenth of a
-second, and three such steps would pass. Each message is one line of JSON.
+They do not use vLLM's RPC, which an engine answers only between two steps. A step with prompts takes 0.1 s, and staging
+would wait for three of them. Each message is one line of JSON.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ class UpdateWeightsFromDisk(Frozen):
 
 
 class UpdatedFromDisk(Success):
-    """Reply once every live replica serves the version."""
+    """The reply, sent once every live replica serves the version."""
 
     num_paused_requests: int
     """Number of sequences that a pause holds."""
