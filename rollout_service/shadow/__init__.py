@@ -1,1 +1,1 @@
-"""The shadow: scores a sample of finished rollouts with the same version unquantized, and tells the monitor."""
+"""The shadow engine: scores a sample of finished rollouts with the unquantized version, and reports to the monitor."""

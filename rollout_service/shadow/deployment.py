@@ -28,20 +28,20 @@ from rollout_service.store.node_cache import find_log
 from rollout_service.store.unquantized import unquantized_root
 
 STEP_TOKENS = 2048
-"""Prefilled in one step: logits of each are in memory at once, in fp32."""
+"""Tokens prefilled in one step: the logits of all of them are in memory at once, in fp32."""
 
 
 def shadow_config(config: ServiceConfig) -> ServiceConfig:
-    """The same service with everything that this measures left out: BF16 weights and KV cache."""
+    """Return the configuration without the features whose error is measured: with BF16 weights and KV cache."""
     engine = config.engine.model_copy(
         update={
             "max_num_seqs": config.shadow.max_num_seqs,
             "gpu_memory_utilization": config.shadow.gpu_memory_utilization,
             # nobody waits while it loads, and a second copy of BF16 weights would be large
             "staging": "none",
-            "return_sampling_mask": False,  # it scores at temperature 1 with nothing cut off
+            "return_sampling_mask": False,  # it scores at temperature 1 without truncation
             "return_routed_experts": False,
-            # positions are the model's; all else may be for what samples, as speculation is
+            # RoPE settings belong to the model; other settings, such as speculation, may only affect sampling
             "extra": {name: value for name, value in config.engine.extra.items() if name == "hf_overrides"},
         }
     )
@@ -51,9 +51,9 @@ def shadow_config(config: ServiceConfig) -> ServiceConfig:
 
 
 class ShadowReplica:
-    """Answers nobody but the gateways. It may run for long with no version loaded.
+    """The shadow engine. Called only by gateways. It may run for long without a loaded version.
 
-    Raises ValueError where it does not see the log.
+    Raises ValueError if it does not see the log.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -97,11 +97,12 @@ class ShadowReplica:
         self._drain.serves()
 
     async def score(self, calls: Sequence[ScoreCall]) -> None:
-        """Score them and tell the monitor; see ``Scorer.score``."""
+        """Score completions and report to the monitor; see ``Scorer.score``."""
         await self._scorer.score(calls)
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when the engine is dead or half updated, follows no more, or is to end."""
+        """Raise if the engine is dead or half updated, no longer follows the log, or is about to end. Called by
+        Serve."""
         self._drain.check_health()
         await self._engine.check_health()
         if self._starting.done() and (error := self._starting.exception()) is not None:

@@ -1,4 +1,4 @@
-"""The gateway's side: sends a sample of rollouts to the shadow, and never lets a rollout wait for that."""
+"""The gateway's side of the shadow: sends a sample of rollouts in the background, without delaying them."""
 
 import logging
 
@@ -14,16 +14,16 @@ from rollout_service.shadow.sample import calls_of, is_comparable, is_sampled
 
 logger = logging.getLogger(__name__)
 BATCH_TOKENS = 1 << 15
-"""Sent at once, unless a single completion is longer; the next batch goes when it is scored."""
+"""Maximum tokens of a batch; a single completion may be longer. The next batch is sent when it is scored."""
 SCORE_S = 600.0
-"""Longest wait for a batch."""
+"""Timeout in seconds for a batch."""
 
 
 class ShadowFeed:
-    """Sends a batch whenever the one before is scored."""
+    """Sends a batch whenever the previous one is scored."""
 
     def __init__(self, shadow: ShadowCalls | None, config: ShadowConfig) -> None:
-        """``shadow``: None: nothing is ever sent."""
+        """``shadow``: None disables sending."""
         self._shadow, self._share = shadow, config.share
         self._sender: BackgroundSender[ScoreCall] = BackgroundSender(
             self._send,
@@ -37,7 +37,7 @@ class ShadowFeed:
         self._failing = False
 
     def note(self, rollout: Rollout, sampling: Sampling) -> None:
-        """Queue a rollout if it is sampled; returns at once."""
+        """Queue a rollout if it is in the sample; returns at once."""
         if self._shadow is None or not is_sampled(rollout.request_id, self._share):
             return
         if not is_comparable(sampling):

@@ -1,4 +1,5 @@
-"""Which rollouts the shadow scores, and what it is told of each. Needs neither torch, vllm nor ray."""
+"""Selection of the rollouts that the shadow scores, and their conversion to calls. Needs neither torch, vllm nor
+ray."""
 
 import xxhash
 
@@ -12,21 +13,21 @@ _UNCHANGED = Sampling().model_dump(
         "logit_bias", "structured_outputs",
     }
 )  # fmt: skip
-"""What leaves the model's own distribution as it is; so does a ``top_k`` below 1."""
+"""Sampling parameters with which tokens are drawn from the model's own distribution; ``top_k`` must also be below 1."""
 
 
 def is_sampled(request_id: str, share: float) -> bool:
-    """Whether a rollout is among the ``share`` that is scored: by its name, so the same everywhere and every time."""
+    """Return True if the rollout is in the sampled ``share``. Decided by its id, so equal in all processes."""
     return xxhash.xxh3_64_intdigest(request_id.encode(errors="surrogatepass")) < share * 2.0**64
 
 
 def is_comparable(sampling: Sampling) -> bool:
-    """Whether logprobs are those of the model's own distribution, which is all that scoring a prompt can tell."""
+    """Return True if logprobs are of the model's own distribution, since scoring a prompt yields only these."""
     return sampling.top_k < 1 and sampling.model_dump(include=set(_UNCHANGED)) == _UNCHANGED
 
 
 def calls_of(rollout: Rollout) -> list[ScoreCall]:
-    """Its completions that one version sampled on one replica; empty ones left out."""
+    """Return the completions that one version sampled on one replica, without empty ones."""
     return [
         ScoreCall(
             version=completion.spans[0].version,

@@ -1,4 +1,4 @@
-"""Scores completions with the version that sampled them, or not at all."""
+"""Score completions with the version that sampled them, or not at all."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What the scorer needs of the engine adapter."""
+    """The methods of the engine adapter that the scorer uses."""
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]: ...
 
 
 class Follows(Protocol):
-    """What it needs of ``WeightSync``."""
+    """The methods of ``WeightSync`` that the scorer uses."""
 
     @property
     def version(self) -> int | None: ...
@@ -34,7 +34,7 @@ class Follows(Protocol):
 
 
 class Scorer:
-    """Tells the monitor how far apart replicas and the unquantized engine are."""
+    """Compares replicas with the unquantized engine, and reports to the monitor."""
 
     def __init__(
         self, engine: Engine, weight_sync: Follows, monitor: MonitorCalls, version_wait_s: float, max_model_len: int
@@ -43,10 +43,10 @@ class Scorer:
         self._engine, self._weight_sync, self._monitor = engine, weight_sync, monitor
         self._version_wait_s, self._max_prompt = version_wait_s, max_model_len - 1
         self._given_up = -1
-        """A version that did not come when it was waited for: none up to it is waited for again."""
+        """A version that did not arrive in time: the scorer does not wait again for it or older ones."""
 
     async def score(self, calls: Sequence[ScoreCall]) -> None:
-        """Score all of them and report them. Raises EngineFailed, or NotReady if the monitor does not answer."""
+        """Score and report all calls. Raises EngineFailed, or NotReady if the monitor does not answer."""
         by_version: dict[int, list[ScoreCall]] = defaultdict(list)
         for call in calls:
             by_version[call.version].append(call)
@@ -67,7 +67,7 @@ class Scorer:
         return self._weight_sync.holds(version)
 
     async def _score(self, version: int, calls: list[ScoreCall]) -> None:
-        # the engine is at this version or has gone on since: the version of the last token tells which
+        # the engine may have changed to a later version meanwhile: each result has the version of its last token
         results = await asyncio.gather(*map(self._reference, calls))
         rows: dict[str, list[tuple[tuple[float, ...], tuple[float, ...]]]] = defaultdict(list)
         outcomes: dict[str, int] = defaultdict(int)
@@ -83,7 +83,7 @@ class Scorer:
             record(table.SHADOW_COMPLETIONS, count, outcome=outcome)
 
     async def _reference(self, call: ScoreCall) -> tuple[tuple[float, ...], int] | None:
-        """Logprobs of the completion's tokens, but for one that fills the context, and the version they are of."""
+        """Return the logprobs of the completion's tokens, up to the engine's context, and their version."""
         tokens = (call.prompt_token_ids + call.token_ids)[: self._max_prompt]
         try:
             logprobs, version = await self._engine.score(f"shadow-{uuid.uuid4().hex}", tokens)

@@ -1,4 +1,4 @@
-"""Stands before a ``WeightSync`` where the ingest would: wakes it for new versions, and keeps its reports to itself."""
+"""Replacement for the ingest in the shadow's ``WeightSync``: wakes it for new versions, and drops its reports."""
 
 import asyncio
 import time
@@ -8,18 +8,19 @@ from rollout_service.protocol.weight_log import DesiredState
 from rollout_service.store.log import WeightLog
 
 LOOK_S = 0.2
-"""Between two looks at the log."""
+"""Time in seconds between two reads of the log."""
 
 
 class LogWatch:
-    """The shadow is no replica of the fleet: nobody waits for it, it is in no table, and no pause is meant for it."""
+    """Watches the log for the shadow, which is not a replica of the fleet: it is in no table, and pauses do not apply
+    to it."""
 
     def __init__(self, log: WeightLog, poll_s: float) -> None:
-        """``poll_s``: longest time until ``sync`` answers."""
+        """``poll_s``: maximum time in seconds until ``sync`` answers."""
         self._log, self._poll_s = log, poll_s
 
     async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
-        """The newest version in the log, once it is another than ``seen`` or after ``poll_s``; never a pause."""
+        """Return the newest version in the log, once it differs from ``seen`` or after ``poll_s``; never a pause."""
         until = time.monotonic() + self._poll_s
         while True:
             head = self._log.head()
@@ -30,7 +31,7 @@ class LogWatch:
             await asyncio.sleep(LOOK_S)
 
     async def report(self, status: ReplicaStatus) -> None:
-        """Kept to itself."""
+        """Ignore the report."""
 
     async def goodbye(self, replica_id: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing."""
