@@ -1,4 +1,4 @@
-"""The configuration of the service: what stands under ``args:`` in a deployment YAML."""
+"""The configuration of the service: the content of ``args:`` in a deployment YAML."""
 
 from rollout_service.config.engine import EngineConfig, KVCacheConfig, KVCalibrationConfig, QuantConfig
 from rollout_service.config.service import (

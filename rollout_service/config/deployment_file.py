@@ -1,4 +1,4 @@
-"""Reads and writes Serve configs of which one application is ours, such as those in ``deployments/``."""
+"""Read Serve configs with one application of this service, such as those in ``deployments/``."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import yaml
 
 BUILDER = "rollout_service.app:build"
-"""``import_path`` by which an application in a Serve config is ours."""
+"""``import_path`` of this service's application in a Serve config."""
 SHIPPED = Path(__file__).parents[1] / "deployments"
-"""The project's ``deployments/``, which a wheel brings inside the package."""
+"""The project's ``deployments/``, which a wheel includes in the package."""
 CPU, GPU = SHIPPED / "cpu_rollout.yaml", SHIPPED / "fp8_rollout.yaml"
 
 _OF_SERVE = (
@@ -16,13 +16,13 @@ _OF_SERVE = (
     *("logging_config", "tracing_config"),
 )
 Document = dict[str, Any]
-"""A whole Serve config."""
+"""A complete Serve config."""
 Sections = dict[str, dict[str, Any]]
 """Section of ``ServiceConfig`` → field → value."""
 
 
 def read_document(path: Path) -> Document:
-    """A Serve config with one application that is ours. Raises ValueError saying what is wrong with the file."""
+    """Read a Serve config with one application of this service. Raises ValueError with the file's error."""
     try:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -45,24 +45,24 @@ def read_document(path: Path) -> Document:
 
 
 def args_of(document: Document) -> Sections:
-    """The ``args`` of the one application that is ours: what ``ServiceConfig`` is made of."""
+    """Return the ``args`` of this service's application, from which ``ServiceConfig`` is created."""
     [ours] = [item for item in document["applications"] if item.get("import_path") == BUILDER]
     args: Sections = ours.setdefault("args", {})
     return args
 
 
 def application_args(path: Path) -> Sections:
-    """``args_of`` a file. Raises ValueError as ``read_document``."""
+    """Return ``args_of`` a file. Raises the ValueErrors of ``read_document``."""
     return args_of(read_document(path))
 
 
 def start_options(document: Document) -> Document:
-    """What a Serve config sets for Serve as a whole, as ``serve.start`` takes it."""
+    """Return a Serve config's settings for Serve as a whole, as arguments of ``serve.start``."""
     return {name: document[name] for name in _OF_SERVE if document.get(name) is not None}
 
 
 def _require_certificate_and_key(path: Path, http_options: object) -> None:
-    """Serve takes a key without a certificate in silence, and speaks plain HTTP (Ray 2.60.0)."""
+    """Raise ValueError for only one of the two: Serve silently ignores a key without a certificate (Ray 2.60.0)."""
     given = http_options if isinstance(http_options, dict) else {}
     names = ("ssl_certfile", "ssl_keyfile")
     missing = [name for name in names if given.get(name) is None]

@@ -1,7 +1,7 @@
-"""The whole configuration: every section but those of one engine.
+"""The whole configuration: every section except those of one engine.
 
-Every field has a default that works on one machine; unknown fields are an error. Paths may be relative to the
-directory that the service is started from.
+Every field has a default that works on one machine; unknown fields are an error. Paths may be relative to the directory
+in which the service is started.
 """
 
 import math
@@ -17,16 +17,16 @@ from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, Q
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
 AUTO = Path("auto")
-"""``weights.root`` where the ingest chooses."""
+"""Value of ``weights.root`` with which the ingest chooses the folder."""
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _INGEST_SHARE = 0.1
-"""Of a GPU that an engine and the ingest have together. Ray only counts with it; the ingest takes little."""
+"""The ingest's share of a GPU that it shares with an engine. Ray only counts it; the ingest uses little."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))(?::(\d{1,5}))?")
 
 
 def host_and_port(address: str) -> tuple[str, int | None]:
-    """``host``, ``host:port`` or ``[::1]:port``, taken apart. Raises ValueError for anything else."""
+    """Split ``host``, ``host:port`` or ``[::1]:port``. Raises ValueError for anything else."""
     match = _HOST_AND_PORT.fullmatch(address)
     port = int(match[3]) if match is not None and match[3] else None
     if match is None or (port is not None and not 0 < port <= 65535):
@@ -42,7 +42,8 @@ def _advertised(address: str) -> str:
 
 
 def expanded(setting: str, path: Path) -> Path:
-    """An absolute path, with the environment variables of this node. Raises ValueError for one that is not set here."""
+    """Return an absolute path with the environment variables of this node. Raises ValueError for an undefined
+    variable."""
     found = os.path.expandvars(path)
     if "$" in found:
         raise ValueError(
@@ -60,28 +61,28 @@ def _require_ascii(path: Path) -> None:
 
 
 class ModelConfig(Config):
-    """Which model is served."""
+    """The served model."""
 
     path: Path = Path("models/tiny-qwen3")
     """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it. Environment
-    variables in it, such as ``$SCRATCH/model``, are those of each node, as they were when Ray was started there.
+    variables in it, such as ``$SCRATCH/model``, are expanded on each node, with the values at Ray's start there.
 
-    Or a repository on the Hugging Face hub, such as ``Qwen/Qwen3-8B``, where there is no folder of that name: every
-    node downloads what it needs, into ``HF_HOME`` as it was when Ray was started there."""
+    If there is no such folder, a repository on the Hugging Face hub, such as ``Qwen/Qwen3-8B``. Every node downloads
+    the files that it needs into its ``HF_HOME``, with the value at Ray's start there.
+    """
 
     revision: str | None = None
-    """Branch, tag or commit of a repository on the hub, which ``path`` then is; None: its default branch. The commit
-    that it names when the service starts is the one that all processes use, and the log of weight versions belongs to
-    it."""
+    """Branch, tag or commit of the hub repository in ``path``; None: its default branch. All processes use the commit
+    that it names when the service starts, and the log of weight versions belongs to that commit."""
 
     served_name: str | None = None
-    """The name in ``/v1/models`` and in requests; None means the folder's name, or the repository's id."""
+    """The name in ``/v1/models`` and in requests; None: the folder's name, or the repository's id."""
 
     aliases: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(default=(), max_length=64)
-    """More names that requests may use, such as the name or path by which a trainer knows the model."""
+    """Further names that requests may use, such as the trainer's name or path of the model."""
 
     create: Literal["tiny-qwen3"] | None = None
-    """Make this model at ``path`` if nothing is there. None: a missing folder is an error."""
+    """Create this model at ``path`` if nothing is there. None: a missing folder is an error."""
 
     @model_validator(mode="after")
     def _revision_is_of_a_repository(self) -> "ModelConfig":
@@ -104,7 +105,7 @@ class ModelConfig(Config):
         return self
 
     def here(self) -> "ModelConfig":
-        """With ``path`` as this node spells it. Raises ValueError if it names a variable that is not set here."""
+        """Return the section with ``path`` expanded on this node. Raises ValueError for an undefined variable."""
         if "$" not in str(self.path):
             return self
         path = expanded("model.path", self.path)
@@ -113,7 +114,7 @@ class ModelConfig(Config):
 
     @property
     def repo_id(self) -> str | None:
-        """The repository on the hub; None: the model is in a folder, or is made there."""
+        """Return the repository on the hub; None: the model is in a folder, or is created there."""
         named = str(self.path)
         if self.create is not None or _REPO_ID.fullmatch(named) is None:
             return None
@@ -121,55 +122,55 @@ class ModelConfig(Config):
 
     @property
     def name(self) -> str:
-        """The name clients use."""
+        """Return the model's name for clients."""
         return self.served_name or self.repo_id or self.path.name
 
 
 class ScalingConfig(Config):
-    """How many replicas, and what each asks Ray for."""
+    """The number of replicas, and the resources that each requests from Ray."""
 
     min_replicas: int = Field(default=1, ge=0)
-    """Replicas kept when idle. 0: none, and the first request waits until an engine has started."""
+    """Minimum number of replicas. With 0, the first request waits until an engine has started."""
 
     max_replicas: int = Field(default=1, ge=1)
-    """Equal to ``min_replicas``: a fixed fleet, no autoscaling."""
+    """Maximum number of replicas. If equal to ``min_replicas``, there is no autoscaling."""
 
     target_sequences: float = Field(default=128, gt=0)
-    """Running and waiting sequences per replica that the autoscaler aims at; below ``engine.max_num_seqs``, so that a
+    """Autoscaling target: running and waiting sequences per replica. Keep it below ``engine.max_num_seqs``, so that a
     burst is decoded and not queued."""
 
     target_kv_usage: float = Field(default=0.8, gt=0, le=1)
-    """Share of a replica's KV cache in use that the autoscaler aims at; above it vLLM soon preempts sequences."""
+    """Autoscaling target: share of a replica's KV cache in use. Above it, vLLM soon preempts sequences."""
 
     upscale_delay_s: float = Field(default=5, ge=0)
-    """How long load must last before replicas are added. Loads arrive every 10 s."""
+    """Time in seconds that high load must last before replicas are added. Loads arrive every 10 s."""
 
     downscale_delay_s: float = Field(default=600, ge=0)
-    """How long the lack of it must last before some are removed; longer than a trainer's step, or every step costs an
-    engine's start. Time in which the fleet is paused or a version is rolled out does not count."""
+    """Time in seconds that low load must last before replicas are removed. It should exceed a trainer's step, or every
+    step costs an engine's start. Time in which the fleet is paused or loads a version does not count."""
 
     num_cpus: float = Field(default=1, ge=0)
-    """CPUs that Ray reserves for a replica; on a machine without a GPU also the threads of its engine, if there may be
-    several engines. A single one takes all cores but one."""
+    """CPUs that Ray reserves for a replica. On a machine without a GPU also the number of its engine's threads, if
+    there may be several engines; a single one uses all cores but one."""
 
     num_gpus: float | None = Field(default=None, ge=0)
-    """GPUs that Ray reserves for a replica. None: where vLLM is built for GPUs ``engine.tensor_parallel_size``, less
-    the ingest's share if that is 1; else 0. Ray shares out a single GPU only, so more than one are whole ones."""
+    """GPUs that Ray reserves for a replica. None: if vLLM is built for GPUs, ``engine.tensor_parallel_size``, minus the
+    ingest's share if that is 1; else 0. Ray can only share a single GPU, so a number above 1 must be whole."""
 
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
-    """More that Ray reserves for a replica, by which nodes are chosen: of nodes that were started with it, e.g.
-    ``{"rollout_node": 1}``, or of a kind of GPU, ``{"accelerator_type:H100": 0.001}``."""
+    """Custom resources that Ray reserves for a replica, to select nodes: for nodes started with that resource, e.g.
+    ``{"rollout_node": 1}``, or a kind of GPU, ``{"accelerator_type:H100": 0.001}``."""
 
     gateways: int = Field(default=1, ge=1)
-    """The number of processes that answer HTTP. With 2 or more, one that dies leaves no time without an answer.
+    """Number of processes that answer HTTP. With 2 or more, requests are still answered while one is replaced.
 
-    Each uses one core at most; docs/performance.md says what a rollout costs it.
+    Each uses one core at most; docs/performance.md has the cost of a rollout.
     """
 
     drain_timeout_s: float = Field(default=30, gt=0)
-    """How long a process has that is to end: SIGTERM, scaling down, a node being drained. What runs goes on for two
-    thirds of it; other replicas then continue the rollouts that still run, and in the rest answers are sent and engines
-    end. At most the notice that your machines get; a pod gets 30 s by default."""
+    """Time in seconds that a process gets to end: after SIGTERM, when scaling down, when a node is drained. Running
+    rollouts continue for two thirds of it; other replicas then continue the rest. In the remaining third, replies are
+    sent and engines end. Set it to at most the notice that your machines get; a pod gets 30 s by default."""
 
     @model_validator(mode="after")
     def _resources_are_other_ones(self) -> "ScalingConfig":
@@ -186,33 +187,33 @@ class ScalingConfig(Config):
 
     @property
     def on_gpus(self) -> bool:
-        """Whether replicas ask for GPUs."""
+        """Return True if replicas request GPUs."""
         return bool(self.num_gpus)
 
     @property
     def autoscaled(self) -> bool:
-        """Whether the number of replicas may change."""
+        """Return True if the number of replicas may change."""
         return self.max_replicas > self.min_replicas
 
 
 class WeightsConfig(Config):
-    """The log of weight versions and the ingest in front of it."""
+    """The log of weight versions, and the ingest that writes it."""
 
     root: Path = AUTO
     """Folder of the log, on the ingest's node. ``auto``: in the host's memory, below /dev/shm and private to the user,
-    if the host has room for it, else ``disk_root``; ``GET /v1/fleet`` and ``doctor`` say which, and why. A log in
-    memory is gone with the host, and trainers push again. A log that exists is continued wherever it lies.
+    if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` and ``doctor`` show the choice and the reason.
+    A log in memory is lost with the host, and trainers push again. An existing log is continued wherever it lies.
 
-    Environment variables in it, such as ``$SCRATCH``, are those of each
-    node, as they were when Ray was started there.
+    Environment variables in it, such as ``$SCRATCH``, are expanded on each node, with the values at Ray's start there.
 
-    Replicas that find the ingest's log under this path read it; so do those on other nodes if it is on a shared file
-    system. A node that does not see it needs a folder of its own there: its replicas fetch what they need through
-    Ray's object store into ``<root>/copies``, once per node, and keep the newest version, the one before, and what
-    they serve. Nothing says which is which but a file that ingest and replicas compare.
+    Replicas that find the ingest's log under this path read it there, also on other nodes with a shared file system. On
+    a node that does not see the log, the path must be a local folder. Its replicas fetch versions through Ray's object
+    store into ``<root>/copies``, once per node, and keep the newest version, the one before, and those that they serve.
+    Replicas tell both cases apart by a file that they compare with the ingest.
 
-    On a tmpfs, such as a folder below /dev/shm, updates are several times faster. It takes the memory of
-    ``keep_versions`` versions and one more (at least three), and is gone with the machine: see ``durability``."""
+    On a tmpfs, such as a folder below /dev/shm, updates are several times faster. It needs the memory of
+    ``keep_versions`` versions and one more (at least three), and is lost with the machine: see ``durability``.
+    """
 
     disk_root: Path = Path("out/weights")
     """Folder of the log on a disk, if ``root`` is ``auto`` and memory has no room. Environment variables as in
@@ -220,88 +221,90 @@ class WeightsConfig(Config):
 
     durability: Literal["before_live", "behind"] = "before_live"
     """``before_live``: a version is in ``root``, synced, before a replica may serve it. ``behind``: it is served from
-    ``root``, which is in memory, and then copied to ``durable_root``, on a disk. A crash of the machine in between
-    loses it, and only such versions: ``durable`` in ``GET /v1/weights`` says which are safe, and a commit may wait for
-    it. The number of a lost version stands for its digest for ever. A crash of the service alone loses nothing."""
+    ``root``, which is in memory, and then copied to ``durable_root``, on a disk. If the machine crashes in between,
+    only such versions are lost. ``durable`` in ``GET /v1/weights`` shows which versions are safe, and a commit may wait
+    for it. The number of a lost version stays reserved for its digest. A crash of the service alone loses nothing."""
 
     durable_root: Path | None = None
-    """With ``durability: behind``, a folder on a disk of the ingest's node, with room for ``keep_versions`` versions
-    and one more: copies of the newest, from which a service begins whose ``root`` is empty. While versions come faster
-    than the disk takes them, the newest is copied next, and those in between are never durable. ``root`` may need the
-    memory of one version more. Environment variables as in ``root``."""
+    """With ``durability: behind``, a folder on a disk of the ingest's node, with space for ``keep_versions`` versions
+    and one more. It has copies of the newest versions, from which a service with an empty ``root`` starts. While
+    versions arrive faster than the disk can store them, the newest is copied next, and those in between never become
+    durable. ``root`` may need the memory of one more version. Environment variables as in ``root``."""
 
     keep_versions: int = Field(default=2, ge=1)
-    """Committed versions kept on disk; older ones are removed once no live replica serves them. The one before the
-    newest is kept in any case: a replica that starts may be reading it. ``durable_root`` keeps as many by itself."""
+    """Number of committed versions kept on disk; older ones are removed once no live replica serves them. The one
+    before the newest is always kept: a starting replica may be reading it. ``durable_root`` keeps the same number."""
 
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
-    """Size of an upload's parts that the ingest asks trainers for."""
+    """Size in bytes of an upload's parts, which the ingest requests from trainers."""
 
     ingest_num_gpus: float | None = Field(default=None, ge=0)
-    """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest to quantize on; 0: it uses the CPU. If an
-    engine is to sit on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 where a replica has one
-    GPU and ``scaling.num_gpus`` is left out, too; else 0."""
+    """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest's quantization; 0: it uses the CPU. For an
+    engine on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 if a replica has one GPU and
+    ``scaling.num_gpus`` is also None; else 0."""
 
     ingest_resources: dict[str, float] = Field(default_factory=dict)
-    """Ray resources that the ingest needs, to keep it on the node that has the log when ``root`` is a local disk of a
-    cluster: e.g. ``{"node:__internal_head__": 0.001}`` for the head node."""
+    """Ray resources of the ingest, to keep it on the node with the log if ``root`` is a local disk of a cluster: e.g.
+    ``{"node:__internal_head__": 0.001}`` for the head node."""
 
     source_roots: tuple[Path, ...] = ()
-    """Folders below which a ``source: {path}`` may lie; empty: only uploads are taken."""
+    """Folders that may contain a ``source: {path}``; empty: only uploads are accepted."""
 
     upload_host: str = "127.0.0.1"
-    """Address on which the ingest listens for parts. Anything but loopback needs ``auth.token_file`` or
+    """Address on which the ingest listens for parts. Any address but loopback needs ``auth.token_file`` or
     ``auth.trusted_networks``.
 
     On loopback, trainers on its machine send parts there, and all others through the gateway, which must then run on
-    the ingest's node. With ``0.0.0.0`` a trainer is told the address at which it reached the service if that is the
-    ingest's machine, else the address of the ingest's node."""
+    the ingest's node. With ``0.0.0.0`` a trainer gets the address at which it reached the service if that is the
+    ingest's machine, else the address of the ingest's node.
+    """
 
     upload_port: int = Field(default=0, ge=0, le=65535)
-    """Its port, for a firewall to let through. 0: any that is free."""
+    """Port of the listener, for a firewall. 0: any free port."""
 
     upload_advertise_address: Annotated[str, AfterValidator(_advertised)] | None = None
-    """The host, or host:port, at which trainers reach the listener, if that is none of its node's own addresses: a
-    name, a load balancer, a NodePort. None: what ``upload_host`` says. Trainers that do not reach it send parts through
-    the gateway. Gateways use the listener's own address."""
+    """The host, or host:port, at which trainers reach the listener, if it is not one of its node's addresses: a name, a
+    load balancer, a NodePort. None: derived from ``upload_host``. Trainers that cannot reach it send parts through the
+    gateway. Gateways use the listener's own address."""
 
     upload_ssl_certfile: Path | None = None
-    """File in PEM, on the ingest's node, with the certificate that the listener shows; None: it speaks plain HTTP, and
-    trainers that reach the service by https send parts through the gateway. It may be self-signed, and for any name:
-    the gateway tells trainers which one it is."""
+    """File in PEM, on the ingest's node, with the listener's certificate. None: it uses plain HTTP, and trainers that
+    reach the service by https send parts through the gateway. It may be self-signed, and for any name: trainers get it
+    from the gateway."""
 
     upload_ssl_keyfile: Path | None = None
     """File in PEM with its key, unencrypted."""
 
     poll_s: float = Field(default=5.0, gt=0)
-    """Longest time until a replica re-reads the log when no wake-up call reached it."""
+    """Maximum time in seconds until a replica reads the log again if no wake-up call has reached it."""
 
     staged_ttl_s: float = Field(default=3600.0, gt=0)
-    """An upload that nobody has touched for so long is dropped. It outlives a restart of the ingest until then."""
+    """Time in seconds without activity after which an upload is dropped. Until then it survives a restart of the
+    ingest."""
 
     lock_wait_s: float = Field(default=60.0, ge=0)
-    """How long an ingest waits at its start for another one to let go of the log, before it gives up."""
+    """Maximum time in seconds that a starting ingest waits for another one to release the log."""
 
     dead_after_s: float = Field(default=20.0, gt=0)
-    """A replica that has not reported for so long is not live any more."""
+    """Time in seconds without a report after which a replica is considered dead."""
 
     def root_here(self) -> Path:
-        """Return ``root`` on this node. Raises ValueError for ``auto``, or for a variable that is not set here."""
+        """Return ``root`` on this node. Raises ValueError for ``auto``, or for an undefined variable."""
         if self.root == AUTO:
             raise ValueError("weights.root is auto, and the ingest has not chosen a folder yet")
         return expanded("weights.root", self.root)
 
     def disk_root_here(self) -> Path:
-        """Return ``disk_root`` on this node. Raises ValueError for a variable that is not set here."""
+        """Return ``disk_root`` on this node. Raises ValueError for an undefined variable."""
         return expanded("weights.disk_root", self.disk_root)
 
     def durable_root_here(self) -> Path | None:
-        """``durable_root`` on this node. Raises ValueError as ``root_here``."""
+        """Return ``durable_root`` on this node. Raises the ValueErrors of ``root_here``."""
         return None if self.durable_root is None else expanded("weights.durable_root", self.durable_root)
 
     @property
     def upload_certificate(self) -> tuple[Path, Path] | None:
-        """Files of the listener's certificate and its key; None: it has none."""
+        """Return the files of the listener's certificate and its key; None: it has none."""
         if self.upload_ssl_certfile is None or self.upload_ssl_keyfile is None:
             return None
         return self.upload_ssl_certfile, self.upload_ssl_keyfile
@@ -364,53 +367,57 @@ class WeightsConfig(Config):
 
 
 class MonitorConfig(Config):
-    """What is kept of the mismatch between engines and trainer, and from where on it is suspect."""
+    """Statistics of the mismatch between engines and trainer, and thresholds for suspect versions."""
 
     keep_versions: int = Field(default=64, ge=1)
-    """Versions whose statistics are kept, about 12 KB for each replica of each; the oldest go."""
+    """Number of versions whose statistics are kept, about 12 KB for each replica of each; the oldest are dropped."""
 
     remember_tokens: int = Field(default=1 << 22, ge=0)
-    """Recent rollouts kept for reports that name only their request ids, 4 bytes a token; a rollout and each of its
-    completions count 256 tokens more. 0: none, and reports must bring the rollouts' logprobs."""
+    """Size in tokens of recent rollouts kept for reports that contain only their request ids, 4 bytes a token. A
+    rollout and each of its completions count 256 tokens more. 0: none are kept, and reports must contain the rollouts'
+    logprobs."""
 
     ratio_bound: float = Field(default=2.0, gt=1, allow_inf_nan=False)
-    """C: tokens whose probability ratio lies outside [1/C, C] are counted, and weights are cut off at C for the
-    effective sample size. That of the trainer's TIS, if it has one."""
+    """C: tokens whose probability ratio lies outside [1/C, C] are counted, and weights are truncated at C for the
+    effective sample size. Use the cap of the trainer's TIS, if it has one."""
 
     suspect_k3: float = Field(default=0.01, gt=0, allow_inf_nan=False)
-    """A version whose k3 on a replica is above this is suspect, in nats per token."""
+    """Threshold of k3, in nats per token, above which a version on a replica is suspect."""
 
     suspect_prob_error: float = Field(default=1.05, gt=1, allow_inf_nan=False)
-    """Likewise for mean(exp |trainer − rollout|)."""
+    """Threshold of mean(exp |trainer − rollout|) above which a version on a replica is suspect."""
 
     min_tokens: int = Field(default=2000, ge=1)
-    """Tokens that a replica must have sampled from a version before that is judged."""
+    """Minimum number of tokens that a replica must have sampled from a version before it is judged."""
 
 
 class ShadowConfig(Config):
-    """A reference engine that re-scores a sample of finished rollouts, with unquantized weights: docs/mismatch.md."""
+    """A reference engine with unquantized weights that scores a sample of finished rollouts again: docs/mismatch.md."""
 
     share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the rollouts that are re-scored. 0: no shadow is started, and nothing is kept unquantized."""
+    """Share of the rollouts that are scored. 0: no shadow is started, and no unquantized weights are kept."""
 
     num_cpus: float = Field(default=1, ge=0)
     """CPUs that Ray reserves for the shadow."""
 
     num_gpus: float | None = Field(default=None, ge=0)
-    """GPUs that Ray reserves for it. None: ``engine.tensor_parallel_size`` if the engines are on GPUs, else 0."""
+    """GPUs that Ray reserves for the shadow. None: ``engine.tensor_parallel_size`` if the engines are on GPUs, else
+    0."""
 
     gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
     """Share of its GPU's memory for weights and KV cache; the logits of whole prompts come on top. Not used on the
     CPU."""
 
     max_num_seqs: int = Field(default=16, ge=1)
-    """Completions that it scores at once."""
+    """Maximum number of completions that it scores at once."""
 
     max_queue_tokens: int = Field(default=1 << 18, ge=1)
-    """Prompts and completions that may wait for it in each gateway; beyond that, new ones are counted, not scored."""
+    """Maximum size in tokens of prompts and completions that wait for it in each gateway. Further ones are counted, not
+    scored."""
 
     version_wait_s: float = Field(default=30.0, ge=0)
-    """How long what a newer version sampled waits until the shadow has loaded it, before it is given up."""
+    """Maximum time in seconds that completions of a newer version wait until the shadow has loaded it. Then they are
+    dropped."""
 
 
 def _network(value: object) -> object:
@@ -429,19 +436,19 @@ Network = Annotated[IPv4Network | IPv6Network, BeforeValidator(_network)]
 
 
 class AuthConfig(Config):
-    """Who may move weights and pause engines."""
+    """Access to the routes that move weights and pause engines."""
 
     token_file: Path | None = None
-    """File that holds the bearer token of the weight, control and mismatch routes, on the nodes of the gateways and the
-    ingest; space around it does not count. None: these routes answer programs on this machine only, neither web pages
-    nor what comes through a proxy. A proxy on this machine that adds no header looks like a program: it needs a
+    """File with the bearer token of the weight, control and mismatch routes, on the nodes of the gateways and the
+    ingest; surrounding whitespace is ignored. None: these routes only answer programs on this machine, neither web
+    pages nor requests through a proxy. A proxy on this machine that adds no header looks like a program, and needs a
     token."""
 
     trusted_networks: tuple[Network, ...] = ()
     """IPv4 and IPv6 networks whose machines need no token on these routes, for trainers that cannot send one: TRL,
-    SkyRL, slime, AReaL. Web pages and what comes through a proxy are refused from there, too. Whoever can open a
-    connection from such a network can replace the model's weights: name the trainer's nodes, no network that others
-    share. What comes through a NAT or a load balancer has its address."""
+    SkyRL, slime, AReaL. Web pages and requests through a proxy are refused from there, too. Any machine in such a
+    network can replace the model's weights: list only the trainer's nodes, not a network shared with others. Requests
+    through a NAT or a load balancer have its address."""
 
     @model_validator(mode="before")
     @classmethod
@@ -454,9 +461,9 @@ class AuthConfig(Config):
         return data
 
     def secret(self) -> str | None:
-        """The token; None if none is configured.
+        """Return the token; None if none is configured.
 
-        Raises OSError if the file cannot be read, ValueError if what is in it is no token.
+        Raises OSError if the file cannot be read, ValueError for an invalid token.
         """
         if self.token_file is None:
             return None
@@ -472,45 +479,45 @@ class AuthConfig(Config):
 
 
 class ChatConfig(Config):
-    """How messages become prompts and completions become messages, under vLLM's names."""
+    """Conversion of messages to prompts and of completions to messages, under vLLM's names."""
 
     chat_template: Path | None = None
     """File with a Jinja template. None: that of the model's tokenizer."""
 
     trust_request_chat_template: bool = False
-    """Take templates that requests bring. They run in a sandbox, which bounds neither time nor memory."""
+    """Accept templates in requests. They run in a sandbox, which limits neither time nor memory."""
 
     tool_parser: str | None = None
     """vLLM's ``--tool-call-parser``, e.g. ``hermes``: with it a model may choose to call tools. None: requests with
-    tools must say ``tool_choice: "none"``."""
+    tools must have ``tool_choice: "none"``."""
 
     reasoning_parser: str | None = None
-    """vLLM's ``--reasoning-parser``, e.g. ``qwen3``: what a model thinks first becomes ``message.reasoning``."""
+    """vLLM's ``--reasoning-parser``, e.g. ``qwen3``: the model's reasoning becomes ``message.reasoning``."""
 
 
 class ServiceConfig(Config):
     """The whole service."""
 
     model: ModelConfig = ModelConfig()
-    """Which model."""
+    """The served model."""
     quant: QuantConfig = QuantConfig()
-    """How its weights are quantized."""
+    """Quantization of its weights."""
     engine: EngineConfig = EngineConfig()
     """One engine."""
     kv_cache: KVCacheConfig = KVCacheConfig()
-    """Scales of its KV cache."""
+    """The KV cache and its scales."""
     chat: ChatConfig = ChatConfig()
     """Chats."""
     scaling: ScalingConfig = ScalingConfig()
-    """How many."""
+    """Number and resources of replicas."""
     weights: WeightsConfig = WeightsConfig()
-    """Where versions live and how they arrive."""
+    """Storage and upload of weight versions."""
     monitor: MonitorConfig = MonitorConfig()
-    """How the mismatch is measured."""
+    """Statistics of the mismatch."""
     shadow: ShadowConfig = ShadowConfig()
-    """A reference engine to measure it without a trainer."""
+    """A reference engine to measure the mismatch without a trainer."""
     auth: AuthConfig = AuthConfig()
-    """Who may change them."""
+    """Access control of weights and engines."""
 
     @model_validator(mode="after")
     def _cuda_needs_a_gpu(self) -> "ServiceConfig":
@@ -559,19 +566,20 @@ class ServiceConfig(Config):
 
     @property
     def sequences_per_gateway(self) -> int:
-        """The part of a replica's admission limit that a gateway has, whatever the other gateways hold."""
+        """Return the part of a replica's admission limit that is reserved for each gateway."""
         return max(1, self.engine.sequences_per_replica // self.scaling.gateways)
 
     @property
     def _ingest_beside_an_engine(self) -> bool:
-        """The ingest may have a share of a GPU that was left out of the configuration."""
+        """Return True if the ingest may have a share of a GPU by default."""
         alone = self.engine.tensor_parallel_size == 1 and self.scaling.num_gpus is None
         return alone and self.quant.weights != "none"
 
     def with_gpus(self, on_gpus: bool) -> "ServiceConfig":
-        """The same with the GPUs of each process, where they were left out. ``on_gpus``: vLLM is built for them.
+        """Return the configuration with the GPUs of each process filled in. ``on_gpus``: True if vLLM is built for
+        GPUs.
 
-        Raises ValueError if the ingest is to quantize on a GPU and none is used.
+        Raises ValueError if the ingest must quantize on a GPU and none is used.
         """
         engines, share, gpus = self.engine.tensor_parallel_size, self.weights.ingest_num_gpus, self.scaling.num_gpus
         if share is None:
@@ -594,7 +602,7 @@ class ServiceConfig(Config):
         )
 
     def resolved(self) -> "ServiceConfig":
-        """The same with absolute paths, fit to be sent to other processes."""
+        """Return the configuration with absolute paths, to be sent to other processes."""
         root, durable, calibration = self.weights.root, self.weights.durable_root, self.kv_cache.calibration
         disk = self.weights.disk_root
         prompts = calibration.prompts and calibration.prompts.absolute()
