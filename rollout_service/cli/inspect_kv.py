@@ -1,7 +1,7 @@
-"""Whether FP8 is accurate enough for a model's keys and values, from its checkpoint and before any engine starts.
+"""Measure from a checkpoint if FP8 is accurate enough for a model's keys and values, before any engine starts.
 
-One forward pass of the calibration batch in transformers, with the weights of one decoder layer in memory at a time:
-each is read when the pass comes to it and given up behind it, so that a model of any size takes the memory of its
+transformers runs one forward pass of the calibration batch, with the weights of one decoder layer in memory at a time.
+Each layer is read when the pass reaches it and freed afterwards, so a model of any size needs only the memory of its
 largest layer, or of its embedding.
 """
 
@@ -37,25 +37,25 @@ class LayerReport(Frozen):
 
     name: str
     largest: tuple[float, float, float]
-    """Of |q|, |k| and |v|."""
+    """The largest |q|, |k| and |v|."""
     scales: LayerScales
-    """Made of these, which the errors are measured with."""
+    """Scales computed from these, with which the errors are measured."""
     error: LayerError
     unfit: str
-    """Why FP8 is not accurate enough; empty if it is."""
+    """Reason why FP8 is not accurate enough; empty if it is."""
 
 
 class KVReport(Frozen):
-    """Every layer, and the verdict by the criterion of the service (docs/kv_scales.md)."""
+    """All layers, and the verdict by the service's criterion (docs/kv_scales.md)."""
 
     dtype: Literal["fp8_e4m3", "bfloat16"]
-    """What ``kv_cache.dtype: auto`` would come to, if the engine measured the same."""
+    """The dtype that ``kv_cache.dtype: auto`` would choose, if the engine measured the same."""
     verdict: str
-    """In words, and what to set."""
+    """In words, with the setting to use."""
     tokens: int
     """Positions that were measured."""
     measured_on: str
-    """Where the tokens come from."""
+    """Origin of the tokens."""
     layers: tuple[LayerReport, ...]
 
 
@@ -65,12 +65,12 @@ def inspect_kv(
     """Measure the checkpoint in the folder ``path`` (or beside the config.json that it is).
 
     Args:
-        prompts: as ``kv_cache.calibration.prompts``; None: the random tokens that a service begins with.
+        prompts: as ``kv_cache.calibration.prompts``; None: the random tokens that a new service uses.
         device: ``cpu``, which computes in fp32, ``cuda``, in BF16, or ``auto``: a GPU if there is one.
-        progress: called with the decoder layers that are done, and how many there are.
+        progress: called with the number of completed decoder layers, and their total number.
 
-    Raises FileNotFoundError, or ValueError for a model or prompts of no use; InvalidManifest for the weights;
-    InvalidRequest for what cannot be measured, latent attention for one.
+    Raises FileNotFoundError, or ValueError for an unusable model or prompts; InvalidManifest for the weights;
+    InvalidRequest if it cannot be measured, for example for latent attention.
     """
     folder = path.parent if path.name == "config.json" else path
     served, on = ServedModel.load(folder), _device(device)
@@ -115,7 +115,7 @@ def inspect_kv(
 
 
 class Checkpoint:
-    """Tensors of a folder under the names that transformers has in memory: experts stacked, codes times scales."""
+    """Tensors of a folder under transformers' names in memory: experts stacked, codes dequantized."""
 
     def __init__(self, folder: Path, model: ServedModel) -> None:
         """Raises InvalidManifest, with every name, unless it holds exactly the model's tensors."""
@@ -126,7 +126,8 @@ class Checkpoint:
         model.check_table(self._source.table, QuantPlan(self._codes))
 
     def tensor(self, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of the shape and dtype of ``like``. Raises InvalidManifest if its file was changed, or OSError."""
+        """Return a tensor of the shape and dtype of ``like``. Raises InvalidManifest if its file was changed, or
+        OSError."""
         whole = torch.empty(like.shape, dtype=like.dtype, device=device)
         stored = [Piece(name, tuple(like.shape))] if name in self._names else pieces(name, like.shape, self._experts)
         for piece in stored:
@@ -134,7 +135,7 @@ class Checkpoint:
         return whole
 
     def _read(self, name: str, device: torch.device) -> torch.Tensor:
-        """In a buffer that is used again by the next call, unless it is dequantized."""
+        """Return a tensor; unless it is dequantized, it is in a buffer that the next call reuses."""
         names = [name, name + SCALE_SUFFIX] if name in self._codes else [name]
         found = [tensor for _, tensor in self._source.read(names)]
         return dequantize_blockwise(*(tensor.to(device) for tensor in found)) if name in self._codes else found[0]
@@ -147,7 +148,7 @@ def layer_by_layer(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[None]:
-    """Inside the block, each part of ``model.base_model`` has its weights while it computes, and none else.
+    """Within the context, load the weights of each part of ``model.base_model`` only while it computes.
 
     ``model`` is on the meta device. Raises InvalidRequest for a part that computes with more than its weights.
     """
@@ -171,7 +172,7 @@ def layer_by_layer(
 
 @contextmanager
 def layers_shown(console: "Console") -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, gone afterwards; gives what ``inspect_kv`` calls."""
+    """Show a progress bar on a terminal, and remove it afterwards; yields the callback for ``inspect_kv``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("decoder layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -181,7 +182,7 @@ def layers_shown(console: "Console") -> Iterator[Callable[[int, int], None]]:
 
 
 def print_kv_report(report: KVReport, console: "Console") -> None:
-    """A row for each layer beside the limits, and the verdict."""
+    """Print a row for each layer, the limits, and the verdict."""
     from rich.table import Table
 
     limits = ErrorLimits()
@@ -237,7 +238,7 @@ def _verdict(unfit: dict[str, str], num_layers: int) -> str:
 
 
 def _padded(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, int64 [sequences, longest]; padding stands at the end."""
+    """Return token ids and mask, int64 [sequences, longest]; padding is at the end."""
     longest = max(map(len, sequences))
     ids = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
     mask = [[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in sequences]
@@ -245,7 +246,7 @@ def _padded(sequences: list[list[int]], device: torch.device) -> tuple[torch.Ten
 
 
 def _parts(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """What a backbone calls one after the other: its children, and each decoder layer."""
+    """Yield the parts that a backbone calls one after the other: its children, and each decoder layer."""
     for name, child in backbone.named_children():
         if isinstance(child, torch.nn.ModuleList):
             yield from ((f"{name}.{number}", layer) for number, layer in enumerate(child))
@@ -267,12 +268,12 @@ def _give_up(part: torch.nn.Module, *_: object) -> None:
 
 
 def _computed_buffers(part: torch.nn.Module) -> list[str]:
-    """Buffers that no checkpoint holds, such as the frequencies of the rotary embedding."""
+    """Return the buffers that no checkpoint holds, such as the frequencies of the rotary embedding."""
     return sorted({name for name, _ in part.named_buffers()} - part.state_dict().keys())
 
 
 def _computed_anew(part: torch.nn.Module, buffer: str, model: PreTrainedModel) -> torch.nn.Module:
-    """The rotary embedding, which transformers makes from the configuration alone."""
+    """Recompute the rotary embedding, which transformers creates from the configuration alone."""
     if list(part.parameters()):
         raise InvalidRequest(
             f"{type(part).__name__} of {type(model).__name__} computes with {buffer}, which no checkpoint holds: only "

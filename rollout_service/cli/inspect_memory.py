@@ -1,4 +1,4 @@
-"""What a GPU's memory holds of a model: weights, staging area, and the tokens of an FP8 KV cache."""
+"""Memory of a GPU for a model: weights, staging buffer, and the tokens of an FP8 KV cache."""
 
 import math
 from typing import TYPE_CHECKING
@@ -11,41 +11,41 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCRATCH_BYTES = 2_300_000_000
-"""Of activations, CUDA graphs and CUDA itself. Four engines of docs/performance.md, with 8192 tokens a step, took 1.7
-to 2.3 GB."""
+"""Size in bytes of activations, CUDA graphs and CUDA itself. Four engines of docs/performance.md, with 8192 tokens a
+step, needed 1.7 to 2.3 GB."""
 
 
 class StagingFit(Frozen):
-    """One kind of staging area."""
+    """Memory with one kind of staging buffer."""
 
     staging: str
     """``engine.staging``."""
     is_auto: bool
-    """It is what ``auto`` takes."""
+    """True if ``auto`` chooses it."""
     cache_bytes: int
-    """Left for the KV cache; negative: the model does not fit."""
+    """Size left for the KV cache in bytes; negative: the model does not fit."""
     tokens: int | None
-    """That the KV cache holds, 0 if the model does not fit. None: how this model caches is not known here."""
+    """Capacity of the KV cache in tokens, 0 if the model does not fit. None: unknown for this model's cache."""
     sequences: int | None
-    """Of the asked length, that it holds at once."""
+    """Number of sequences of the given length that it holds at once."""
 
 
 class MemoryReport(Frozen):
-    """One GPU of an engine."""
+    """Memory of one GPU of an engine."""
 
     gpu_bytes: int
     share: float
-    """Of it, for the engine: ``engine.gpu_memory_utilization``."""
+    """The engine's share of it: ``engine.gpu_memory_utilization``."""
     weights_bytes: int
     scratch_bytes: int
     kv_bytes_per_token: int | None
     length: int
-    """Of a sequence, prompt and completion, in tokens."""
+    """Length of a sequence, prompt and completion, in tokens."""
     fits: tuple[StagingFit, ...]
 
 
 def inspect_memory(report: ModelReport, gpu_gb: float, share: float, length: int) -> MemoryReport:
-    """Of one of the GPUs that ``report`` is for, with ``gpu_gb`` · 10⁹ bytes, of which the engine has ``share``."""
+    """Compute the memory of one of the GPUs in ``report``, with ``gpu_gb`` · 10⁹ bytes; ``share``: the engine's."""
     gpu_bytes = int(gpu_gb * 1e9)
     weights = sum(_on_one_gpu(kind, report.tensor_parallel_size) for kind in report.kinds)
     left = int(share * gpu_bytes) - weights - SCRATCH_BYTES
@@ -65,7 +65,7 @@ def inspect_memory(report: ModelReport, gpu_gb: float, share: float, length: int
 
 
 def print_memory(report: MemoryReport, console: "Console") -> None:
-    """A sentence and a table."""
+    """Print a sentence and a table."""
     from rich.table import Table
 
     console.print(
@@ -102,7 +102,7 @@ def _fit(staging: str, auto: str, cache_bytes: int, per_token: int | None, lengt
 
 
 def _on_one_gpu(kind: TensorKind, gpus: int) -> int:
-    """Bytes of these tensors that one GPU holds: a part of matrices and embeddings, all of the rest."""
+    """Return the bytes of these tensors on one GPU: a part of matrices and embeddings, all of the rest."""
     if kind.is_vocabulary or ".experts." in kind.name:  # each GPU has parts of all experts, or whole ones
         return -(-kind.stored_bytes // gpus)
     if kind.shard is None:

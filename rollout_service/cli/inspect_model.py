@@ -1,4 +1,4 @@
-"""What quantization makes of a model, from its config.json alone: one row for each kind of tensor."""
+"""Report on a model's quantization, from its config.json alone: one row for each kind of tensor."""
 
 import math
 from pathlib import Path
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TABLE = "model/families.py, as in vLLM 0.32"
-"""Where it is known from what the engine makes of a family's layers, if vLLM was not asked."""
+"""Source of the engine's layout of a family's layers, if vLLM was not asked."""
 DISPENSABLE = ("in BF16", "count", "shape", "shard")
-"""Columns that a narrow terminal does without, in the order in which they go."""
+"""Columns that a narrow terminal leaves out, in order."""
 
 
 class TensorKind(Frozen):
-    """Tensors of one name but for layer and expert, one shape and one treatment."""
+    """Tensors with the same name except for layer and expert, the same shape and the same treatment."""
 
     name: str
-    """Without layer and expert: ``mlp.experts.*.up_proj``."""
+    """Name without layer and expert: ``mlp.experts.*.up_proj``."""
     count: int
     layers: str
     """The decoder layers that have them, such as ``0-47``; empty outside of layers."""
     shape: tuple[int, ...]
     shard: tuple[int, int] | None
-    """What each GPU holds of a matrix that could be quantized."""
+    """Shape of a GPU's shard of a matrix that could be quantized."""
     bf16_bytes: int
-    """Of all ``count`` in BF16."""
+    """Size of all ``count`` tensors in BF16."""
     stored_bytes: int
-    """Of all ``count`` in a weight version: codes and scales where quantized."""
+    """Size of all ``count`` tensors in a weight version, with codes and scales if quantized."""
     dtype: Literal["FP8", "INT8", "BF16", "FP32"]
-    """What they are stored as."""
+    """Stored dtype."""
     why_not: str
-    """Why it is not quantized; empty if it is."""
+    """Reason why it is not quantized; empty if it is."""
     is_vocabulary: bool
-    """Embedding or output head, whose rows tensor parallelism divides."""
+    """True for the embedding or output head, whose rows tensor parallelism divides."""
 
 
 class ModelReport(Frozen):
@@ -54,28 +54,30 @@ class ModelReport(Frozen):
     model: str
     model_type: str
     parameters: int
-    """Numbers that the model has; an output head that is the embedding is not counted again."""
+    """Number of parameters; an output head that is the embedding is counted once."""
     tensor_parallel_size: int
     experts_per_gpu: tuple[int, int] | None
-    """Routed experts that a GPU has whole, of each layer: fewest and most; None: it has a slice of every one."""
+    """Number of whole routed experts on a GPU, of each layer: minimum and maximum; None: a GPU has a slice of every
+    expert."""
     kinds: tuple[TensorKind, ...]
     layout: str
-    """Who says what the engine makes of the model's layers: this release's table, or vLLM."""
+    """Source of the engine's layout of the model's layers: this release's table, or vLLM."""
     not_converted: tuple[str, ...]
-    """What could be quantized and is not, by the names that vLLM compares with."""
+    """Modules that could be quantized and are not, by the names that vLLM compares with."""
     attention: AttentionStatus
-    """Of an engine on a Hopper GPU."""
+    """Attention kernels of an engine on a Hopper GPU."""
     kv_bytes_per_token: int | None
-    """Of a KV cache in FP8, on each GPU, if all layers keep all tokens. None: how this model caches is not known."""
+    """Size of a token in an FP8 KV cache, in bytes on each GPU, if all layers keep all tokens. None: unknown for this
+    model."""
 
     @property
     def bf16_bytes(self) -> int:
-        """Of all tensors in BF16."""
+        """Return the size of all tensors in BF16."""
         return sum(row.bf16_bytes for row in self.kinds)
 
     @property
     def stored_bytes(self) -> int:
-        """Of a weight version."""
+        """Return the size of a weight version in bytes."""
         return sum(row.stored_bytes for row in self.kinds)
 
 
@@ -84,8 +86,8 @@ def inspect_model(
 ) -> ModelReport:
     """Read config.json, which ``source.path`` is, or which is in that folder or repository; decide for each tensor.
 
-    Raises FileNotFoundError, ModelNotDownloaded, or ValueError for a model that cannot be served so, as ``ServedModel``
-    and ``require_sound_checkpoint`` do.
+    Raises FileNotFoundError, ModelNotDownloaded, or ValueError for a model that cannot be served with these settings,
+    like ``ServedModel`` and ``require_sound_checkpoint``.
     """
     path = source.path if source.repo_id is None else config_file(source)
     folder = path.parent if path.name == "config.json" else path
@@ -112,7 +114,7 @@ def inspect_model(
 
 
 def print_report(report: ModelReport, console: "Console") -> None:
-    """Print the widest table that fits; what had to be left out is said below it."""
+    """Print the widest table that fits, and below it the columns that were left out."""
     from rich.measure import Measurement
 
     for left_out in range(len(DISPENSABLE) + 1):
@@ -150,7 +152,7 @@ def _table(report: ModelReport, hidden: tuple[str, ...]) -> "Table":
 
 
 def _columns(report: ModelReport) -> list[tuple[str, str, list[str]]]:
-    """Heading, total and cells of each column."""
+    """Return heading, total and cells of each column."""
     kinds, names = report.kinds, [row.name for row in report.kinds]
     labels = [f"layers.{row.layers}.{row.name}" if names.count(row.name) > 1 else row.name for row in kinds]
     shards = ("shard", "", [_shape(row.shard) if row.shard else "" for row in kinds])
@@ -170,7 +172,7 @@ def _columns(report: ModelReport) -> list[tuple[str, str, list[str]]]:
 
 
 def _attention(folder: Path, quant: QuantConfig, tensor_parallel_size: int) -> AttentionStatus:
-    """With the service's other settings as they are by default."""
+    """Return the attention kernels with the service's default settings otherwise."""
     engine = EngineConfig(tensor_parallel_size=tensor_parallel_size)
     choice = attention_choice(ServiceConfig(quant=quant, engine=engine), attention_settings(folder))
     chosen = "vLLM's choice" if choice.backend is None else SHOWN.get(choice.backend, choice.backend)
@@ -178,7 +180,7 @@ def _attention(folder: Path, quant: QuantConfig, tensor_parallel_size: int) -> A
 
 
 def _experts_per_gpu(experts: int, gpus: int) -> tuple[int, int]:
-    """As vLLM 0.32 shares them out: the first GPUs have one more where they do not divide (expert_map_manager.py)."""
+    """Return the minimum and maximum number of experts per GPU, as vLLM 0.32 assigns them (expert_map_manager.py)."""
     return experts // gpus, -(-experts // gpus)
 
 
@@ -205,7 +207,7 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, exper
 
 
 def _kv_bytes_per_token(model: ServedModel, gpus: int) -> int | None:
-    """Keys and values of whole heads, or one latent vector, which every GPU has."""
+    """Return the bytes of keys and values of whole heads, or of one latent vector, which every GPU has."""
     config = model.config.get_text_config()
     if latent := getattr(config, "kv_lora_rank", None):
         return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim))
@@ -216,7 +218,7 @@ def _kv_bytes_per_token(model: ServedModel, gpus: int) -> int | None:
 
 
 def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
-    """Why a tensor stays as it is; empty for those that are quantized."""
+    """Return the reason why a tensor is not quantized; empty for those that are."""
     if name in plan.quantized:
         return ""
     if _module(name) in model.routers:
@@ -272,7 +274,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Three digits in decimal units: 1 GB is 10⁹ bytes."""
+    """Format a size with three digits in decimal units: 1 GB is 10⁹ bytes."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             amount = nbytes / factor

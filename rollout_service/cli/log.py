@@ -1,4 +1,4 @@
-"""``rollout-service log``: look at a log of weight versions on disk, check it, make room in it, go back in it."""
+"""``rollout-service log``: list, verify, prune and roll back a log of weight versions on disk."""
 
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,8 @@ Root = Annotated[
 def ls(path: Root) -> None:
     """List the versions in PATH, committed and staged; the newest is marked with a star.
 
-    In weights.durable_root also those that were served from memory and are not on the disk: served, and perhaps copied
-    still, or lost, since the machine has crashed.
+    In weights.durable_root, also versions that were served from memory and are not on the disk: "served" if they may
+    still be copied, "lost" if the machine has crashed.
     """
     from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_record
@@ -102,9 +102,9 @@ def gc(
     path: Root,
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest versions stay.")] = 2,
 ) -> None:
-    """Remove all but the newest versions in PATH, and what crashes left. Staged uploads stay.
+    """Remove all but the newest versions in PATH, and files left over from crashes. Staged uploads stay.
 
-    Refuses while a service writes the log: that one knows which versions its replicas read, and removes the others by
+    Refuses while a service writes the log: the service knows which versions its replicas read, and removes the others
     itself (weights.keep_versions).
     """
     from rollout_service.errors import RolloutServiceError
@@ -134,7 +134,7 @@ def rollback(
     """Make an older version the newest again, under a new number; where files can be linked, nothing is copied.
 
     With a URL the service does it, and every replica serves that version when the command ends. With a PATH no service
-    may be running: the next one begins with it.
+    may be running: the next one starts with that version.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, disks, ports and packages. Each function asks once, and changes nothing."""
+"""Facts about this machine: GPUs, disks, ports and packages. Functions query once, and change nothing."""
 
 import errno
 import os
@@ -19,18 +19,18 @@ _NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 class TorchCuda(Frozen):
-    """What the installed torch makes of them."""
+    """GPU support of the installed torch."""
 
     built_for: str | None
     """Version of CUDA; None: a build without."""
     devices: int
-    """That it can use; ``CUDA_VISIBLE_DEVICES`` counts."""
+    """Number of GPUs that it can use, after ``CUDA_VISIBLE_DEVICES``."""
     error: str = ""
-    """Why it can use none."""
+    """Reason why it can use none."""
 
 
 class Disk(Frozen):
-    """Where a folder is, or would be made."""
+    """The disk of a folder that exists or would be created."""
 
     folder: Path
     free_bytes: int
@@ -42,7 +42,7 @@ class Disk(Frozen):
 
 
 def is_gpu_host() -> bool:
-    """Whether there is a GPU, even one that its driver does not reach."""
+    """Return True if there is a GPU, even one that its driver does not reach."""
     try:
         return bool(nvidia_smi.gpus())
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -50,12 +50,12 @@ def is_gpu_host() -> bool:
 
 
 def engines_on_gpus() -> bool:
-    """Return True if engines that are started here use GPUs: there is one, and vLLM is no build for the CPU."""
+    """Return True if engines that are started here use GPUs: there is one, and vLLM is not a build for the CPU."""
     return is_gpu_host() and not is_vllm_for_cpu()
 
 
 def torch_cuda() -> TorchCuda:
-    """Imports torch, and has it look for the driver."""
+    """Import torch, and let it look for the driver."""
     import torch
 
     if torch.version.cuda is None:
@@ -68,7 +68,7 @@ def torch_cuda() -> TorchCuda:
 
 
 def nvcc() -> str | None:
-    """Path of CUDA's compiler and its version; None: there is none where it is looked for."""
+    """Return the path of CUDA's compiler and its version; None: not found."""
     found = shutil.which("nvcc") or shutil.which(_NVCC)
     if found is None:
         return None
@@ -77,7 +77,7 @@ def nvcc() -> str | None:
 
 
 def disk(folder: Path) -> Disk:
-    """Of the nearest folder above that is there. Raises OSError."""
+    """Return the disk of the nearest existing parent folder. Raises OSError."""
     there = folder.absolute()
     while not there.is_dir():
         if there.exists():
@@ -95,7 +95,7 @@ def disk(folder: Path) -> Disk:
 
 
 def why_not_bound(host: str, port: int) -> str | None:
-    """Why nobody can listen there now; None: a listener would be fine."""
+    """Return the reason why no process can listen there now; None: the port is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what only lingers in TIME_WAIT is no listener
@@ -107,7 +107,7 @@ def why_not_bound(host: str, port: int) -> str | None:
 
 
 def listener(port: int) -> str:
-    """Who listens on a TCP port, as far as this user may know."""
+    """Describe the process that listens on a TCP port, as far as this user may know."""
     for connection in psutil.net_connections(kind="tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             if connection.pid is None:
@@ -124,7 +124,7 @@ def listener(port: int) -> str:
 
 
 def installed(distribution: str) -> str | None:
-    """Version of an installed package."""
+    """Return the version of an installed package; None: it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def installed(distribution: str) -> str | None:
 
 
 def pins(distribution: str, extra: str = "") -> dict[str, Requirement]:
-    """What an installed package requires in one version alone, by name; empty for one that is not installed."""
+    """Return the pinned requirements of an installed package, by name; empty for one that is not installed."""
     try:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
@@ -146,7 +146,7 @@ def pins(distribution: str, extra: str = "") -> dict[str, Requirement]:
 
 
 def python_required() -> str:
-    """Versions of Python that the service runs with; empty if it is not installed as a package."""
+    """Return the Python versions that the service supports; empty if it is not installed as a package."""
     try:
         return str(metadata.metadata("rollout-service")["Requires-Python"] or "")
     except metadata.PackageNotFoundError:

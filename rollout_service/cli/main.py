@@ -1,4 +1,4 @@
-"""The ``rollout-service`` command. What a command needs is imported inside it, so that ``--help`` is quick."""
+"""The ``rollout-service`` command. Commands import their dependencies inside, so that ``--help`` is fast."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -38,7 +38,7 @@ def main(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What stands before every command."""
+    """Handle the options before every command."""
 
 
 @command(app)
@@ -62,11 +62,11 @@ def serve(
         bool, typer.Option("--print-config", help="Write the Serve config to standard output, and start nothing.")
     ] = False,
 ) -> None:
-    """Serve MODEL on this machine until Ctrl-C, and say how to call it.
+    """Serve MODEL on this machine until Ctrl-C, and print how to call it.
 
-    On a machine with GPUs in FP8 on them, as deployments/fp8_rollout.yaml does, else on the CPU, as
-    deployments/cpu_rollout.yaml. Checks first what doctor checks. For other settings: --print-config > FILE, edit FILE,
-    serve run FILE.
+    Serves FP8 on the machine's GPUs, as deployments/fp8_rollout.yaml does, or on the CPU without a GPU, as
+    deployments/cpu_rollout.yaml does. Runs the checks of doctor first. For other settings: --print-config > FILE, edit
+    FILE, serve run FILE.
     """
 
     import subprocess
@@ -117,7 +117,7 @@ def config(
 ) -> None:
     """Check the configuration in CONFIG.yaml, and print it with every default and path filled in.
 
-    GPUs that are left out are null: they are those of the machine on which the service is started.
+    GPUs that are left out are null: they depend on the machine on which the service is started.
     """
     import yaml
     from pydantic import ValidationError
@@ -135,7 +135,7 @@ def config(
 
 
 class Weights(StrEnum):
-    """``quant.weights``, of those that quantize."""
+    """Values of ``quant.weights`` that quantize."""
 
     fp8_block = "fp8_block"
     fp8_channel = "fp8_channel"
@@ -150,7 +150,7 @@ class Indivisible(StrEnum):
 
 
 class Device(StrEnum):
-    """Where ``inspect --fp8-kv`` computes."""
+    """Device on which ``inspect --fp8-kv`` computes."""
 
     auto = "auto"
     cpu = "cpu"
@@ -207,10 +207,10 @@ def inspect(
     ] = Device.auto,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Show what quantization makes of MODEL: which tensors become FP8 or INT8, which do not and why, and their sizes.
+    """Show how MODEL is quantized: which tensors become FP8 or INT8, which do not and why, and their sizes.
 
-    Reads config.json only; no weights are needed, and none downloaded, but for --fp8-kv. Fails, naming the layers, if
-    MODEL does not divide into FP8 blocks.
+    Reads config.json only; no weights are needed, and none downloaded, except for --fp8-kv. Fails, with the names of
+    the layers, if MODEL does not divide into FP8 blocks.
     """
     from pydantic import TypeAdapter
     from rich.console import Console
@@ -285,7 +285,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine can do and what to set: packages, GPUs, memory, disks and ports.
+    """Check this machine, and print what to set: packages, GPUs, memory, disks and ports.
 
     Changes nothing. Exits with 1 if a problem would keep the service from starting.
     """
@@ -323,7 +323,7 @@ def fleet(
     token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
     ca_file: Annotated[Path | None, typer.Option(help="File of the authorities to trust an https address by.")] = None,
 ) -> None:
-    """Show the replicas: which weight version each serves, its load, and how long its last update took."""
+    """Show the replicas: the weight version that each serves, its load, and the time of its last update."""
     import httpx
     from rich.console import Console
 
@@ -368,19 +368,19 @@ def _named(version: int, label: str | None) -> str:
 
 
 def _attention(fleet: "Fleet") -> list[str]:
-    """A line for each sort of attention in the fleet, and why it is so."""
+    """Return a line for each kind of attention in the fleet, with the reason for it."""
     found = [replica.attention for replica in fleet.replicas if replica.attention is not None]
     return sorted({f"attention {' and '.join(each.backends)}: {each.why}" for each in found})
 
 
 def _kv_caches(fleet: "Fleet") -> list[str]:
-    """A line for each sort of KV cache in the fleet, and why it is so."""
+    """Return a line for each kind of KV cache in the fleet, with the reason for it."""
     choices = [replica.kv_cache.choice for replica in fleet.replicas if replica.kv_cache is not None]
     return sorted({f"KV cache {choice.dtype}: {choice.why}" for choice in choices})
 
 
 def _failed_starts(fleet: "Fleet") -> list[str]:
-    """How many starts failed, and why the first did."""
+    """Return the number of failed starts, and the error of the first one."""
     failed = fleet.failed_starts
     if failed is None:
         return []

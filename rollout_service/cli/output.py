@@ -1,4 +1,4 @@
-"""How the commands of ``rollout-service`` say what is wrong."""
+"""Error output of the ``rollout-service`` commands."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def complain(message: object) -> None:
-    """Write ``message`` to standard error, under the command's name."""
+    """Write ``message`` to standard error, with the command's name."""
     if isinstance(message, ValueError):
         from pydantic import ValidationError  # not for --help
 
@@ -23,13 +23,13 @@ def complain(message: object) -> None:
 
 
 def fail(message: object) -> NoReturn:
-    """Complain, and end the command with exit status 1."""
+    """Write ``message`` to standard error, and end the command with exit status 1."""
     complain(message)
     raise typer.Exit(1)
 
 
 def read_token(file: Path | None) -> str | None:
-    """The bearer token in a file; None without one. Ends the command if it cannot be read."""
+    """Return the bearer token in a file; None without one. Ends the command if it cannot be read."""
     if file is None:
         return None
     try:
@@ -42,7 +42,7 @@ def read_token(file: Path | None) -> str | None:
 
 
 def problems_of(error: "ValidationError") -> list[str]:
-    """One line for each thing that is wrong: where, what, and what was given (but never a secret)."""
+    """Return one line for each error: field, problem, and the given value (but never a secret)."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in problem["loc"]) or "configuration"
@@ -72,7 +72,7 @@ def _fields_beside(location: tuple[int | str, ...]) -> str:
 
 
 def command(app: typer.Typer) -> Callable[[Command], Command]:
-    """Return a decorator that adds a command whose help is wrapped in the list of commands, and not cut there."""
+    """Return a decorator that adds a command whose help is wrapped in the list of commands, not truncated."""
 
     def add(function: Command) -> Command:
         first = (function.__doc__ or "").split("\n\n")[0]

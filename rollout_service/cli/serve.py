@@ -1,4 +1,4 @@
-"""``rollout-service serve``: a deployment for a model on this machine, made from the shipped ones, and run."""
+"""``rollout-service serve``: create a deployment for a model on this machine from the shipped ones, and run it."""
 
 import json
 import os
@@ -31,7 +31,7 @@ _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 def replica_bounds(text: str) -> tuple[int, int]:
-    """``2`` or ``1-4``: fewest and most. Raises ValueError."""
+    """Parse ``2`` or ``1-4``: minimum and maximum. Raises ValueError."""
     match = _REPLICAS.fullmatch(text)
     if match is None:
         raise ValueError(f"--replicas {text}: give a number, such as 2, or the fewest and the most, such as 1-4")
@@ -50,9 +50,9 @@ def deployment(
     replicas: tuple[int, int] | None = None,
     port: int | None = None,
 ) -> Document:
-    """A Serve config: the shipped one for GPUs or for the CPU, with this model and these settings.
+    """Return a Serve config: the shipped one for GPUs or for the CPU, with this model and these settings.
 
-    ``replicas``: fewest and most; None: as shipped. Each model has a log of its own.
+    ``replicas``: minimum and maximum; None: as shipped. Each model has a log of its own.
     """
     document = read_document(GPU if on_gpus else CPU)
     args = args_of(document)
@@ -76,21 +76,21 @@ def deployment(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A deployment that is complete, before anything is started."""
+    """A complete deployment, before anything is started."""
 
     document: Document
-    """With the commit that the model is at now, and a context no longer than the model's."""
+    """Contains the current commit of the model, and a context no longer than the model's."""
     plan: Plan
     """The same, with the model in a folder of this machine; its weights may be missing there."""
     model: Finding
-    """Whether it can be served so."""
+    """Finding about serving the model with these settings."""
 
     @classmethod
     def of(cls, document: Document) -> "Prepared":
         """Complete ``document``; the small files of a model on the hub are downloaded.
 
-        Raises pydantic.ValidationError, ModelNotDownloaded, FileNotFoundError, or ValueError for what is no language
-        model.
+        Raises pydantic.ValidationError, ModelNotDownloaded, FileNotFoundError, or ValueError for a model that is not a
+        language model.
         """
         config = pinned(Plan.of(document).config)
         here = with_model_here(config).model
@@ -105,7 +105,7 @@ class Prepared:
         return cls(document, *with_model(plan))
 
     def choices(self) -> str:
-        """Return in one line what ``deployment`` and the model chose, and how to choose otherwise."""
+        """Return one line with the values that ``deployment`` and the model chose, and how to change them."""
         config = self.plan.config
         engine, scaling = config.engine, config.scaling
         longest = getattr(ServedModel.of(config.model).text_config, "max_position_embeddings", None)
@@ -118,14 +118,14 @@ class Prepared:
         )
 
     def problems(self) -> list[Finding]:
-        """All that would keep it from starting."""
+        """Return all problems that would keep it from starting."""
         found = [self.model, *examine(self.plan)]
         if self.model.level != "problem":
             found.append(self._log())
         return [finding for finding in found if finding.level == "problem"]
 
     def _log(self) -> Finding:
-        """Whether the service may go on with the log that is there; if it is empty, whether the weights find room."""
+        """Check that the service may continue the existing log; if that is empty, that the weights have room."""
         config, model = self.plan.config, ServedModel.of(self.plan.config.model)
         try:
             log = log_to_go_on_with(log_place(config).root, config.weights.durable_root_here())
@@ -139,7 +139,7 @@ class Prepared:
 
 
 def gpu_indices(text: str) -> tuple[int, ...]:
-    """Return what ``--gpus`` names, such as ``0,1``. Raises ValueError."""
+    """Parse ``--gpus``, such as ``0,1``. Raises ValueError."""
     if re.fullmatch(r"\d+(,\d+)*", text) is None:
         raise ValueError(f"--gpus {text}: give the indices that nvidia-smi shows, such as 0,1")
     return tuple(sorted({int(index) for index in text.split(",")}))
@@ -147,21 +147,21 @@ def gpu_indices(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class KeptToGpus:
-    """A deployment, and what was chosen for it of this machine's GPUs."""
+    """A deployment, and the GPUs of this machine that were chosen for it."""
 
     prepared: Prepared
-    """With no more replicas than find room."""
+    """Has no more replicas than fit on these GPUs."""
     gpus: tuple[int, ...]
-    """Indices of the GPUs that engines may use; empty: none can be used, and the checks say of each why."""
+    """Indices of the GPUs that engines may use; empty: none is usable, and the checks report why."""
     lines: tuple[str, ...]
-    """What the user should know of the choice."""
+    """Messages about the choice for the user."""
 
 
 def keep_to_gpus(prepared: Prepared, asked: tuple[int, ...] | None) -> KeptToGpus:
-    """Choose the GPUs of engines, for this process and for the Ray that it starts: ``CUDA_VISIBLE_DEVICES``.
+    """Choose the GPUs of engines, for this process and the Ray that it starts: ``CUDA_VISIBLE_DEVICES``.
 
-    ``asked``: ``--gpus``; None: all with enough free memory. Raises ValueError if one of ``asked`` is not there or has
-    too little, OSError or subprocess.TimeoutExpired if nvidia-smi fails.
+    ``asked``: ``--gpus``; None: all with enough free memory. Raises ValueError if one of ``asked`` does not exist or
+    has too little memory, OSError or subprocess.TimeoutExpired if nvidia-smi fails.
     """
     plan, here = prepared.plan, nvidia_smi.visible_gpus()
     known = {gpu.index for gpu in here}
@@ -188,16 +188,16 @@ def keep_to_gpus(prepared: Prepared, asked: tuple[int, ...] | None) -> KeptToGpu
 
 
 def as_yaml(document: Document) -> str:
-    """What ``serve run`` takes."""
+    """Return the file content for ``serve run``."""
     head = "# Made by rollout-service serve --print-config. To run it: serve run FILE\n"
     return head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
 def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
-    """Run it in the foreground until Ctrl-C or SIGTERM, and say how to call it once it answers.
+    """Run the deployment in the foreground until Ctrl-C or SIGTERM, and print how to call it once it answers.
 
-    In the Ray cluster that ``ray start`` has made this machine a part of, else in one of its own. ``gpus``: the
-    number of GPUs that were chosen for that one. ``named``: the user chose them.
+    It runs in the Ray cluster that ``ray start`` has joined this machine to, else in a new one. ``gpus``: the number of
+    GPUs chosen for a new one. ``named``: True if the user chose them.
     """
     import ray
     from ray import serve
@@ -237,7 +237,7 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
 
 
 def how_to_call(plan: Plan, dashboard: str | None) -> str:
-    """For whoever has just started it."""
+    """Return instructions for calling the service."""
     url = plan.url
     body = json.dumps({"prompt": "1+1=", "max_tokens": 16})
     return f"""

@@ -1,4 +1,4 @@
-"""What a checkpoint's small files tell before any weight is read: its quantization, and which tensors it has."""
+"""Checks of a checkpoint's small files before any weight is read: its quantization, and its tensors' names."""
 
 import json
 from pathlib import Path
@@ -17,10 +17,10 @@ _INSTEAD = "name the checkpoint in BF16 that it was made from, and the service q
 
 
 def require_sound_checkpoint(folder: Path, model: ServedModel, plan: QuantPlan, *, config_alone: bool) -> None:
-    """Raise ValueError if version 0 could not be made from ``folder``, or its tokenizer.json is damaged.
+    """Raise ValueError if version 0 could not be created from ``folder``, or its tokenizer.json is damaged.
 
-    Reads config.json, and the headers of safetensors that are there; else the index, if there is one.
-    ``config_alone``: other files of ``folder`` do not belong to it, or are not all there.
+    Reads config.json, and the headers of existing safetensors; without these the index, if there is one.
+    ``config_alone``: other files of ``folder`` do not belong to it, or are incomplete.
     """
     quantized = _foreign_quantization(folder)
     if config_alone:
@@ -43,7 +43,8 @@ def require_sound_checkpoint(folder: Path, model: ServedModel, plan: QuantPlan, 
 
 
 def _foreign_quantization(folder: Path) -> str:
-    """Return why the weights' published form cannot be read, and what to do; empty for BF16 and FP8 in our blocks."""
+    """Return why the weights' published format cannot be read, and what to do; empty for BF16 and for FP8 in our
+    blocks."""
     config = json.loads((folder / "config.json").read_bytes())
     said = _quantization(config) or _quantization(config.get("text_config") or {})
     if said is None:
@@ -61,7 +62,7 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _require_names(names: set[str], model: ServedModel) -> None:
-    """Raise ValueError for tensors that the model does not have, or that are missing, by the index alone."""
+    """Raise ValueError for unknown or missing tensors, by the index alone."""
     known = {*model.shapes, *model.in_memory}
     bare = {next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), name) for name in names}
     wrong = {"unknown": sorted(name for name in bare - known if name not in model.ignored)}

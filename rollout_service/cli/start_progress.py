@@ -11,9 +11,9 @@ from ray import serve
 from rollout_service.protocol.fleet import Fleet
 
 LOOK_S = 1.0
-"""Seconds between two looks."""
+"""Time in seconds between two looks."""
 REPEAT_S = 30.0
-"""A line that has not changed is repeated after this time in seconds."""
+"""Time in seconds after which an unchanged line is repeated."""
 _ANSWER_S = 2.0
 
 
@@ -21,7 +21,7 @@ _ANSWER_S = 2.0
 def progress_lines(
     look: Callable[[], str], say: Callable[[str], object], *, look_s: float = LOOK_S, repeat_s: float = REPEAT_S
 ) -> Iterator[None]:
-    """Call ``say`` with what ``look`` returns after each change and ``repeat_s``, until the block ends."""
+    """Call ``say`` with the result of ``look`` after each change and every ``repeat_s``, until the block ends."""
     started, ended = time.monotonic(), threading.Event()
 
     def report() -> None:
