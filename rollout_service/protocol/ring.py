@@ -1,25 +1,26 @@
-"""Which ranges of a memory are taken, by batches of tensors that are filled and given back in one order."""
+"""A ring buffer's allocator: batches of tensors that are filled and given back in the same order."""
 
 from collections import deque
 
 ALIGNMENT_BYTES = 64
-"""Tensors of any dtype may begin at its multiples."""
+"""Alignment in bytes that suits tensors of any dtype."""
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 64."""
+    """Round up to a multiple of 64."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Ring:
-    """Which ranges of ``nbytes`` are taken: batches, one after the other, given back in their order."""
+    """Allocates ranges of ``nbytes`` as a ring: batches are given back in the order in which they were taken."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._taken: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> int | None:
-        """The first byte of a range; None while there is no room for it. Raises ValueError if there never is."""
+        """Return the offset of a new range; None while there is no room for it. Raises ValueError if it can never
+        fit."""
         size = aligned(max(nbytes, 1))
         if size > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit into {self.nbytes}")
@@ -32,13 +33,13 @@ class Ring:
         if not self._taken:
             return 0
         oldest, newest_end = self._taken[0][0], self._taken[-1][1]
-        if newest_end <= oldest:  # it has wrapped around: what is free lies between
+        if newest_end <= oldest:  # wrapped around: the free space is between newest and oldest
             return newest_end if newest_end + size <= oldest else None
         if newest_end + size <= self.nbytes:
             return newest_end
         return 0 if size <= oldest else None
 
     def give_back(self, batches: int) -> None:
-        """The oldest ones."""
+        """Free the oldest batches."""
         for _ in range(batches):
             self._taken.popleft()

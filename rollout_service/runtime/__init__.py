@@ -1,1 +1,1 @@
-"""What every process needs: calls between deployments, draining, tasks, threads, logs, connections."""
+"""Helpers that every process uses: calls between deployments, draining, tasks, threads, logs, connections."""

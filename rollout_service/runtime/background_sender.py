@@ -1,4 +1,4 @@
-"""Tells another deployment of things in the background: a bounded queue, and one task that empties it."""
+"""Send items to another deployment in the background: a bounded queue, and one task that empties it."""
 
 import asyncio
 import contextvars
@@ -9,22 +9,22 @@ from typing import Generic, Protocol, TypeVar
 from rollout_service.errors import RolloutServiceError
 
 FULL = "its queue is full"
-"""Why an item was dropped."""
+"""The reason for dropping an item that does not fit."""
 
 
 class HasCost(Protocol):
-    """Something that takes up room."""
+    """An item with a size."""
 
     @property
     def cost_tokens(self) -> int:
-        """Of a queue's room."""
+        """Return its size in the queue, in tokens."""
 
 
 _Item = TypeVar("_Item", bound=HasCost)
 
 
 class BackgroundSender(Generic[_Item]):
-    """Nobody waits for what is put here; what does not fit, or does not arrive, is dropped and said."""
+    """Sends items in the background. Items that do not fit or do not arrive are dropped and reported."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class BackgroundSender(Generic[_Item]):
         sent: Callable[[], None] = lambda: None,
         queued: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """``send`` gets one batch at a time, of at most ``batch_tokens`` unless a single item is larger.
+        """``send`` gets one batch at a time, of at most ``batch_tokens``; a single item may be larger.
 
-        ``dropped`` gets a number of items and why: the queue had ``room_tokens`` and was full, or the batch did not
-        arrive within ``send_s``. ``sent`` is called after each batch that did, ``queued`` with what the queue holds
-        whenever that changes.
+        ``dropped`` gets a number of items and the reason: the queue of ``room_tokens`` was full, or the batch did not
+        arrive within ``send_s`` seconds. ``sent`` is called after each successful batch, ``queued`` with the queue's
+        size in tokens whenever it changes.
         """
         self._send, self._dropped, self._sent, self._queued = send, dropped, sent, queued
         self._room_tokens, self._batch_tokens, self._send_s = room_tokens, batch_tokens, send_s
@@ -57,11 +57,11 @@ class BackgroundSender(Generic[_Item]):
         self._queue.append(item)
         self._count(item.cost_tokens)
         if self._sender is None or self._sender.done():
-            # not in the request's context: Serve cancels with a request what was called in it
+            # not in the request's context: Serve cancels calls made in a request's context along with it
             self._sender = asyncio.get_running_loop().create_task(self._empty(), context=contextvars.Context())
 
     async def flushed(self, timeout_s: float) -> None:
-        """Return once what was put here before has been sent or dropped, or after ``timeout_s``."""
+        """Return once all queued items have been sent or dropped, or after ``timeout_s``."""
         if self._sender is not None and not self._sender.done():
             await asyncio.wait([self._sender], timeout=timeout_s)
 

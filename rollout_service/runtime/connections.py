@@ -1,4 +1,4 @@
-"""Many connections to one service, cheaply."""
+"""Many HTTP connections to one service, at low cost."""
 
 import asyncio
 import errno
@@ -16,17 +16,18 @@ import httpx
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 10.0
-"""Idle connections close before the server's side does (Serve: 90 s), so that none breaks as a request goes out."""
+"""Time in seconds after which idle connections close: earlier than the server's side (Serve: 90 s), so that none breaks
+while a request is sent."""
 
 OTHER_FILES = 256
-"""Open files that are left to the rest of a process when connections take theirs."""
+"""Number of open files left for the rest of a process."""
 _OPEN_FILES = Path("/proc/self/fd")
 
 
 def affordable_connections(wanted: int) -> int:
     """Return the number of connections that this process can open, ``wanted`` at most.
 
-    Raises the process's soft limit of open files towards its hard limit where that is needed.
+    Raises the process's soft limit of open files towards its hard limit if necessary.
     """
     others = OTHER_FILES + (len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.exists() else 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -48,7 +49,7 @@ def affordable_connections(wanted: int) -> int:
 
 
 def too_many_open_files(error: BaseException | None) -> str | None:
-    """Return what to do if ``error`` was caused by the limit of open files, else None."""
+    """Return advice if ``error`` was caused by the limit of open files, else None."""
     causes = [error]
     while causes:
         cause = causes.pop()
@@ -64,14 +65,14 @@ def too_many_open_files(error: BaseException | None) -> str | None:
 
 
 class ManyConnections(httpx.AsyncBaseTransport):
-    """At most ``max_connections`` at once, the one used last first; further requests wait their turn.
+    """A transport with at most ``max_connections`` at once, the last used one first; further requests wait their turn.
 
-    Each connection has an httpx transport of its own, because one transport looks through all of its connections for
-    every request, and for every idle one again: at a thousand, that costs the client more than a generation does.
+    Each connection has its own httpx transport. A shared transport would search all its connections for every request,
+    and again for every idle one. At a thousand connections, that would cost the client more than a generation does.
     """
 
     def __init__(self, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: whom to trust; None: who is signed by an authority of this machine."""
+        """``tls``: trusted certificates; None: those of this machine's authorities."""
         if max_connections < 1:
             raise ValueError(f"max_connections={max_connections}: at least one connection is needed")
         self._given_tls = tls
@@ -81,11 +82,11 @@ class ManyConnections(httpx.AsyncBaseTransport):
 
     @property
     def num_idle(self) -> int:
-        """Connections that wait for a request."""
+        """Return the number of idle connections."""
         return len(self._idle)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send over an idle connection or a new one; it is idle again when the reply was read to its end and closed."""
+        """Send over an idle connection or a new one. It becomes idle when the reply was read to its end and closed."""
         await self._free.acquire()
         transport = self._idle.pop() if self._idle else self._open()
         try:
@@ -99,7 +100,7 @@ class ManyConnections(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for transport in list(self._all):  # requests that this breaks drop theirs meanwhile
+        for transport in list(self._all):  # requests that fail because of this remove their own transport meanwhile
             await transport.aclose()
 
     def _open(self) -> httpx.AsyncHTTPTransport:
@@ -114,14 +115,14 @@ class ManyConnections(httpx.AsyncBaseTransport):
         if ended_well:
             self._idle.append(transport)
             return
-        # httpcore 1.0.9 takes a connection whose request was cancelled at the wrong moment for busy (its issue 1093),
-        # and the next request on it would wait for ever: none is used again after a request that did not end well
+        # httpcore 1.0.9 may consider a connection busy forever if its request was cancelled at the wrong moment (its
+        # issue 1093). The next request on it would wait forever, so no connection is reused after a failed request.
         self._all.remove(transport)
         await transport.aclose()
 
 
 class _Stream(httpx.AsyncByteStream):
-    """A reply's bytes. When it is closed, ``give_back`` is told once whether all of them were read."""
+    """A reply's bytes. When it is closed, calls ``give_back`` once, with True if all bytes were read."""
 
     def __init__(self, stream: httpx.AsyncByteStream, give_back: Callable[[bool], Awaitable[None]]) -> None:
         self._stream, self._give_back = stream, give_back
@@ -151,7 +152,7 @@ def _tls() -> ssl.SSLContext:
 
 @functools.cache
 def _tcp_keepalive() -> tuple[tuple[int, int, int], ...]:
-    # A generation may take hours without a byte on the wire: only probes tell a long rollout from a host that is gone.
+    # a generation may take hours without a byte on the wire: only probes distinguish it from a dead host
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):  # macOS lacks some of them

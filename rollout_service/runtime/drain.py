@@ -1,9 +1,9 @@
-"""SIGTERM begins a drain, in every process of ours: a node that goes down, a pod that is deleted, a plain ``kill``.
+"""Drain a process at SIGTERM: a node that goes down, a pod that is deleted, a plain ``kill``.
 
-Ray's own handler makes a zombie of a Serve replica: it ends the process's connection to Ray, then waits for the threads
-of the event loops, which do not end. What is left answers nobody and lives on. ``signal.signal`` cannot replace it:
-only the main thread may call that, and in a replica the main thread is inside Ray. ``faulthandler.register`` may be
-called from any thread: its handler writes a traceback into a pipe, and a thread here takes the bytes as the signal.
+Ray's own handler turns a Serve replica into a zombie: it closes the process's connection to Ray, then waits for the
+event loops' threads, which do not end. The process answers no call and lives on. ``signal.signal`` cannot replace the
+handler: only the main thread may call it, and in a replica that thread is inside Ray. ``faulthandler.register`` may be
+called from any thread. Its handler writes a traceback into a pipe, and a thread here treats the bytes as the signal.
 """
 
 import asyncio
@@ -21,33 +21,33 @@ from rollout_service.errors import NotReady
 logger = logging.getLogger(__name__)
 
 _FOR_WORK = 2 / 3
-"""Share of the time in which what runs may go on; in the rest answers are sent and engine processes end."""
+"""Share of the time in which running work may continue; in the rest replies are sent and engine processes end."""
 _EXIT_STATUS = 128 + signal.SIGTERM
 
 
 def work_s(drain_timeout_s: float) -> float:
-    """How long what runs may go on, in seconds, of all that a process has."""
+    """Return the time in seconds that running work may continue, of a process's whole drain time."""
     return drain_timeout_s * _FOR_WORK
 
 
 async def _nothing() -> None:
-    """For those who have nothing to end but the calls that are open."""
+    """Default work of a drain: nothing but the open calls."""
 
 
 class Drain:
-    """The end of one process, from the moment that it is told of it.
+    """The drain of one process, from the signal to its end.
 
-    Serve is told by the health check, which fails from then on: it routes nothing here any more, starts another replica
-    at once where resources are free, and stops this one when it has answered what is open. If Serve does not, the
+    The health check fails from then on, which tells Serve. Serve routes nothing here any more, starts another replica
+    at once if resources are free, and stops this one when it has answered its open calls. If Serve does not, the
     process ends by itself: ``ending_s`` after its work is done, or when the time is up.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``timeout_s``: from the signal to the end of the process. ``clock``: in seconds."""
+        """``timeout_s``: time from the signal to the end of the process. ``clock``: in seconds."""
         self.work_s = work_s(timeout_s)
-        """How long what runs may go on."""
+        """Time in seconds that running work may continue."""
         self.ending_s = timeout_s - self.work_s
-        """How long answers and engine processes have after that."""
+        """Time in seconds after that for replies and engine processes."""
         self._clock = clock
         self._deadline = math.inf
         self._work: Callable[[], Coroutine[object, None, None]] | None = None
@@ -56,15 +56,15 @@ class Drain:
         self._told = False
 
     def begin_on_sigterm(self) -> None:
-        """Call this first: until ``serves`` is called, nobody is served, and SIGTERM ends the process at once."""
+        """Handle SIGTERM; call it first. Until ``serves`` is called, SIGTERM ends the process at once."""
         _on_sigterm(self._signalled)
 
     def serves(self, work: Callable[[], Coroutine[object, None, None]] = _nothing) -> None:
-        """From now on SIGTERM begins a drain: ``work`` is run in this event loop, and ends what there is to end."""
+        """Let SIGTERM begin a drain from now on: ``work`` runs in this event loop, and ends the process's work."""
         self._work, self._loop = work, asyncio.get_running_loop()
 
     def begin(self) -> None:
-        """Begin now. A second time changes nothing."""
+        """Begin the drain now. Calling it again has no effect."""
         if self.begun or self._work is None:
             return
         logger.warning(
@@ -76,17 +76,17 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """Whether this process is ending."""
+        """Return True if this process is ending."""
         return self._deadline < math.inf
 
     @property
     def left_s(self) -> float:
-        """Seconds that what runs may still go on; infinite before the drain has begun."""
+        """Return the time in seconds that running work may still continue; infinite before the drain."""
         return max(0.0, self._deadline - self._clock())
 
     @property
     def done(self) -> bool:
-        """Whether ``work`` is done."""
+        """Return True if ``work`` is done."""
         return self._task is not None and self._task.done()
 
     def check_health(self) -> None:
@@ -95,7 +95,7 @@ class Drain:
             raise NotReady(f"process {os.getpid()} got SIGTERM and drains: it is to be replaced")
 
     def _signalled(self) -> None:
-        """On the thread that waits for signals: a blocked event loop does not keep the process from ending."""
+        """Handle the signal, on its own thread: a blocked event loop must not keep the process from ending."""
         if self._loop is None:
             _exit("before it served anybody")
         elif not self._told:
@@ -117,13 +117,13 @@ def end_on_sigterm() -> None:
 
 def _end_in(seconds: float) -> None:
     timer = threading.Timer(seconds, _exit, ["and nobody has stopped it since its time was up"])
-    timer.daemon = True  # or it would hold up a process that ends in another way
+    timer.daemon = True  # otherwise it would delay a process that ends in another way
     timer.start()
 
 
 def _on_sigterm(signalled: Callable[[], None]) -> None:
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # the handler must never wait
+    os.set_blocking(writer, False)  # the handler must never block
     faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=False)
 
     def wait() -> None:
@@ -134,7 +134,7 @@ def _on_sigterm(signalled: Callable[[], None]) -> None:
 
 
 def end_process(status: int) -> None:
-    """End this process from any thread; what it has logged is written."""
+    """Flush logs and end this process; may be called from any thread."""
     logging.shutdown()
     os._exit(status)
 

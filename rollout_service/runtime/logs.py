@@ -1,10 +1,11 @@
 """Log lines of this package and its libraries beside Ray Serve's own: in the replica's file, and on the terminal.
 
-``logging.config.dictConfig`` closes every handler there is, and Serve's file handler does not open again: lines are
-lost, and Serve's controller, which asks each replica for its log file when it starts anew, stops all those that cannot
-say (Ray 2.60.0). vLLM calls it when it is imported and uvicorn when it is configured, unless they are told not to.
+``logging.config.dictConfig`` closes all existing handlers, and Serve's file handler does not open again, so lines are
+lost. Serve's controller asks each replica for its log file when it restarts, and stops all replicas that do not answer
+(Ray 2.60.0). vLLM calls ``dictConfig`` when it is imported, and uvicorn when it is configured, unless told not to.
 
-With ``logging_config: {encoding: JSON}`` in the Serve config the file has JSON, these lines' ``extra`` fields in it.
+With ``logging_config: {encoding: JSON}`` in the Serve config the file contains JSON, with these lines' ``extra``
+fields.
 """
 
 import logging
@@ -15,14 +16,14 @@ from rollout_service.errors import RolloutServiceError
 from rollout_service.tracing import name_the_trace
 
 TELL_VLLM = {"VLLM_CONFIGURE_LOGGING": "0"}
-"""In the environment of a process that Serve has made."""
+"""Environment of a process that Serve has started, so that vLLM does not configure logging."""
 _OURS = ("rollout_service", "vllm", "uvicorn")
 QUIET_S = 10.0
-"""Of several calls that end with the same class of error in this time, one has a line in the log."""
+"""Time in seconds in which several calls with the same class of error are logged once."""
 
 
 class ShortRefusals:
-    """A filter for Serve's logger, which has a traceback for each call that raises.
+    """A filter for Serve's logger, which logs a traceback for each call that raises.
 
     An error of ``errors.py`` is an answer: its caller gets it, and the log has one line without a traceback.
     """
@@ -34,7 +35,7 @@ class ShortRefusals:
         self._left_out: dict[str, int] = {}
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        """Shorten a line about an error, and drop it if there was one of the kind just before."""
+        """Shorten a line about an error, and drop it if one of its class was logged just before."""
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, RolloutServiceError):
             return True
@@ -56,14 +57,15 @@ _short_refusals = ShortRefusals()
 
 
 def log_with_serve() -> None:
-    """In a process of Serve's: these lines from its level on, with the replica's name; otherwise only warnings show.
+    """Log with Serve's handlers and level, with the replica's name; otherwise only warnings would show. For Serve's
+    processes.
 
-    ``ray.serve`` is the logger that Serve tells deployments to use.
+    ``ray.serve`` is the logger that Serve recommends to deployments.
     """
     serves = logging.getLogger("ray.serve")
-    serves.addFilter(_short_refusals)  # a second time changes nothing
+    serves.addFilter(_short_refusals)  # adding it again has no effect
     for handler in serves.handlers:
-        handler.addFilter(name_the_trace)  # a second time changes nothing
+        handler.addFilter(name_the_trace)  # adding it again has no effect
     for ours in map(logging.getLogger, _OURS):
         ours.handlers, ours.propagate = list(serves.handlers), False
         ours.setLevel(serves.level)

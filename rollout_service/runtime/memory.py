@@ -11,22 +11,22 @@ _ABOUT_UNLIMITED = 1 << 60
 
 
 class Memory(Frozen):
-    """Of the machine, or of the container that this process is in."""
+    """Size and use of the memory of the machine, or of this process's container."""
 
     total_bytes: int
     used_bytes: int
-    """Without what the kernel gives back when it is asked for."""
+    """Used bytes, without memory that the kernel can reclaim."""
     kill_at: float
-    """Share of it in use from which on Ray kills workers."""
+    """Share of used memory above which Ray kills workers."""
 
     @property
     def free_bytes(self) -> int:
-        """What can be taken before Ray kills workers."""
+        """Return the bytes that can be allocated before Ray kills workers."""
         return max(0, int(self.kill_at * self.total_bytes) - self.used_bytes)
 
 
 def memory() -> Memory:
-    """In use is what Ray counts, too."""
+    """Return the memory; used bytes are counted like Ray does."""
     host = dict(line.split()[:2] for line in _HOST.read_text().splitlines())  # in KiB
     total = int(host["MemTotal:"]) << 10
     used = total - (int(host["MemAvailable:"]) << 10)
@@ -38,7 +38,7 @@ def memory() -> Memory:
 
 
 def _cgroup_memory() -> tuple[int, int]:
-    """Limit and use of the container's memory, in bytes, as cgroups of either version tell it."""
+    """Return limit and use of the container's memory in bytes, for cgroups of either version."""
     for folder, limit, usage, reclaimable in (
         (_CGROUP, "memory.max", "memory.current", "inactive_file"),
         (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,12 +1,12 @@
-"""Calls between the Serve deployments, typed, and the one place where Ray's failures become errors of the service.
+"""Typed calls between the Serve deployments, and the conversion of Ray's failures to errors of the service.
 
-An interface here names the methods of a deployment that other processes call. mypy holds the deployment to it (beside
-its class) and every caller. What a call raises, whatever the deployment:
+An interface here lists the methods of a deployment that other processes call. mypy checks the deployment (beside its
+class) and every caller against it. A call of any deployment raises:
 
     an error of ``errors.py``  as it was raised there
-    NotReady                   the deployment died with the call, does not run, or did not take it. ``is_given_up`` in
-                               the detail: Serve has given it up, or is removing it
-    DeploymentFailed           it raised anything else: a bug, or a broken machine
+    NotReady                   the deployment died with the call, does not run, or did not take it. With
+                               ``is_given_up`` in the detail, Serve has given it up, or is removing it
+    DeploymentFailed           it raised any other error: a bug, or a broken machine
 """
 
 import asyncio
@@ -55,11 +55,11 @@ class Bucket:
     refs: tuple[ObjectRef, ...]
     """Exactly one. In a tuple, Ray passes it on as a reference."""
     name: str | None = None
-    """Of the tensor that the object is; None: the object is a dict."""
+    """Name of the object's tensor; None: the object is a dict."""
 
 
 class IngestCalls(Protocol):
-    """The ingest, for gateways and replicas. What each does: ``ingest/ingest.py``."""
+    """The ingest, for gateways and replicas. Its methods are documented in ``ingest/ingest.py``."""
 
     # trainers, through a gateway
     async def recipe(self) -> TrainerRecipe: ...
@@ -171,39 +171,38 @@ class ShadowCalls(Protocol):
 
 
 def ingest_client(handle: DeploymentHandle) -> IngestCalls:
-    """Calls through the handle of the ingest's deployment."""
+    """Return a client for the handle of the ingest's deployment."""
     return cast(IngestCalls, _Client(handle, "ingest"))
 
 
 def monitor_client(handle: DeploymentHandle) -> MonitorCalls:
-    """Calls through the handle of the monitor's deployment."""
+    """Return a client for the handle of the monitor's deployment."""
     return cast(MonitorCalls, _Client(handle, "monitor"))
 
 
 def shadow_client(handle: DeploymentHandle) -> ShadowCalls:
-    """Calls through the handle of the shadow's deployment."""
+    """Return a client for the handle of the shadow's deployment."""
     return cast(ShadowCalls, _Client(handle, "shadow"))
 
 
 def session_client(handle: DeploymentHandle) -> SessionCalls:
-    """Calls through the handle of the sessions' deployment."""
+    """Return a client for the handle of the sessions' deployment."""
     return cast(SessionCalls, _Client(handle, "sessions"))
 
 
 class EngineClient:
-    """Calls through the handle of the engines' deployment."""
+    """Client for the handle of the engines' deployment."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
     async def generate(self, call: GenerateCall) -> Rollout:
-        """See ``EngineReplica.generate``. Cancelling the call cancels it there.
+        """See ``EngineReplica.generate``. Cancelling the call also cancels it there.
 
-        Raises EngineFailed when the replica is lost with it, which names the ``replica_id`` in its detail if it is
-        known.
+        Raises EngineFailed when the replica is lost with the call, with its ``replica_id`` in the detail, if known.
         """
-        # Serve gives all calls of one HTTP request one id, by which its router tells pending calls apart; outside of
-        # the request's context each has its own
+        # Serve's router identifies pending calls by an id that all calls of one HTTP request share; outside of the
+        # request's context each call has its own
         response = only_the_trace().run(self._handle.generate.remote, call)
         with _translated("engine"):
             try:
@@ -216,20 +215,20 @@ class EngineClient:
         return rollout
 
     async def progress(self, ask: ProgressAsk) -> ProgressReply:
-        """See ``EngineReplica.progress``. Raises NotReady when that replica is gone."""
+        """See ``EngineReplica.progress``. Raises NotReady if that replica is gone."""
         with _translated("engine"):
             reply: ProgressReply = await only_the_trace().run(self._handle.progress.remote, ask)
         return reply
 
 
 def report_from_thread(ingest: DeploymentHandle, status: ReplicaStatus, timeout_s: float) -> None:
-    """``IngestCalls.report`` for a thread without an event loop. Raises TimeoutError, too."""
+    """Call ``IngestCalls.report`` from a thread without an event loop. Also raises TimeoutError."""
     with _translated("ingest"):
         ingest.report.remote(status).result(timeout_s=timeout_s)
 
 
 class _Client:
-    """Has the methods of a deployment, whichever those are: an interface above tells mypy."""
+    """Has all methods of a deployment; the interfaces above are for mypy."""
 
     def __init__(self, handle: DeploymentHandle, deployment: str) -> None:
         self._handle, self._deployment = handle, deployment
@@ -244,7 +243,7 @@ class _Client:
 
 @contextmanager
 def _translated(deployment: str) -> Iterator[None]:
-    """What Ray raises, as the module's docstring says."""
+    """Convert Ray's errors, as the module's docstring describes."""
     try:
         yield
     except RayTaskError as error:

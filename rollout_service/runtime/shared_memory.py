@@ -1,8 +1,8 @@
-"""Memory that a trainer shares with the ingest of its own machine: a file without a name (``memfd_create``).
+"""Memory that a trainer shares with the ingest of its machine: an unnamed file (``memfd_create``).
 
-It cannot shrink, so that a process which has it mapped is never ended by another that cuts it off, and nothing of it is
-left when its last process has ended, however it ended. The other process finds it as ``/proc/<process>/fd/<number>``,
-which the kernel allows to processes of the same user.
+It cannot shrink, since that would kill processes that have it mapped. It is freed when its last process has ended, in
+whatever way. The other process opens it as ``/proc/<process>/fd/<number>``, which the kernel allows to processes of the
+same user.
 """
 
 import fcntl
@@ -16,12 +16,13 @@ _NAME = "rollout-weights-"
 
 
 def machine() -> str:
-    """The same for all processes of a machine, in containers too, until it is booted again. Raises OSError."""
+    """Return an id that all processes of a machine share, also in containers, until it is booted again. Raises
+    OSError."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class SharedMemory:
-    """One process's mapping; ``view`` is all of it. Its pages are taken when they are first written."""
+    """A mapping in one process; ``view`` is all of it. Pages are allocated when they are first written."""
 
     def __init__(self, fd: int, name: str) -> None:
         """``fd`` is closed with this object. Raises OSError."""
@@ -31,7 +32,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
-        """Make one. Raises OSError."""
+        """Create memory of that size. Raises OSError."""
         name = uuid.uuid4().hex
         fd = os.memfd_create(_NAME + name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         try:
@@ -44,7 +45,8 @@ class SharedMemory:
 
     @classmethod
     def open(cls, process: int, descriptor: int, name: str) -> Self:
-        """Another process's. Raises OSError if it is not there, belongs to another user, or can shrink."""
+        """Open another process's memory. Raises OSError if it does not exist, belongs to another user, or can
+        shrink."""
         link = f"/proc/{process}/fd/{descriptor}"
         if (found := os.readlink(link)) != f"/memfd:{_NAME}{name} (deleted)":
             raise FileNotFoundError(f"{link} is {found}, and not the memory {name}")
@@ -59,16 +61,16 @@ class SharedMemory:
 
     @property
     def descriptor(self) -> int:
-        """Its number in this process."""
+        """File descriptor in this process."""
         return self._fd
 
     @property
     def nbytes(self) -> int:
-        """How large it is."""
+        """Size in bytes."""
         return self.view.nbytes
 
     def close(self) -> None:
-        """Close the file; what views refer to stays mapped. Again does no harm."""
+        """Close the file; memory that views refer to stays mapped. May be called again."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

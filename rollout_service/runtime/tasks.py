@@ -1,4 +1,4 @@
-"""What the parts of the service share of asyncio."""
+"""Helpers for asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 @asynccontextmanager
 async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises the first failure itself in place of an ExceptionGroup."""
+    """Run a TaskGroup that raises the first failure itself in place of an ExceptionGroup."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -23,7 +23,7 @@ async def raise_first_failure() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 class ShieldedTasks:
-    """Work that goes on when whoever waits for it goes away."""
+    """Runs work that continues if its waiter is cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
@@ -40,13 +40,13 @@ _ENDING = "this process is ending and another one takes its place: send it again
 
 
 class Turns:
-    """A lock that can be closed: then nobody gets it any more."""
+    """A lock that can be closed: nobody can acquire it afterwards."""
 
     def __init__(self) -> None:
         self._lock, self._closed = asyncio.Lock(), False
 
     async def __aenter__(self) -> None:
-        """Wait for one's turn. Raises NotReady once it is closed."""
+        """Acquire the lock. Raises NotReady once it is closed."""
         await self._lock.acquire()
         if self._closed:
             self._lock.release()
@@ -56,30 +56,31 @@ class Turns:
         self._lock.release()
 
     async def close(self) -> None:
-        """Give it to nobody any more, and return when the one who has it is done."""
+        """Close the lock, and return when its current holder has released it."""
         self._closed = True
         async with self._lock:
             pass
 
 
 class Changes:
-    """Lets many wait until something that others change is so."""
+    """Notifies waiters of changes, so that each checks its condition."""
 
     def __init__(self) -> None:
         self._changed, self._ended = asyncio.Condition(), False
 
     async def notify(self) -> None:
-        """Something has changed."""
+        """Notify all waiters of a change."""
         async with self._changed:
             self._changed.notify_all()
 
     async def end(self) -> None:
-        """Nothing will change any more: nobody waits longer."""
+        """End all waits: nothing will change any more."""
         self._ended = True
         await self.notify()
 
     async def wait(self, reached: Callable[[], bool], timeout_s: float) -> bool:
-        """Return once ``reached``, or after ``timeout_s``; whether it is. Raises NotReady at the end of all changes."""
+        """Wait until ``reached()``, or for ``timeout_s``; return True if it is reached. Raises NotReady after
+        ``end``."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_s):

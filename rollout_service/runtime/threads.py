@@ -1,4 +1,4 @@
-"""Threads for what waits on memory, files and devices: Python's lock is free meanwhile."""
+"""Threads for work that waits on memory, files and devices, and releases the GIL meanwhile."""
 
 import asyncio
 import os
@@ -11,35 +11,36 @@ _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
 
 STRETCH_BYTES = 64 << 20
-"""What one thread takes of a tensor that several share (``stretches``)."""
+"""Bytes per thread of a tensor that several threads share (``stretches``)."""
 _MOST = 8
-"""Memory is not read faster by more."""
+"""Maximum number of threads; more do not read memory faster."""
 _MOST_COMPUTING = 16
-"""Beyond these the turns that threads take with Python's lock are what they wait for."""
+"""Maximum number of computing threads; with more, they mostly wait for the GIL."""
 
 
 def io_threads() -> int:
-    """How many: half of the cores that this process may use, since an engine or a trainer wants some, too."""
+    """Return the number of threads for I/O: half of the usable cores, since an engine or a trainer also needs some."""
     return max(1, min(_MOST, len(os.sched_getaffinity(0)) // 2))
 
 
 def compute_threads() -> int:
-    """How many for work that waits on no memory, such as compressing: likewise, but more of them are faster."""
+    """Return the number of threads for work that waits on no memory, such as compression: half of the usable cores."""
     return max(1, min(_MOST_COMPUTING, len(os.sched_getaffinity(0)) // 2))
 
 
 def stretches(length: int, step: int) -> list[slice]:
-    """``range(length)`` in pieces of ``step``, the last of which may be shorter: one tensor for several threads.
+    """Split ``range(length)`` into pieces of ``step``, the last of which may be shorter, to share one tensor among
+    threads.
 
-    A vocabulary's embedding would keep one thread busy for longer than everything else takes.
+    A large embedding would otherwise occupy one thread for longer than all other work.
     """
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-    """``map`` in ``io_threads`` threads, results in the order of the items; after a failure nothing new begins.
+    """Map in ``io_threads`` threads, with results in the order of the items; after a failure no new item begins.
 
-    A single item is this thread's.
+    A single item is processed in this thread.
     """
     if len(items) == 1:
         yield function(items[0])
@@ -54,10 +55,10 @@ def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
 async def to_thread_and_back(
     function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result:
-    """``asyncio.to_thread``, but who is cancelled waits until the thread has ended.
+    """Run ``asyncio.to_thread``, but if cancelled, wait until the thread has ended.
 
-    For work on what its caller closes or unlocks afterwards: a thread that outlived its caller would write into
-    whatever file has the number of the closed descriptor next, or beside the next holder of the lock.
+    For work on files or locks that the caller closes afterwards. A thread that outlived its caller would write into
+    whatever file gets the closed descriptor's number, or beside the next holder of the lock.
     """
     work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     cancelled: asyncio.CancelledError | None = None
@@ -69,5 +70,5 @@ async def to_thread_and_back(
     if cancelled is None:
         return work.result()
     if not work.cancelled():
-        work.exception()  # retrieved: whoever was cancelled does not care
+        work.exception()  # retrieve it: the cancelled caller does not need it
     raise cancelled

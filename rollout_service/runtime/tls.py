@@ -1,7 +1,7 @@
-"""TLS by file: what a listener shows, and whom a caller trusts.
+"""TLS from files: certificates of listeners, and trust of clients.
 
-A caller of the upload listener trusts no authority: it trusts the certificate that the gateway told it, and only that
-one, whatever names it is for. So parts may go to an address, and a certificate that nobody signed is enough.
+A client of the upload listener trusts no authority, only the certificate that the gateway told it, for any host name.
+Parts may therefore go to a bare address, and a self-signed certificate is enough.
 """
 
 import ssl
@@ -11,13 +11,13 @@ import httpx
 
 
 def require_certificate(certfile: Path, keyfile: Path, settings: str) -> str:
-    """The certificates in ``certfile``, as PEM, once it is sure that a listener can show them.
+    """Return the certificates in ``certfile``, as PEM, after checking that a listener can use them.
 
-    ``settings``: what the two are called. Raises ValueError if a file cannot be read, is not PEM, or if they are no
+    ``settings``: names of both settings. Raises ValueError if a file cannot be read, is not PEM, or if they are not a
     pair.
     """
     try:
-        # a password is asked for on the terminal otherwise, and there is none
+        # without a password, OpenSSL would ask for one on the terminal, and there is none
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile, password="")
         return certfile.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:  # ssl.SSLError is an OSError
@@ -27,7 +27,7 @@ def require_certificate(certfile: Path, keyfile: Path, settings: str) -> str:
 
 
 def trusting(ca_file: Path | str | None) -> ssl.SSLContext:
-    """Trusts who is signed by an authority of ``ca_file``, a file of certificates in PEM; None: of this machine's.
+    """Return a context that trusts the authorities in ``ca_file``, in PEM; None: those of this machine.
 
     Raises ValueError if there is no such file, or no certificate in it.
     """
@@ -40,24 +40,24 @@ def trusting(ca_file: Path | str | None) -> ssl.SSLContext:
 
 
 def untrusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """Why a connection was not made, if that is because its listener was not trusted."""
+    """Return the certificate error because of which a connection was not made, if that was the reason."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error
 
 
 class PinnedCertificates:
-    """Trusts those who show a certificate that was added, whatever names it is for, and nobody else."""
+    """Trusts certificates that were added, for any host name, and no others."""
 
     def __init__(self) -> None:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        """For the connections."""
+        """Context for connections."""
         self.context.check_hostname = False
         self.context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
         self._added: set[str] = set()
 
     def add(self, certificate: str) -> None:
-        """Trust the first of some certificates in PEM, which is the listener's own, the others being its signers'.
+        """Trust the first of some certificates in PEM: the listener's own, before those of its signers.
 
         Raises ValueError if there is none.
         """
