@@ -1,1 +1,1 @@
-"""GPU memory, streams and copies, and what nvidia-smi tells."""
+"""GPU memory, streams and copies, and the output of nvidia-smi."""

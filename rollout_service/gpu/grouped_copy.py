@@ -1,6 +1,6 @@
 """Many copies between fixed addresses in a few kernel launches.
 
-A mixture of experts has tens of thousands of tensors: copied one by one, their launches take longer than their bytes.
+A mixture of experts has tens of thousands of tensors: copied one by one, their launches take longer than the copies.
 The source may be pinned host memory, which a GPU reads by its address.
 """
 
@@ -17,9 +17,9 @@ import triton.language as tl
 from rollout_service.gpu.streams import queued_to
 
 TILE_BYTES = 32 << 10
-"""What one program of the kernel copies at most."""
+"""Maximum size in bytes that one program of the kernel copies."""
 _WIDTHS = {16: tl.int64, 4: tl.int32, 1: tl.int8}
-"""Bytes that addresses and sizes are multiples of → the type to copy in; 16: two ``int64`` a load."""
+"""Alignment in bytes of addresses and sizes → the type to copy in; 16: two ``int64`` a load."""
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """``rows`` runs of ``row_bytes`` each, from address ``source`` on to ``target`` on, each with its stride."""
+    """``rows`` ranges of ``row_bytes`` each, from ``source`` to ``target`` addresses, each with its stride."""
 
     source: int
     target: int
@@ -39,9 +39,10 @@ class Rows:
 
 @triton.jit
 def copy_tiles(table, DTYPE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr):
-    """One tile a program; ``table`` int64 [tiles, 3]: source and target addresses, and elements of ``DTYPE``.
+    """Copy one tile per program; ``table`` int64 [tiles, 3]: source and target addresses, and number of ``DTYPE``
+    elements.
 
-    ``PAIRS``: addresses are multiples of two elements, and so are sizes.
+    ``PAIRS``: addresses and sizes are multiples of two elements.
     """
     entry = table + 3 * tl.program_id(0).to(tl.int64)
     source = tl.load(entry).to(tl.pointer_type(DTYPE))
@@ -57,13 +58,13 @@ def copy_tiles(table, DTYPE: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constex
 
 
 class GroupedCopy:
-    """Copies between fixed storage, as often as it is run. The caller keeps the storage alive.
+    """Copies between fixed storage, repeatedly. The caller keeps the storage alive.
 
-    The table of addresses is queued on the stream that is current then: run it there, or on one that has waited for it.
+    The table of addresses is queued on the current stream: run it there, or on a stream that has waited for it.
     """
 
     def __init__(self, copies: Iterable[Rows] | Integers, device: torch.device) -> None:
-        """``copies``: or int64 [copies, 3] of runs of bytes: source and target addresses, and bytes."""
+        """``copies``: rows, or int64 [copies, 3]: source address, target address and size in bytes."""
         tiles = _tiles(copies)
         aligned = np.bitwise_or.reduce(tiles, axis=1)
         width = np.select([aligned % 16 == 0, aligned % 4 == 0], [16, 4], 1)
@@ -84,7 +85,8 @@ class GroupedCopy:
 
 
 def _tiles(copies: Iterable[Rows] | Integers) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[tiles, 3]: source, target, bytes. For all copies at once: there are tens of thousands."""
+    """Return [tiles, 3]: source, target, size in bytes. Vectorized over copies, of which there are tens of
+    thousands."""
     if isinstance(copies, np.ndarray):
         return _tiled(*copies.T)
     table = np.array(
@@ -107,6 +109,6 @@ def _tiled(source: Integers, target: Integers, nbytes: Integers) -> np.ndarray[t
 def numbered(
     counts: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Of so many things of each kind: each one's kind, and its number among those."""
+    """Expand counts per kind: return the kind of each item, and its index within the kind."""
     kinds = np.repeat(np.arange(len(counts)), counts)
     return kinds, np.arange(len(kinds)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,5 @@
-"""Differences of many pairs of runs of numbers on a GPU, how many are not zero, and which: in a few kernel launches."""
+"""Subtract many pairs of number ranges on a GPU, and count and list the nonzero differences, in a few kernel
+launches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,31 +14,31 @@ from rollout_service.gpu.grouped_copy import numbered
 from rollout_service.gpu.streams import on_device, queued_to
 
 TILE_BYTES = 16 << 10
-"""What one program of the kernel subtracts at most."""
+"""Maximum size in bytes that one program of the kernel subtracts."""
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-"""Of numbers, by their bytes."""
+"""Integer types by their size in bytes."""
 _ALIGNED_BYTES = 16
 _TAKEN = 1024
-"""Numbers that one program takes apart."""
+"""Number of changes that one program encodes."""
 _Integers = npt.NDArray[np.int64]
 
 
 class Pair(NamedTuple):
-    """Runs of ``nbytes`` at two addresses, which are multiples of a number's size."""
+    """Ranges of ``nbytes`` at two addresses, which are multiples of the element size."""
 
     new: int
     old: int
     nbytes: int
     itemsize: int
     counter: int
-    """Where its differences are counted: pairs may share one."""
+    """Index of the counter of its differences; pairs may share one."""
 
 
 def subtract_in_place(pairs: Sequence[Pair], counters: int, device: torch.device) -> torch.Tensor:
     """Queue on the current stream ``old = new - old``, bit patterns as integers that wrap around.
 
-    Returns int32 [counters] there: of each, the differences that are not zero. ``device``: in Triton's interpreter the
-    CPU. The memory must stay what it is until the stream has come so far. Raises ``torch.cuda.OutOfMemoryError``.
+    Return int32 [counters] on the device: the number of nonzero differences of each. ``device``: the CPU in Triton's
+    interpreter. The memory must not change until the stream has processed it. Raises ``torch.cuda.OutOfMemoryError``.
     """
     found = torch.zeros(counters, dtype=torch.int32, device=device)
     table = np.array(pairs, np.int64).reshape(-1, 5)
@@ -59,13 +60,13 @@ def subtract_in_place(pairs: Sequence[Pair], counters: int, device: torch.device
 
 
 def _tiles(pairs: _Integers, begin: _Integers, nbytes: _Integers, itemsize: int) -> _Integers:
-    """[tiles, 4]: both addresses, numbers, and counter. Of pairs [pairs, 5], as ``Pair``, ``nbytes`` from ``begin`` on,
-    as numbers of ``itemsize`` bytes."""
+    """Return [tiles, 4]: both addresses, number of elements, and counter, for pairs [pairs, 5], as ``Pair``. Covers
+    ``nbytes`` from ``begin`` on, as elements of ``itemsize`` bytes."""
     counts = -(-nbytes // TILE_BYTES)
     _, number = numbered(counts)
     start, tile = number * TILE_BYTES, TILE_BYTES // itemsize
     tiles = np.empty((len(number), 4), np.int64)
-    # column by column: thousands of rows would take ten times as long, and the GPU has nothing to do meanwhile
+    # column by column: thousands of rows would take ten times as long, while the GPU is idle
     np.add(np.repeat(pairs[:, 0] + begin, counts), start, out=tiles[:, 0])
     np.add(np.repeat(pairs[:, 1] + begin, counts), start, out=tiles[:, 1])
     np.minimum(np.repeat(nbytes // itemsize, counts) - number * tile, tile, out=tiles[:, 2])
@@ -75,10 +76,10 @@ def _tiles(pairs: _Integers, begin: _Integers, nbytes: _Integers, itemsize: int)
 
 @triton.jit(do_not_specialize_on_alignment=["table", "counts"])
 def subtract_tiles(table, counts, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """One tile a program; ``table`` int64 [tiles, 4]: addresses of new and old numbers, how many, and their count's
-    place in ``counts``, int32.
+    """Subtract one tile per program; ``table`` int64 [tiles, 4]: addresses of new and old numbers, number of elements,
+    and index of their counter in ``counts``, int32.
 
-    ``ALIGNED``: addresses are multiples of 16 bytes, and sizes of so many numbers; 0: they may be any.
+    ``ALIGNED``: addresses are multiples of 16 bytes, and sizes multiples of this number of elements; 0: unaligned.
     """
     entry = table + 4 * tl.program_id(0).to(tl.int64)
     new = tl.load(entry).to(tl.pointer_type(DTYPE))
@@ -96,12 +97,12 @@ def subtract_tiles(table, counts, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TI
 
 
 def changes_of(differences: torch.Tensor, count: int, gap_planes: int) -> torch.Tensor:
-    """Queue on the current stream what is told of the ``count`` numbers, at least one, that are not zero.
+    """Queue on the current stream the encoding of the ``count`` nonzero numbers, at least one.
 
-    Returns uint8 [4 + size + ``gap_planes`` + size, count] there, where size is the bytes of a number. One after the
-    other: their places, int32 [count], ascending; the numbers [count]; a row for each of the lowest bytes of the gaps,
-    which are the zeros before each number since the last (of the first nothing is said that counts); and a row for each
-    byte of the numbers in zigzag order, 0, -1, 1, -2, ….
+    Return uint8 [4 + size + ``gap_planes`` + size, count] on the device, where size is the element size in bytes. It
+    contains, one after the other: the positions, int32 [count], ascending; the numbers [count]; a row for each of the
+    lowest bytes of the gaps, the number of zeros before each number since the last (undefined for the first); and a row
+    for each byte of the numbers in zigzag order, 0, -1, 1, -2, ….
 
     ``differences``: signed [N], at most 4 bytes each. Raises ``torch.cuda.OutOfMemoryError``.
     """
@@ -120,7 +121,8 @@ def take_apart(
     differences, places, rows, count,
     DTYPE: tl.constexpr, ITEMSIZE: tl.constexpr, GAP_PLANES: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """``rows``: the address of what ``changes_of`` returns. ``places`` int64 [count]; ``TAKEN`` of them a program."""
+    """Encode ``TAKEN`` numbers per program. ``rows``: address of the result of ``changes_of``. ``places`` int64
+    [count]."""
     taken = tl.program_id(0).to(tl.int64) * TAKEN + tl.arange(0, TAKEN)
     inside = taken < count
     place = tl.load(places + taken, mask=inside, other=0)

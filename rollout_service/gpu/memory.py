@@ -1,8 +1,8 @@
-"""Memory of a GPU that a trainer shares with the ingest of its own machine, by handles of CUDA for other processes.
+"""GPU memory that a trainer shares with the ingest of its machine, by CUDA's IPC handles.
 
-By cuda-bindings, which comes with torch for CUDA: memory of torch's own allocator has no such handle where
-``expandable_segments`` is set. ``cudaIpcOpenMemHandle`` also opens what lies on a GPU that the process does not see, as
-where Ray has set ``CUDA_VISIBLE_DEVICES``: it is mapped for the GPU that the process uses.
+It uses cuda-bindings, which comes with torch for CUDA: memory of torch's own allocator has no IPC handle with
+``expandable_segments``. ``cudaIpcOpenMemHandle`` also opens memory of a GPU that the process does not see, for example
+because Ray has set ``CUDA_VISIBLE_DEVICES``. It is mapped for the GPU that the process uses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 HANDLE_BYTES = 64
-"""``CUDA_IPC_HANDLE_SIZE``. The bindings give a handle's address and not its bytes."""
+"""``CUDA_IPC_HANDLE_SIZE``. The bindings give a handle's address, not its bytes."""
 
 
 def _bindings() -> tuple[Any, Any]:
-    """CUDA's runtime and driver. Raises OSError."""
+    """Return CUDA's runtime and driver bindings. Raises OSError."""
     try:
         from cuda.bindings import driver, runtime
     except ImportError as error:
@@ -27,18 +27,18 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def _call(name: str, *arguments: object) -> Any:
-    """Result of a function of CUDA's runtime. Raises OSError if it fails."""
+    """Call a function of CUDA's runtime and return its result. Raises OSError if it fails."""
     runtime, _ = _bindings()
     code, *result = getattr(runtime, name)(*arguments)
     if code != runtime.cudaError_t.cudaSuccess:
-        runtime.cudaGetLastError()  # or a later call would report it
+        runtime.cudaGetLastError()  # otherwise a later call would report it
         _, text = runtime.cudaGetErrorString(code)
         raise OSError(f"{name}: {text.decode()} ({code.name})")
     return result[0] if result else None
 
 
 def _use(device: int) -> None:
-    """Make a GPU this thread's, for the bindings as for torch."""
+    """Set this thread's GPU, for the bindings and for torch."""
     import torch
 
     torch.cuda.set_device(device)
@@ -70,12 +70,13 @@ class OwnGpuMemory:
         self.gpu = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def free(self) -> None:
-        """Give it back. Again does no harm. Nobody may be using it, in this process or another."""
+        """Free the memory. May be called again. No process may be using it."""
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             import torch
 
-            with torch.cuda.device(self._device):  # the thread, which may be the trainer's, keeps its own
+            # restores the thread's own device, since it may be the trainer's thread
+            with torch.cuda.device(self._device):
                 _call("cudaFree", pointer)
 
 
@@ -83,21 +84,21 @@ class OtherGpuMemory:
     """An allocation of another process, mapped for this one's first GPU."""
 
     def __init__(self, handle: str, nbytes: int) -> None:
-        """``nbytes``: of it, that are read at most. Raises OSError if CUDA does not open it, or it is smaller."""
+        """``nbytes``: maximum number of bytes read. Raises OSError if CUDA does not open it, or it is smaller."""
         runtime, driver = _bindings()
         self.nbytes = nbytes
         _use(0)
         opened = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(opened.getPtr(), bytes.fromhex(handle), HANDLE_BYTES)
         self._pointer: int | None = int(_call("cudaIpcOpenMemHandle", opened, runtime.cudaIpcMemLazyEnablePeerAccess))
-        # a copy from beyond its end would leave this process without a GPU until it ends
+        # a copy beyond its end would make the GPU unusable for this process until it ends
         code, base, size = driver.cuMemGetAddressRange(self._pointer)
         if code != driver.CUresult.CUDA_SUCCESS or int(base) + int(size) < self._pointer + nbytes:
             self.close()
             raise OSError(f"the memory has {size} bytes, and not the {nbytes} that were announced ({code.name})")
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Memory of this process to copy to, uint8 [nbytes]."""
+        """Return memory of this process for copies, uint8 [nbytes]."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
@@ -113,7 +114,7 @@ class OtherGpuMemory:
         _call("cudaMemcpyAsync", target.data_ptr(), self._pointer + start, target.nbytes, kind, stream)
 
     def close(self) -> None:
-        """Unmap it. Again does no harm. Nothing may be copied from it any more."""
+        """Unmap the memory. May be called again. No copy from it may be running."""
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             _use(0)
@@ -121,7 +122,8 @@ class OtherGpuMemory:
 
 
 class _CudaArray:
-    """Bare memory, as torch takes it: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+    """Bare memory in a form that torch accepts:
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

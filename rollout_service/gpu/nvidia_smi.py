@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their free memory, as nvidia-smi lists them. Imports neither torch nor an engine."""
+"""The GPUs of this machine and their free memory, from nvidia-smi. Imports neither torch nor an engine."""
 
 import os
 import subprocess
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rollout_service.protocol.base import Frozen
 
 COMMAND_LIMIT_S = 10.0
-"""A command that has not answered by then is given up; nvidia-smi hangs with a GPU that does."""
+"""Timeout in seconds of a command; nvidia-smi hangs if a GPU does."""
 _GPU_FIELDS = ("index", "name", "memory.total", "memory.free", "compute_cap", "driver_version", "uuid")
 _HOLDER_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
 
 class Gpu(Frozen):
-    """One that the driver lists."""
+    """A GPU that the driver lists."""
 
     index: int
     name: str
@@ -21,9 +21,9 @@ class Gpu(Frozen):
     free_bytes: int
     compute_capability: tuple[int, int]
     driver: str
-    """Its version."""
+    """Version of the driver."""
     uuid: str = ""
-    """NVIDIA's name of this GPU, which ``CUDA_VISIBLE_DEVICES`` takes, too."""
+    """NVIDIA's id of this GPU, which ``CUDA_VISIBLE_DEVICES`` also accepts."""
 
     def why_taken(self, share: float) -> str | None:
         """Return why an engine with that ``gpu_memory_utilization`` finds too little free memory; None: it fits."""
@@ -48,7 +48,8 @@ class Holder(Frozen):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Those that nvidia-smi lists; none without it. Raises OSError if it fails, subprocess.TimeoutExpired."""
+    """Return the GPUs that nvidia-smi lists; empty without it. Raises OSError if it fails,
+    subprocess.TimeoutExpired."""
     try:
         said = output_of("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
     except FileNotFoundError:
@@ -57,14 +58,14 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process. Raises what ``gpus`` raises."""
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process. Raises the errors of ``gpus``."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: TID251 - the user's, as of every program
     listed = gpus()
     return listed if visible is None else named(listed, visible)
 
 
 def named(listed: Sequence[Gpu], devices: str) -> tuple[Gpu, ...]:
-    """Return the GPUs in ``devices``, indices and UUIDs with commas between them, as in ``CUDA_VISIBLE_DEVICES``.
+    """Return the GPUs in ``devices``, comma-separated indices and UUIDs, as in ``CUDA_VISIBLE_DEVICES``.
 
     A part of a GPU (MIG) has no free memory of its own here, and is left out.
     """
@@ -77,7 +78,7 @@ def named(listed: Sequence[Gpu], devices: str) -> tuple[Gpu, ...]:
 
 
 def holders() -> tuple[Holder, ...]:
-    """Return the processes on the GPUs. In a container, nvidia-smi may name none of those outside.
+    """Return the processes on the GPUs. In a container, nvidia-smi may list none of those outside.
 
     Raises OSError if nvidia-smi fails, subprocess.TimeoutExpired.
     """
@@ -91,7 +92,7 @@ def holders() -> tuple[Holder, ...]:
 
 
 def holders_from(csv: str) -> tuple[Holder, ...]:
-    """Return what nvidia-smi prints, a line each; a name may have commas in it."""
+    """Parse nvidia-smi's output, a line for each process; a name may contain commas."""
     found = []
     for line in csv.strip().splitlines():
         uuid, _, rest = line.partition(",")
@@ -102,7 +103,7 @@ def holders_from(csv: str) -> tuple[Holder, ...]:
 
 
 def taken(gpus: Sequence[Gpu], holders: Sequence[Holder], share: float) -> dict[int, str]:
-    """Return index → why an engine finds too little free memory on that GPU, and who holds it as far as it is known."""
+    """Return index → why an engine finds too little free memory on that GPU, and the known processes that hold it."""
     found = {}
     for gpu in gpus:
         if (why := gpu.why_taken(share)) is not None:
@@ -112,7 +113,7 @@ def taken(gpus: Sequence[Gpu], holders: Sequence[Holder], share: float) -> dict[
 
 
 def gpus_from(csv: str) -> tuple[Gpu, ...]:
-    """What nvidia-smi prints: a line each, memory in MiB. Raises ValueError for what it does not print."""
+    """Parse nvidia-smi's output, a line for each GPU, memory in MiB. Raises ValueError for other output."""
     return tuple(map(_gpu, csv.strip().splitlines()))
 
 
@@ -135,7 +136,7 @@ def _gpu(line: str) -> Gpu:
 
 
 def output_of(*command: str) -> str:
-    """Run a program, and return what it prints. Raises OSError if it fails, subprocess.TimeoutExpired."""
+    """Run a program, and return its output. Raises OSError if it fails, subprocess.TimeoutExpired."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
     if done.returncode != 0:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())

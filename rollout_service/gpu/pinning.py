@@ -1,4 +1,4 @@
-"""Memory that a GPU reads and writes at the speed of PCIe: registered with CUDA, or "pinned"."""
+"""Pinned memory: registered with CUDA, so that a GPU reads and writes it at PCIe speed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
-    """Register memory with CUDA for the current device; what is returned takes that back, and wants to be called before
-    the memory is unmapped.
+    """Register memory with CUDA for the current device. Return a function that unregisters it, to be called before the
+    memory is unmapped.
 
-    Raises OSError if CUDA refuses, ValueError for memory that may not be written.
+    Raises OSError if CUDA refuses, ValueError for read-only memory.
     """
     import numpy as np
     import torch
@@ -34,15 +34,15 @@ def pin(memory: memoryview) -> Callable[[], None]:
 
 
 def take_host_memory(nbytes: int) -> memoryview:
-    """Return new memory of ``nbytes``, at least one, whose pages are there. Python's lock is free meanwhile.
+    """Return new memory of ``nbytes``, at least one, with allocated pages. Releases the GIL meanwhile.
 
-    No child process has it, or Linux would move pages that a GPU writes to.
+    Child processes do not inherit it: Linux would otherwise move pages to which a GPU writes.
     """
     import numpy as np
 
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # of a kernel without large pages
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
     pages[:] = 0
@@ -50,7 +50,7 @@ def take_host_memory(nbytes: int) -> memoryview:
 
 
 def pin_if_possible(memory: memoryview) -> Callable[[], None]:
-    """``pin``, but where CUDA refuses, the memory is used as it is, and the log says so."""
+    """Register memory like ``pin``; if CUDA refuses, use it unregistered, with a log message."""
     try:
         return pin(memory)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""A stream of CUDA for each thread: of one for all, copies to the GPU and from it would wait for each other.
+"""A CUDA stream for each thread: in a shared stream, copies to and from the GPU would wait for each other.
 
-And small copies that do not wait: a thread that waits queues nothing meanwhile, and where several processes share a
-GPU it serves them in turns.
+Also small copies without synchronization: a waiting thread queues nothing, and a GPU that several processes share
+serves them in turns.
 """
 
 import functools
@@ -15,28 +15,28 @@ _of_thread = threading.local()
 
 
 def current_stream_is_own() -> None:
-    """From now on this thread's own stream of each GPU is the one that is current, whichever that is.
+    """Use the current stream of each GPU as this thread's own from now on.
 
-    For a thread that ends after a push: torch keeps the memory of each stream that ever allocated some, and would hand
-    such a thread another one of its 32 streams each time.
+    For a thread that ends after a push: torch keeps the memory of each stream that ever allocated some, and would give
+    each such thread another one of its 32 streams.
     """
     _of_thread.keeps_current = True
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """What is launched, or registered, inside is on ``device``; on the CPU it changes nothing.
+    """Launch and register on ``device`` within this context; no effect for the CPU.
 
-    A thread's device is the first one if nobody says otherwise, and Triton launches there, wherever the memory is.
+    Without it, a thread's device is the first one, and Triton launches there, wherever the memory is.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
-    """What is queued inside goes to this thread's own stream, after what its current one has.
+    """Queue work within this context on this thread's own stream, after the work of its current stream.
 
-    Of the lowest priority that there is, which is also that of an engine's own kernels. After
-    ``current_stream_is_own`` it stays in the current one.
+    The stream has the lowest priority, as do an engine's own kernels. After ``current_stream_is_own``, the current
+    stream is used.
     """
     if getattr(_of_thread, "keeps_current", False):
         with torch.cuda.device(gpu):
@@ -49,7 +49,7 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
         streams[gpu] = torch.cuda.Stream(gpu)
     if (current := torch.cuda.current_stream(gpu)) != streams[gpu]:
         streams[gpu].wait_stream(current)
-    elif torch.cuda.current_device() == gpu.index:  # inside of another one
+    elif torch.cuda.current_device() == gpu.index:  # nested in another one
         yield streams[gpu]
         return
     with torch.cuda.device(gpu), torch.cuda.stream(streams[gpu]):
@@ -57,13 +57,13 @@ def own_stream(gpu: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def own_stream_of(device: torch.device) -> AbstractContextManager[torch.cuda.Stream | None]:
-    """As ``own_stream``; of the CPU, where kernels run in Triton's interpreter, there is none."""
+    """Return ``own_stream``; for the CPU, where kernels run in Triton's interpreter, there is none."""
     return own_stream(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def own_stream_done(gpu: torch.device) -> Iterator[None]:
-    """As ``own_stream``; all that was queued inside is done when this ends, however it does."""
+    """Use ``own_stream``, and synchronize at the end of the context, also after an error."""
     with own_stream(gpu) as stream:
         try:
             yield
@@ -73,34 +73,35 @@ def own_stream_done(gpu: torch.device) -> Iterator[None]:
 
 @functools.cache
 def upload_stream(gpu: torch.device) -> torch.cuda.Stream:
-    """The process's stream for copies to a GPU that go on beside what is computed there."""
+    """Return the process's stream for copies to a GPU that run beside its computations."""
     return torch.cuda.Stream(gpu)
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether what is done with it is done by a GPU, and takes a wait to be seen."""
+    """Return True if a GPU processes the tensor, so that reading results needs a synchronization."""
     return tensor.is_cuda
 
 
 def queued_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on ``device`` of a tensor in the host's memory, which may go; for what is queued on the current stream."""
+    """Queue a copy of a host tensor to ``device``, on the current stream. The caller need not keep the tensor."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def queued_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, to be read once the current stream has come so far; of a tensor on any device."""
+    """Queue a copy to host memory, readable once the current stream has reached it; for a tensor on any device."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def passed(device: torch.device) -> Callable[[], None]:
-    """What waits, with Python's lock free, until all that the current stream has now is done; for any thread."""
+    """Return a function that waits, with the GIL released, for all current work of the current stream; callable from
+    any thread."""
     if device.type != "cuda":
         return lambda: None
-    # who waits sleeps: by default CUDA keeps a core busy for each thread that waits, and others have work for it
+    # a blocking event, so that waiting threads sleep: by default CUDA keeps a core busy for each of them
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
