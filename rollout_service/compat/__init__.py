@@ -1,1 +1,1 @@
-"""Names of vLLM, Ray and transformers that they do not document, and the check that they are there."""
+"""Undocumented names of vLLM, Ray and transformers that this package uses, and the check that they exist."""

@@ -1,7 +1,7 @@
-"""The check of names that a library does not document: are they there, and are they what they were when they were read?
+"""Check that undocumented names of a library exist, and are what they were when this package was written.
 
-``vllm_internals.py`` and ``transformers_internals.py`` list such names and check them as they are imported, so
-that an upgrade that takes one away ends the start of the service, by name, and nothing goes on with half of it.
+``vllm_internals.py`` and ``transformers_internals.py`` list such names and check them when they are imported. An
+upgrade that removes one therefore fails the service's start, with the name, instead of half of it running.
 """
 
 import ast
@@ -19,35 +19,35 @@ from typing import Any
 
 
 class PrivateNameMissing(ImportError):
-    """A library has no such name any more, or another thing by it; says which, and where it was read."""
+    """A library no longer has a name, or has another object under it; lists these, and where they were read."""
 
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name of ``module``: ``name`` may have dots, for what belongs to a class."""
+    """A name in ``module``; ``name`` may have dots, for members of a class."""
 
     module: str
     name: str
     read_in: str
-    """Version of the library whose source says what we rely on."""
+    """Version of the library whose source was read."""
     parameters: tuple[str, ...] | None = None
-    """Of a function or a constructor, in order; None: they do not matter."""
+    """Parameters of a function or a constructor, in order; None: not checked."""
     assigns: tuple[str, ...] = ()
-    """Attributes that its code gives to objects: those of a class to its instances, those of a function to what it is
-    called with. They are looked for in the source, since there is no object yet."""
+    """Attributes that its code assigns to objects: a class to its instances, a function to its arguments. They are
+    checked in the source, since there is no object yet."""
     only_source: bool = False
-    """Look for ``assigns`` in the module's file, and do not import it: it is large, and not every process needs it."""
+    """Check ``assigns`` in the module's file without importing it: it is large, and not every process needs it."""
 
 
 Import = Callable[[str], object]
 
 
 def require_names(distributions: tuple[str, ...], names: Iterable[PrivateName], load: Import | None = None) -> None:
-    """Raise PrivateNameMissing, with every name of ``names`` that is not as it was read.
+    """Raise PrivateNameMissing, with every name of ``names`` that differs from its description.
 
     Args:
-        distributions: under which the library may be installed; for the message.
-        load: gives the module of a name. None: it is imported.
+        distributions: names of the library's packages, for the message.
+        load: returns the module of a name. None: it is imported.
     """
     wrong = [problem for name in names if (problem := _problem(name, load or importlib.import_module)) is not None]
     if wrong:
@@ -85,11 +85,11 @@ def _nodes_in_file(name: PrivateName) -> list[ast.AST]:
 
 
 def _assigned(found: type | FunctionType) -> Iterator[str]:
-    """What the code of a function, or of a class and its bases, calls the attributes of objects."""
+    """Yield the attributes that the code of a function, or of a class and its bases, assigns."""
     for part in found.__mro__ if isinstance(found, type) else (found,):
         try:
             nodes = _definitions(Path(inspect.getfile(part)))[part.__qualname__]
-        except (KeyError, OSError, TypeError):  # built in, or without its source
+        except (KeyError, OSError, TypeError):  # built in, or without source
             continue
         yield from _assigned_by(nodes)
 
@@ -119,7 +119,7 @@ def _is_property(node: ast.FunctionDef) -> bool:
 
 @cache
 def _definitions(file: Path) -> dict[str, list[ast.AST]]:
-    """The nodes of each class and function at a file's top level."""
+    """Return the nodes of each class and function at a file's top level."""
     tree = ast.parse(file.read_text())
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {node.name: list(ast.walk(node)) for node in tree.body if isinstance(node, kinds)}

@@ -1,6 +1,6 @@
-"""Every name of Ray that this package uses and Ray does not document, and the check that it is there.
+"""Undocumented names of Ray that this package uses, and the check that they exist.
 
-The check runs as this file is imported. Nothing here replaces code of Ray.
+The check runs when this file is imported. Nothing here replaces code of Ray.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ NAMES = (
     PrivateName("ray.serve._private.controller", "ServeController.graceful_shutdown", _READ_IN, ("self", "wait")),
 )
 
-require_names(("ray",), NAMES)  # before the imports below, so that all that is missing is named at once
+require_names(("ray",), NAMES)  # before the imports below, so that all missing names are reported at once
 
 import ray
 from ray import serve
@@ -28,23 +28,23 @@ from ray.serve.config import HTTPOptions
 
 _ANSWER_S = 5.0
 _SHUTDOWN_S = 30.0
-"""As long as ``serve.shutdown`` waits for the controller to answer, and to end."""
+"""Time in seconds that ``serve.shutdown`` waits for the controller to answer, and to end."""
 _POLL_S = 0.1
 
 
 async def controller_answers(within_s: float) -> bool:
-    """Whether Serve's controller answers a call in time. True, too, while Ray is starting it anew."""
+    """Return True if Serve's controller answers a call in time, or while Ray is restarting it."""
     try:
         await _ask_controller(within_s)
     except TimeoutError:
         return False
-    except (RayError, ValueError):  # it has died, or Serve is being shut down: neither is for us to mend
+    except (RayError, ValueError):  # it has died, or Serve is shutting down: neither is fixed by a restart
         return True
     return True
 
 
 async def controller_answered(within_s: float) -> bool:
-    """Whether Serve's controller has answered a call in time, and is neither dead nor being started."""
+    """Return True if Serve's controller has answered a call in time, and is neither dead nor starting."""
     try:
         await _ask_controller(within_s)
     except (TimeoutError, RayError, ValueError):
@@ -59,40 +59,41 @@ async def _ask_controller(within_s: float) -> None:
 
 
 async def http_options() -> HTTPOptions:
-    """Return where Serve's proxies listen, once the controller answers."""
+    """Return the address of Serve's proxies, once the controller answers."""
     while True:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 options: HTTPOptions = await serve_controller().get_http_config.remote()
                 return options
-        except (TimeoutError, RayError, ValueError):  # it has died, is being started anew, or hangs
+        except (TimeoutError, RayError, ValueError):  # it has died, is restarting, or hangs
             await asyncio.sleep(_POLL_S)
 
 
 def restart_controller() -> None:
-    """Kill Serve's controller. Ray starts it anew, and it takes over the replicas that it finds."""
+    """Kill Serve's controller. Ray restarts it, and it takes over the existing replicas."""
     ray.kill(serve_controller(), no_restart=False)
 
 
 def serve_controller() -> ActorHandle[object]:
-    """Serve's controller. Raises ValueError if Serve does not run."""
+    """Return Serve's controller. Raises ValueError if Serve does not run."""
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
 
 
 def shut_down_serve(controller: ActorHandle[object] | None) -> None:
-    """``serve.shutdown``, without Ray's warning that a task failed because the controller was killed.
+    """Shut Serve down like ``serve.shutdown``, without Ray's warning that a task failed because the controller was
+    killed.
 
     ``serve.shutdown`` waits in a call of the controller until the controller kills itself, and Ray then warns that this
-    call has failed. Here nobody has a call open when that happens. ``controller``: None if there may be none.
+    call has failed. Here no call is open at that time. ``controller``: None if there may be none.
     """
     if controller is None or not _ended(controller):
-        serve.shutdown()  # would also say of one that has ended that it died
+        serve.shutdown()  # if it has ended, this would also report that it died
 
 
 def _ended(controller: ActorHandle[object]) -> bool:
-    """Have Serve's controller end everything, and then itself.
+    """Let Serve's controller end everything, and then itself.
 
-    False: it has not in time, or is out of reach, since the cluster is ending by itself.
+    Return False if it has not ended in time, or is unreachable, since the cluster is ending.
     """
     try:
         ray.get(controller.graceful_shutdown.remote(wait=False), timeout=_ANSWER_S)

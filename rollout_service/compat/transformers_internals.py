@@ -1,7 +1,7 @@
-"""Every name of transformers that this package uses and transformers does not document, and the check that it is there.
+"""Undocumented names of transformers that this package uses, and the check that they exist.
 
-The check runs as this file is imported. Nothing here replaces code of transformers: what it registers goes through
-``AttentionInterface``, which is documented, and is taken out again.
+The check runs when this file is imported. Nothing here replaces code of transformers: functions are registered through
+``AttentionInterface``, which is documented, and removed again.
 """
 
 import sys
@@ -20,14 +20,14 @@ NAMES = (
     PrivateName("transformers", "PretrainedConfig._attn_implementation", _READ_IN),
     PrivateName("transformers.activations", "SiLUActivation", _READ_IN),
     PrivateName(
-        "transformers.models.qwen3.modeling_qwen3",  # as in the file of every other model
+        "transformers.models.qwen3.modeling_qwen3",  # the same in the file of every other model
         "eager_attention_forward",
         _READ_IN,
         ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),
     ),
 )
 
-require_names(("transformers",), NAMES)  # before the imports below, so that all that is missing is named at once
+require_names(("transformers",), NAMES)  # before the imports below, so that all missing names are reported at once
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -36,22 +36,22 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""What ``AttentionInterface`` registers: output, and weights if there are any."""
+"""A function that ``AttentionInterface`` registers; returns the output, and weights if there are any."""
 
 
 def attention_kernel(model: PreTrainedModel) -> str:
-    """The name under which the registry has the attention function that a model's layers call."""
+    """Return the name in the registry of the attention function that a model's layers call."""
     return str(model.config._attn_implementation)
 
 
 @contextmanager
 def registered_attention(kernel: str, wrap: Callable[[AttentionFunction | None], AttentionFunction]) -> Iterator[None]:
-    """Have ``wrap(function)`` called in the place of the attention function ``kernel`` inside the block.
+    """Replace the attention function ``kernel`` by ``wrap(function)`` within the context.
 
-    ``wrap`` is given None for "eager", which is not in the registry: see ``eager_attention``.
+    ``wrap`` gets None for "eager", which is not in the registry: see ``eager_attention``.
     """
     original = ALL_ATTENTION_FUNCTIONS.get(kernel)
-    if original is None:  # the registry takes its local entries out again
+    if original is None:  # local entries of the registry can be removed
         ALL_ATTENTION_FUNCTIONS[kernel] = wrap(None)
         try:
             yield
@@ -66,8 +66,8 @@ def registered_attention(kernel: str, wrap: Callable[[AttentionFunction | None],
 
 
 def eager_attention(module: torch.nn.Module) -> AttentionFunction | None:
-    """What a model's attention uses where the registry has nothing: the function of its own file, if there is one."""
-    for cls in type(module).__mro__:  # FSDP2 puts a class of its own before the model's
+    """Return the eager attention function in the model's own file, which is not in the registry; None: it has none."""
+    for cls in type(module).__mro__:  # FSDP2 inserts a class of its own before the model's
         function: AttentionFunction | None = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
         if function is not None:
             return function
@@ -75,17 +75,18 @@ def eager_attention(module: torch.nn.Module) -> AttentionFunction | None:
 
 
 def is_silu(activation: Callable[..., torch.Tensor]) -> bool:
-    """Whether a model's activation is SiLU, transformers' or torch's."""
+    """Return True if a model's activation is SiLU, transformers' or torch's."""
     return isinstance(activation, (SiLUActivation, torch.nn.SiLU))
 
 
 def kept_in_float32(model: PreTrainedModel) -> frozenset[str]:
-    """Parts of parameters' names that transformers keeps in fp32 whatever dtype the model is loaded in."""
+    """Return parts of names of parameters that transformers keeps in fp32 with any dtype of the model."""
     return frozenset(model._keep_in_fp32_modules_strict or ())
 
 
 def ignored_when_loading(model: PreTrainedModel) -> frozenset[str]:
-    """Return regular expressions of the tensors that a model's class ignores in a checkpoint, in its parts too."""
+    """Return regular expressions of checkpoint tensors that a model's class ignores, including those in its
+    submodules."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     if any(name.endswith("position_ids") for name, _ in model.named_buffers()):
         patterns.add(r"(^|\.)position_ids$")  # as PreTrainedModel._adjust_missing_and_unexpected_keys does
@@ -93,8 +94,9 @@ def ignored_when_loading(model: PreTrainedModel) -> frozenset[str]:
 
 
 def as_saved(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ``save_pretrained`` would write of parameters: names on disk, experts as the family's checkpoints have them.
+    """Return the parameters as ``save_pretrained`` would write them: names on disk, experts as in the family's
+    checkpoints.
 
-    ``held``: some or all of the model's, by their names in memory; their shapes may be others than the model's.
+    ``held``: some or all of the model's, by their names in memory; shapes may differ from the model's.
     """
     return dict(revert_weight_conversion(model, held))

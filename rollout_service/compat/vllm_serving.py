@@ -1,7 +1,7 @@
-"""Every name of vLLM's HTTP server that this package uses: its classes for chats, and what they are made of.
+"""Undocumented names of vLLM's HTTP server that this package uses: its classes for chats, and their parts.
 
-vLLM documents their routes, not them. ``gateway/openai/`` puts its dispatcher in the place of the engine that they
-expect. Importing this file takes seconds and 150 MB: only ``gateway/openai/serving.py`` does, when somebody chats. The
+vLLM documents the routes, not the classes. ``gateway/openai/`` passes its dispatcher to them in place of an engine.
+Importing this file takes seconds and 150 MB, so ``gateway/openai/serving.py`` only imports it for the first chat. The
 check runs then, and in ``tests/unit/gateway/test_openai.py``.
 """
 
