@@ -1,3 +1,3 @@
-"""A rollout service that RL trainers of language models plug into."""
+"""A rollout service for RL trainers of language models."""
 
 __version__ = "0.1.0"

@@ -18,18 +18,20 @@ from rollout_service.model.hub import pinned
 # Serve's own limit (5) would queue control calls behind paused rollouts; the replica's admission limit decides instead
 UNLIMITED = 1_000_000
 HEALTH_CHECK_PERIOD_S = 0.5
-"""Serve replaces a replica whose process is dead at the next check, and one that says that it must be at the third."""
+"""Time in seconds between health checks. Serve replaces a replica with a dead process at the next check, and one that
+reports an error at the third."""
 HEALTH_CHECK_TIMEOUT_S = 10
-"""Of one check; after three a replica that does not answer is replaced."""
+"""Timeout in seconds of one check; after three, a replica that does not answer is replaced."""
 LOOK_BACK_S = 15
-"""Serve has replicas note their load five times in it. It sends them every 10 s, which nothing public changes."""
+"""Serve makes replicas record their load five times in this time, in seconds. They send it every 10 s, which no public
+option changes."""
 
 
 def build(config: ServiceConfig) -> Application:
-    """Gateway → engines; ingest, monitor and perhaps a shadow beside them.
+    """Build the application: gateway → engines; with the ingest, the monitor and optionally a shadow.
 
-    Makes the model first if ``model.create`` says so. Of one on the Hugging Face hub it pins the commit.
-    Raises ModelNotDownloaded, or ValueError for what ``engine.extra`` or ``engine.env`` may not set.
+    First creates the model if ``model.create`` is set. Pins the commit of a model on the Hugging Face hub. Raises
+    ModelNotDownloaded, or ValueError for invalid ``engine.extra`` or ``engine.env``.
     """
     if config.engine.extra:
         from rollout_service.engine.extra import check_extra  # imports vLLM, which takes seconds
@@ -107,7 +109,7 @@ def _shadow(config: ServiceConfig) -> Deployment:
 
 
 def scaling_options(scaling: ScalingConfig) -> dict[str, object]:
-    """Options of the engine deployment: a fixed number of replicas, or our policy within its bounds."""
+    """Return options of the engine deployment: a fixed number of replicas, or our policy within its bounds."""
     if not scaling.autoscaled:
         return {"num_replicas": scaling.min_replicas}
     autoscaling = AutoscalingConfig(

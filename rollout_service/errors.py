@@ -44,11 +44,11 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 LONGEST_REASON = 2000
-"""Characters of a reason; a list of a thousand tensors is cut."""
+"""Maximum length of a reason in characters; a list of a thousand tensors is truncated."""
 
 
 class RolloutServiceError(Exception):
-    """Base of the tree. ``message`` says what, why, and what instead; ``detail`` carries the names and numbers."""
+    """Base of the tree. ``message`` has the error, the reason and a remedy; ``detail`` has names and numbers."""
 
     http_status: ClassVar[int] = 500
     retry_after_s: ClassVar[float | None] = None
@@ -62,12 +62,12 @@ class RolloutServiceError(Exception):
         return self.message
 
     def to_wire(self) -> dict[str, object]:
-        """The JSON body of the HTTP reply."""
+        """Return the JSON body of the HTTP reply."""
         return {"error": {"type": type(self).__name__, "message": self.message, "detail": self.detail}}
 
 
 class InvalidRequest(RolloutServiceError):
-    """Well-formed, but not something the service can do."""
+    """The request is well-formed, but the service cannot do it."""
 
     http_status = 422
 
@@ -81,15 +81,15 @@ class QuantizationError(InvalidRequest):
 
 
 class DigestMismatch(InvalidRequest):
-    """Bytes that do not hash to the digest sent with them."""
+    """Bytes do not hash to the digest sent with them."""
 
 
 class InvalidDelta(InvalidRequest):
-    """Changes of a tensor that cannot be decoded, or do not make the tensor that their part says."""
+    """The changes of a tensor cannot be decoded, or result in another tensor than announced."""
 
 
 class BadRequest(InvalidRequest):
-    """Not something the service can do, asked on a route that OpenAI or Anthropic define."""
+    """The service cannot do it; on a route that OpenAI or Anthropic define."""
 
     http_status = 400
 
@@ -97,8 +97,8 @@ class BadRequest(InvalidRequest):
 class ContextTooLong(BadRequest):
     """A prompt and its completion do not fit the model's context.
 
-    Status and the words "maximum context length" are those of OpenAI's API and of vLLM, by which clients tell that a
-    conversation is over.
+    Status and the words "maximum context length" are those of OpenAI's API and of vLLM, by which clients recognize the
+    end of a conversation.
     """
 
 
@@ -133,13 +133,13 @@ class VersionConflict(RolloutServiceError):
 
 
 class DeltaBaseGone(RolloutServiceError):
-    """The version that a delta changes is not in the log, cannot be read, or is another one: push a whole version."""
+    """The base version of a delta is not in the log, cannot be read, or is another one: push a whole version."""
 
     http_status = 409
 
 
 class TableUnknown(RolloutServiceError):
-    """An announcement names a table of tensors that the ingest has not, or no longer: send the tensors."""
+    """An announcement names a table of tensors that the ingest does not have: send the tensors."""
 
     http_status = 409
 
@@ -151,31 +151,31 @@ class UploadIncomplete(RolloutServiceError):
 
 
 class NotShared(RolloutServiceError):
-    """A trainer's memory that the ingest cannot reach: another machine, container or user. Send the bytes instead."""
+    """The ingest cannot open a trainer's memory: another machine, container or user. Send the bytes instead."""
 
     http_status = 409
 
 
 class Overtaken(RolloutServiceError):
-    """Another pause, resume, sleep or wake-up was asked for before every replica had obeyed this one."""
+    """Another pause, resume, sleep or wake-up was requested before every replica had completed this one."""
 
     http_status = 409
 
 
 class MemoryTaken(RolloutServiceError):
-    """An engine is to wake, and the memory that it gave back is not free: says who has to free how much."""
+    """An engine should wake, but the memory that it released is in use: names the process and the size."""
 
     http_status = 503
 
 
 class Asleep(RolloutServiceError):
-    """The engines gave their memory back, and must be woken before they can do this."""
+    """The engines have released their memory, and must first be woken."""
 
     http_status = 409
 
 
 class WeightTransferFailed(RolloutServiceError):
-    """A broadcast of a trainer that cannot be received or committed. Never 5xx, which trainers send again."""
+    """A trainer's broadcast cannot be received or committed. Never 5xx, which trainers send again."""
 
     http_status = 409
 
@@ -187,14 +187,14 @@ class PayloadTooLarge(RolloutServiceError):
 
 
 class TooEarly(RolloutServiceError):
-    """No replica serves the version the request asks for yet."""
+    """No replica serves the requested version yet."""
 
     http_status = 425
     retry_after_s = 1.0
 
 
 class Overloaded(RolloutServiceError):
-    """A bound on memory is reached. Of a replica: it is full, and the gateway keeps the call in its queue."""
+    """A memory limit is reached. From a replica: it is full, and the gateway keeps the call in its queue."""
 
     http_status = 503
     retry_after_s = 1.0
@@ -208,7 +208,7 @@ class NotReady(RolloutServiceError):
 
 
 class DeploymentFailed(NotReady):
-    """A process of the service failed with an error that is none of these: a bug, or a broken machine."""
+    """A process of the service failed with an unexpected error: a bug, or a broken machine."""
 
     http_status = 500
 
@@ -224,7 +224,7 @@ class LogLocked(RolloutServiceError):
 
 
 class InsufficientStorage(RolloutServiceError):
-    """The disk has no room for what was sent; what is staged stays."""
+    """The disk has no room for the upload; staged parts stay."""
 
     http_status = 507
 
@@ -236,7 +236,7 @@ class CommitTimeout(RolloutServiceError):
 
 
 class LogCorrupt(RolloutServiceError):
-    """The weight log on disk is not what its manifest says."""
+    """The weight log on disk does not match its manifest."""
 
 
 class NonFiniteLogprob(RolloutServiceError):
@@ -244,7 +244,7 @@ class NonFiniteLogprob(RolloutServiceError):
 
 
 class KVCacheUnfit(RolloutServiceError):
-    """FP8 is not accurate enough for the model's keys or values, whatever the scale."""
+    """FP8 is not accurate enough for the model's keys or values, with any scale."""
 
 
 class EngineFailed(RolloutServiceError):
@@ -252,21 +252,21 @@ class EngineFailed(RolloutServiceError):
 
 
 def error_classes() -> dict[str, type[RolloutServiceError]]:
-    """Every class of the tree by name."""
+    """Return every class of the tree by name."""
     found: dict[str, type[RolloutServiceError]] = {}
     pending: list[type[RolloutServiceError]] = [RolloutServiceError]
     while pending:
         cls = pending.pop()
         found[cls.__name__] = cls
-        # Ray makes classes of its own below them as it carries errors between processes
+        # Ray creates subclasses of its own when it passes errors between processes
         pending.extend(sub for sub in cls.__subclasses__() if sub.__module__ == __name__)
     return found
 
 
 def from_wire(status: int, body: object) -> RolloutServiceError:
-    """Make the error that an HTTP reply stands for.
+    """Convert an HTTP reply to an error.
 
-    A reply that is not ours (a proxy's HTML page, say) becomes a ``RolloutServiceError`` that quotes it.
+    A reply of another origin (a proxy's HTML page, for example) becomes a ``RolloutServiceError`` that quotes it.
     """
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or "message" not in error:
@@ -276,6 +276,6 @@ def from_wire(status: int, body: object) -> RolloutServiceError:
 
 
 def shortened(reason: str) -> str:
-    """At most ``LONGEST_REASON`` characters of it: its begin and its end."""
+    """Truncate a reason to about ``LONGEST_REASON`` characters: its beginning and its end."""
     half = LONGEST_REASON // 2
     return reason if len(reason) <= LONGEST_REASON else f"{reason[:half]} … {reason[-half:]}"

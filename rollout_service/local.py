@@ -1,4 +1,4 @@
-"""The whole service on this machine, for as long as a ``with`` block lasts: for scripts, notebooks, demos and tests."""
+"""Run the whole service on this machine within a ``with`` block: for scripts, notebooks, demos and tests."""
 
 import logging
 import random
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 APPLICATION = "rollout"
 LOGICAL_CPUS = 64
-"""What Ray is told this machine has: replicas share the real cores, and a laptop must not run out of slots."""
+"""Number of CPUs given to Ray: replicas share the real cores, and a laptop must not run out of slots."""
 
 _PORTS = range(20_000, 32_000)
-"""Above those of Ray's workers, and below those that Linux gives to outgoing connections by default."""
+"""Ports above those of Ray's workers, and below those that Linux uses for outgoing connections by default."""
 
 
 class ServiceNotStarted(RuntimeError):
-    """A deployment could not start; says which, and what it failed with."""
+    """A deployment could not start; names it, with its error."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class LocalService:
 
 
 def load_config(path: Path, overrides: Mapping[str, Mapping[str, object]] | None = None) -> ServiceConfig:
-    """The ``args`` of a deployment YAML's application, with ``overrides`` (section → field → value) laid over them.
+    """Load the ``args`` of a deployment YAML's application, replaced by ``overrides`` (section → field → value).
 
-    Raises ValueError (of which pydantic.ValidationError is one).
+    Raises ValueError (including pydantic.ValidationError).
     """
     args = application_args(path)
     for section, fields in (overrides or {}).items():
@@ -62,10 +62,10 @@ def running_service(
     port: int | None = None,
     verbose: bool = False,
 ) -> Iterator[LocalService]:
-    """Start Ray and Serve on loopback, wait until the service answers, and stop both at the end, however it comes.
+    """Start Ray and Serve on loopback, wait until the service answers, and stop both at the end in any case.
 
-    ``port``: of HTTP; None picks a free one. ``verbose``: the replicas' logs come to this process's output.
-    Raises ServiceNotStarted, with the reason, once Serve has given up.
+    ``port``: HTTP port; None: any free one. ``verbose``: show the replicas' logs in this process's output. Raises
+    ServiceNotStarted, with the reason, once Serve has given up.
     """
     config = load_config(path, overrides)
     port = port or free_port()
@@ -81,7 +81,8 @@ def running_service(
 
 @contextmanager
 def local_ray(*, verbose: bool = False) -> Iterator[str]:
-    """A Ray cluster of this machine alone, until the block ends: its address. ``verbose``: see ``running_service``."""
+    """Run a Ray cluster of only this machine until the block ends; yields its address. ``verbose``: see
+    ``running_service``."""
     context = ray.init(
         "local",  # never a cluster that happens to run on this machine
         num_cpus=LOGICAL_CPUS,
@@ -98,10 +99,10 @@ def local_ray(*, verbose: bool = False) -> Iterator[str]:
 
 @contextmanager
 def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
-    """Serve, with the service as its application, in the Ray cluster that this process is in, until the block ends.
+    """Run Serve, with the service as its application, in this process's Ray cluster until the block ends.
 
-    ``options``: see ``start_options``. Returns when the service answers. Raises ServiceNotStarted, with the reason,
-    once Serve has given up.
+    ``options``: see ``start_options``. The block begins once the service answers. Raises ServiceNotStarted, with the
+    reason, once Serve has given up.
     """
     controller = None
     try:
@@ -122,9 +123,9 @@ def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
 
 
 def _delete() -> None:
-    """End the application while Serve's proxies are there, so that what is open is answered.
+    """End the application while Serve's proxies exist, so that open requests are answered.
 
-    ``serve.shutdown`` kills them first, and waits for what is open all the same (Ray 2.60.0).
+    ``serve.shutdown`` kills the proxies first, and still waits for open requests (Ray 2.60.0).
     """
     try:
         serve.delete(APPLICATION)
@@ -133,15 +134,15 @@ def _delete() -> None:
 
 
 def metrics_targets(url: str) -> tuple[str, ...]:
-    """What Prometheus scrapes of a service at ``url`` in the Ray cluster that this process is in."""
+    """Return the URLs that Prometheus scrapes for a service at ``url`` in this process's Ray cluster."""
     agents = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
     return (f"{url}/metrics", *agents)
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago. Raises OSError if none was found.
+    """Return a TCP port that was free a moment ago. Raises OSError if none was found.
 
-    Not one that the system would choose: it may give the same to Ray before the caller has bound it.
+    Not a port chosen by the system, which may give the same one to Ray before the caller has bound it.
     """
     for port in random.sample(_PORTS, k=100):
         with socket.socket() as probe, suppress(OSError):

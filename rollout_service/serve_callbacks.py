@@ -1,7 +1,7 @@
 """Callbacks of Serve's controller and HTTP proxies, which deployment files name in ``controller_options``.
 
-Both processes end at SIGTERM, so that Ray or Serve replaces them at once: Ray's own handler leaves a process that lives
-on and answers no call (see ``runtime/drain.py``). A proxy holds requests until it knows where to send them.
+Both processes end at SIGTERM, so that Ray or Serve replaces them at once: with Ray's own handler, a process lives on
+and answers no call (see ``runtime/drain.py``). A proxy holds requests until it has its routes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ HEALTH_PATH = "/-/healthz"
 """The health check of Serve's proxies; 200 once they have routes."""
 POLL_S = 0.05
 MAX_HOLD_S = 10.0
-"""A request is held no longer; a proxy without any application never has routes."""
+"""Maximum time in seconds for holding a request; a proxy without any application never has routes."""
 
 
 def in_controller() -> None:
@@ -31,7 +31,8 @@ def in_proxy() -> list[Middleware]:
 
 
 class HoldUntilReady:
-    """Holds requests that come before the proxy has its routes. Serve answers 404 to them, and no client repeats it."""
+    """Holds requests that arrive before the proxy has its routes. Serve answers these with 404, and no client repeats
+    that."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._ready = app, False

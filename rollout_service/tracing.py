@@ -1,8 +1,9 @@
-"""OpenTelemetry traces of a rollout: Ray Serve makes the spans, from its proxy to the replica; here is what it lacks.
+"""OpenTelemetry traces of a rollout. Ray Serve creates the spans, from its proxy to the replica; this module adds to
+them.
 
-Serve (2.60.0) traces where ``RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH`` names a function that makes span processors, in
-the environment of its proxies and replicas. Names of attributes are those of OpenTelemetry's conventions for generative
-AI where there is one.
+Serve (2.60.0) traces if ``RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH`` names a function that returns span processors, in
+the environment of its proxies and replicas. Attributes have the names of OpenTelemetry's conventions for generative AI
+where these exist.
 """
 
 import contextvars
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def otlp_exporter() -> "list[SpanProcessor]":
-    """Sends spans to a collector by OTLP over HTTP: ``rollout_service.tracing:otlp_exporter``.
+    """Send spans to a collector by OTLP over HTTP: ``rollout_service.tracing:otlp_exporter``.
 
-    ``OTEL_EXPORTER_OTLP_ENDPOINT`` and the other variables of OpenTelemetry say where, and how.
+    It is configured by ``OTEL_EXPORTER_OTLP_ENDPOINT`` and OpenTelemetry's other variables.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -33,7 +34,7 @@ def otlp_exporter() -> "list[SpanProcessor]":
 
 
 def only_the_trace() -> contextvars.Context:
-    """A context that has nothing of the running one but its span."""
+    """Return a context that contains only the current span of the running one."""
     made, span = contextvars.Context(), trace.get_current_span()
     if span.get_span_context().is_valid:
         made.run(context.attach, trace.set_span_in_context(span, context.Context()))
@@ -41,7 +42,7 @@ def only_the_trace() -> contextvars.Context:
 
 
 def describe(rollout: Rollout) -> None:
-    """Say of the running span, if it is recorded, what came of its rollout."""
+    """Add the rollout's results to the current span, if it is recorded."""
     span = trace.get_current_span()
     if not span.is_recording():
         return
@@ -60,7 +61,7 @@ def describe(rollout: Rollout) -> None:
 
 
 def name_the_trace(record: logging.LogRecord) -> bool:
-    """A filter of log handlers: lines that are written within a span have its ``trace_id`` and ``span_id``, in hex."""
+    """Add ``trace_id`` and ``span_id``, in hex, to log records within a span. A filter for log handlers."""
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
         record.trace_id, record.span_id = trace.format_trace_id(span.trace_id), trace.format_span_id(span.span_id)
