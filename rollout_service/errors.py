@@ -1,43 +1,43 @@
 """Every error the service raises, and the HTTP status each becomes.
 
     RolloutServiceError
-    ├── InvalidRequest            422  well-formed, but not something we can do: says what instead
+    ├── InvalidRequest            422  well-formed, but not supported: the message has an alternative
     │   ├── InvalidManifest       422  names, shapes, dtypes or layout differ from the served model's
     │   ├── QuantizationError     422  a tensor that cannot be quantized (NaN, infinity)
     │   ├── DigestMismatch        422  bytes do not hash to the digest sent with them
-    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or make another one than was told
-    │   └── BadRequest            400  the same, on routes that OpenAI or Anthropic define, where it is a 400
+    │   ├── InvalidDelta          422  changes of a tensor that do not decode, or result in a wrong tensor
+    │   └── BadRequest            400  not supported; on routes that OpenAI or Anthropic define, which use 400
     │       └── ContextTooLong    400  a prompt and its completion do not fit the model's context
     ├── MalformedRequest          400  not JSON, or cut off
     ├── Unauthorized              401  bearer token missing or wrong
-    ├── Forbidden                 403  not from here: non-loopback without a token, path outside the allowed roots
+    ├── Forbidden                 403  not allowed: non-loopback without a token, path outside the allowed roots
     ├── NotFound                  404  no such version, part or route
     ├── VersionConflict           409  other bytes under the same version, or a version that is not newer
-    ├── DeltaBaseGone             409  the version that a delta changes is not in the log, or is another: push all
-    ├── TableUnknown              409  a table of tensors that the ingest has not kept: announce the tensors
+    ├── DeltaBaseGone             409  the base version of a delta is not in the log, or differs: push all tensors
+    ├── TableUnknown              409  a table of tensors that the ingest does not have: announce the tensors
     ├── UploadIncomplete          409  commit before every part arrived
-    ├── NotShared                 409  a trainer's memory that the ingest cannot reach: send the bytes instead
-    ├── Overtaken                 409  a pause, resume, sleep or wake-up after which another one was asked for
-    ├── Asleep                    409  the engines gave their memory back: wake them first
-    ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group, or start, again
+    ├── NotShared                 409  a trainer's memory that the ingest cannot open: send the bytes instead
+    ├── Overtaken                 409  a pause, resume, sleep or wake-up that a later request replaced
+    ├── Asleep                    409  the engines have released their memory: wake them first
+    ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group or start again
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
-    ├── Overloaded                503  a bound on memory is reached, such as that of the gateway's queue: retry later.
+    ├── Overloaded                503  a memory limit is reached, such as that of the gateway's queue: retry later.
     │                                  Between gateway and replica: the replica is full, and the call waits
     ├── NotReady                  503  no live replica, or the service is still starting
     │   ├── LogUnreadable         503  the log cannot be read just now
-    │   └── DeploymentFailed      500  a process of the service failed with an error that is none of these
+    │   └── DeploymentFailed      500  a process of the service failed with an unexpected error
     ├── LogLocked                 503  another process writes this weight log
     ├── CommitTimeout             504  committed, but not live on every replica, or not durable, in time
-    ├── InsufficientStorage       507  the disk has no room: says how many bytes are needed and how many are free
-    ├── MemoryTaken               503  an engine is to wake, and its memory is not free
-    ├── LogCorrupt                500  the weight log on disk is not what its manifest says
+    ├── InsufficientStorage       507  the disk is full: the message has the needed and the free bytes
+    ├── MemoryTaken               503  an engine should wake, and its memory is in use
+    ├── LogCorrupt                500  the weight log on disk does not match its manifest
     ├── NonFiniteLogprob          500  the engine sampled a token whose logprob is not finite
-    ├── KVCacheUnfit              500  FP8 is not accurate enough for keys or values: names the layers
+    ├── KVCacheUnfit              500  FP8 is not accurate enough for keys or values of the named layers
     └── EngineFailed              500  vLLM died or an update left it unusable: the replica restarts
 
-Each crosses process borders by pickle and HTTP as ``{"error": {"type", "message", "detail"}}``; ``from_wire`` makes
-the same class again on the client.
+Between processes errors are pickled; HTTP has ``{"error": {"type", "message", "detail"}}``, from which ``from_wire``
+creates the same class on the client.
 """
 
 from collections.abc import Mapping

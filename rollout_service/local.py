@@ -111,7 +111,7 @@ def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
         try:
             logging_config = options.get("logging_config")
             serve.run(build(config), name=APPLICATION, route_prefix="/", logging_config=logging_config)
-        except RuntimeError as error:  # says which deployment, but not why
+        except RuntimeError as error:  # names the deployment, but not the reason
             said = "; ".join(f"{name}: {why}" for name, why in sorted(not_running(APPLICATION).items()))
             raise ServiceNotStarted(f"{error} {said}") from error
         try:

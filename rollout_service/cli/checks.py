@@ -156,7 +156,7 @@ def chat_template(plan: Plan) -> Iterator[Finding]:
     try:
         path = plan.config.model.here().path
     except ValueError:
-        return  # the model's own finding says it
+        return  # the model's own finding reports it
     if not (path / "tokenizer_config.json").is_file():
         return
     from transformers import AutoTokenizer  # seconds

@@ -62,7 +62,7 @@ def torch_cuda() -> TorchCuda:
         return TorchCuda(built_for=None, devices=0)
     try:
         torch.cuda.init()
-    except RuntimeError as error:  # no driver, or one that is too old: it says which
+    except RuntimeError as error:  # no driver, or one that is too old; the message has the reason
         return TorchCuda(built_for=torch.version.cuda, devices=0, error=" ".join(str(error).split()))
     return TorchCuda(built_for=torch.version.cuda, devices=torch.cuda.device_count())
 

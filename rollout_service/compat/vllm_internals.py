@@ -44,7 +44,7 @@ NAMES = (
     # environment variables that are read for each token
     _read("vllm.envs", "enable_envs_cache", takes=""),
     _read("vllm.envs", "disable_envs_cache", takes=""),
-    # where vLLM keeps the transfer engine that it was told to make
+    # attribute of vLLM's worker with its transfer engine
     _read("vllm.v1.worker.gpu_worker", "Worker", gives="weight_transfer_engine _sleep_saved_buffers", only_source=True),
     # sleeping: memory under addresses that stay, and what of it is the KV cache
     _read("vllm.device_allocator", "get_mem_allocator_instance", takes=""),

@@ -207,7 +207,7 @@ class Durability:
             log_free_bytes=free_bytes(root),
         )
 
-    # --- who waits
+    # --- waiting
 
     def require_possible(self, request: HowToLoad) -> None:
         """Raise InvalidRequest if the request would wait forever."""

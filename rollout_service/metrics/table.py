@@ -322,7 +322,7 @@ KV_UNFIT = _service(
     "Layers whose keys or values FP8 cannot keep, by the same measurement. GET /v1/fleet names them.",
 )  # fmt: skip
 
-# --- mismatch, per version, replica and who scored (source: trainer, shadow); lr = scored - sampled logprob
+# --- mismatch, per version, replica and source (the scorer: trainer, shadow); lr = scored - sampled logprob
 
 _ROW = ("version", "replica", "source")
 MISMATCH_TOKENS = _service("mismatch_tokens_total", "counter", "tokens", _ROW, "Tokens measured.")

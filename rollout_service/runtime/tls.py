@@ -53,7 +53,7 @@ class PinnedCertificates:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         """Context for connections."""
         self.context.check_hostname = False
-        self.context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
+        self.context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust it without its signer
         self._added: set[str] = set()
 
     def add(self, certificate: str) -> None:

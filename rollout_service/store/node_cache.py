@@ -136,7 +136,7 @@ class NodeCache:
             except LogLocked:
                 continue
             except asyncio.CancelledError:
-                lock.release()  # it may have come meanwhile, and nobody else would
+                lock.release()  # the lock may have been acquired meanwhile
                 raise
 
     def _sound_versions(self) -> list[int]:
