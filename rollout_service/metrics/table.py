@@ -59,13 +59,11 @@ def _service(name: str, kind: Kind, unit: Unit, labels: tuple[str, ...], descrip
 
 REQUESTS = _process(
     "requests_total", "counter", "", ("outcome",),
-    "Prompts, by how they ended: ok, cancelled by the client, or the class of the error in errors.py. Overloaded "
-    "(the gateway's queue is full) and NotReady are 503s, TooEarly 425s.",
+    "Prompts by how they ended: ok, cancelled by the client, or the class of the error in errors.py.",
 )  # fmt: skip
 TIME_TO_LAST_TOKEN = _process(
     "time_to_last_token_seconds", "histogram", "seconds", (),
-    "From a prompt's arrival at the gateway to its last completion's last token, waiting and further attempts "
-    "included; of those that were answered.",
+    "Time from a prompt's arrival at the gateway to the last token of its last completion, waits included.",
     _LATENCY_S,
 )  # fmt: skip
 COMPLETIONS = _process(
@@ -83,33 +81,28 @@ COMPLETION_TOKENS = _process(
 )  # fmt: skip
 QUEUE_SEQUENCES = _process(
     "queue_sequences", "gauge", "", (),
-    "Sequences that wait in a gateway until a replica has room for them; a request counts n. The autoscaler counts "
-    "them, too.",
+    "Sequences that wait in a gateway for room; a request counts n. The autoscaler counts them, too.",
 )  # fmt: skip
 REFUSALS = _process(
     "refusals_total", "counter", "", ("reason",),
-    "Answers of a replica that took no request: Overloaded (full), TooEarly (behind min_weight_version), NotReady "
-    "(being replaced). The gateway then asks another one, and keeps the request in its queue when all refuse.",
+    "Refusals by a replica: Overloaded, TooEarly (behind min_weight_version) or NotReady. The gateway keeps "
+    "the request and asks again.",
 )  # fmt: skip
 CONTINUATIONS = _process(
     "continuations_total", "counter", "", ("cause",),
-    "Attempts after the first: abort (a completion was cut off by an update or pause and goes on from its tokens) or "
-    "lost (the replica died under it, and it goes on from the tokens that had left it, or anew if there are none).",
+    "Attempts after the first: abort (cut short by an update or pause) or lost (the replica died).",
 )  # fmt: skip
 SESSION_TURNS = _process(
     "session_turns_total", "counter", "", ("start",),
-    "Turns of sessions, by how they began: first (of its session), continued (from the tokens of an earlier turn), or "
-    "why a branch began: the reasons in docs/agents.md.",
+    "Turns of sessions: first, continued (from the tokens of an earlier turn), or why a branch began (docs/agents.md).",
 )  # fmt: skip
 
 # --- shadow, if there is one
 
 SHADOW_COMPLETIONS = _process(
     "shadow_completions_total", "counter", "", ("outcome",),
-    "Completions with a token of the rollouts that the shadow is to score: scored; not scored because their "
-    "logprobs are not the model's own: truncated (top_p, top_k, min_p or min_tokens), sampling (a temperature or "
-    "penalty alone); or for another reason: mixed (of several versions or replicas), version (the shadow "
-    "has gone on, or has no such version), full (its queue), lost (it was away) or failed.",
+    "Completions chosen for the shadow: scored, or why not (truncated, sampling, mixed, version, full, lost, "
+    "failed; docs/mismatch.md).",
 )  # fmt: skip
 SHADOW_QUEUE = _process(
     "shadow_queue_tokens", "gauge", "tokens", (),
@@ -120,13 +113,11 @@ SHADOW_QUEUE = _process(
 
 UPDATES = _process(
     "updates_total", "counter", "", ("outcome",),
-    "Weight versions that a replica went to: ok, unreadable (it goes on with the version before, and tries again) or "
-    "failed (half loaded; it is replaced).",
+    "Versions that a replica loaded: ok, unreadable (it serves the version before), or failed (it is replaced).",
 )  # fmt: skip
 UPDATE_SECONDS = _process(
     "update_seconds", "histogram", "seconds", ("stage",),
-    "One replica's time for one version. stage: reading and checking while it serves; closed: from pause to resume, no "
-    "token is made; load: the part of closed in which vLLM loads.",
+    "A replica's time for a version: reading (while it serves), closed (pause to resume), load (the part in vLLM).",
     _UPDATE_S,
 )  # fmt: skip
 UPDATE_BYTES = _process("update_bytes_total", "counter", "bytes", (), "Bytes of the versions that a replica loaded.")
@@ -143,9 +134,8 @@ SEQUENCES = _process(
 KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cache's blocks that sequences hold.")
 DECODE_KV_TOKENS = _process(
     "decode_kv_tokens_total", "counter", "tokens", (),
-    "Tokens of KV that decode steps attend to, each sequence's counted, of one layer: of steps that decode alone, in "
-    "engines whose attention reads a group's prompt once (docs/group_attention.md); others, and those on the CPU, have "
-    "none.",
+    "KV tokens that decode steps attend to, of one layer, in engines that read a group's prompt once "
+    "(docs/group_attention.md).",
 )  # fmt: skip
 DECODE_KV_TOKENS_SPARED = _process(
     "decode_kv_tokens_spared_total", "counter", "tokens", (),
@@ -158,8 +148,7 @@ UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts received
 UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of these parts.")
 VERSIONS_RECEIVED = _process(
     "versions_received_total", "counter", "", ("transport",),
-    "Versions that were committed, by how their tensors came: parts, delta (changes, in parts), path (of a folder, as "
-    "version 0), objects (of Ray), broadcast, shared_memory or cuda_ipc.",
+    "Committed versions by transport: parts, delta, path, objects (of Ray), broadcast, shared_memory or cuda_ipc.",
 )  # fmt: skip
 RECEIVED_BYTES = _process(
     "received_bytes_total", "counter", "bytes", ("transport",),
@@ -171,9 +160,8 @@ RECEIVED_VERSION_BYTES = _process(
 )  # fmt: skip
 RECEIVED_SECONDS = _process(
     "received_seconds", "histogram", "seconds", ("transport", "stage"),
-    "Until such a version was stored; stages overlap. receive: from its announcement until its last tensor had come; "
-    "quantize and store: of all threads together, reading, quantizing and checking, and writing and hashing; finish: "
-    "from the last tensor until all were stored. What follows is ray_rollout_update_seconds of the replicas.",
+    "Time until a version was stored, by overlapping stage: receive, quantize, store, finish (last tensor "
+    "until all are stored).",
     _UPDATE_S,
 )  # fmt: skip
 QUANTIZE_SECONDS = _process(
@@ -293,13 +281,11 @@ DURABLE_LOG_FREE_BYTES = _service(
 
 KV_SCALE = _service(
     "kv_scale", "gauge", "", ("version", "layer", "tensor"),
-    "Scale of the FP8 KV cache, for q, k and v of each layer. Versions on disk whose scales are known; one without has "
-    "1 everywhere, or awaits its measurement.",
+    "Scale of the FP8 KV cache for q, k and v of each layer, where it is known.",
 )  # fmt: skip
 KV_SCALE_DRIFT = _service(
     "kv_scale_drift_ratio", "gauge", "ratio", (),
-    "The largest factor, less 1, between a scale of the newest version and the same one of the version before: 0 if "
-    "none has changed. Missing until the ingest has seen two.",
+    "Largest relative change of a KV scale between the newest version and the one before; missing until there are two.",
 )  # fmt: skip
 KV_CACHE_FP8 = _service(
     "kv_cache_fp8", "gauge", "", ("replica",),
@@ -314,8 +300,7 @@ KV_MEASURED_SECONDS = _service(
 )
 KV_SATURATED = _service(
     "kv_saturated_ratio", "gauge", "ratio", ("replica", "layer", "tensor"),
-    "Share of a layer's k, of v beyond the largest FP8 code, with the scales that are served. Of the newest "
-    "measurement, and of the replica that made it, alone: older ones are of other scales.",
+    "Share of a layer's k or v beyond the largest FP8 code with the served scales, by the newest measurement.",
 )  # fmt: skip
 KV_UNFIT = _service(
     "kv_unfit_layers", "gauge", "", ("replica",),
