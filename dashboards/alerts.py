@@ -115,13 +115,6 @@ ALERTS = (
         "calibrate; keys that no scale can save need kv_cache.dtype: bfloat16. Mind the mismatch until then.",
     ),
     Alert(
-        "RolloutNotDurable", "ticket",
-        "max by (instance) (rollout_durable_behind_seconds)", "> 300", "1m",
-        "what has been committed for {{ $value | humanizeDuration }} would be lost if the ingest's machine crashed",
-        "GET /v1/weights says what the disk of weights.durable_root answers: make room there, or mend it. Copying goes "
-        "on by itself.",
-    ),
-    Alert(
         "RolloutLogDiskFull", "ticket",
         "min by (instance) (rollout_log_free_bytes)",
         "< 2 * max by (instance) (rollout_version_bytes)", "1m",

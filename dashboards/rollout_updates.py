@@ -69,20 +69,6 @@ VERSIONS = Row(
             ],
         ),
         Panel(
-            "Not durable yet",
-            "s",
-            "How long a version has been served that a crash of the ingest's machine would undo, and versions a second "
-            "that were dropped without ever having been durable. 0 unless weights.durability is behind. A saw's teeth "
-            "as long as the disk takes for a version; rising without end: it takes none, GET /v1/weights says why. "
-            "Many that never are: the trainer is faster than the disk; let it wait for durable at the versions that "
-            "it would go back to.",
-            [
-                Query(f"max(rollout_durable_behind_seconds{{{SERVICE}}})", "seconds behind"),
-                Query(f"sum({rate('rollout_never_durable_versions_total', SERVICE)})", "never durable, per second"),
-            ],
-            warn_above=300,
-        ),
-        Panel(
             "Disk of the log",
             "bytes",
             "Files below weights.root, one version's tensors, and what is free. Free below two versions: the next "

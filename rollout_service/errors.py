@@ -28,7 +28,7 @@
     │   ├── LogUnreadable         503  the log cannot be read just now
     │   └── DeploymentFailed      500  a process of the service failed with an unexpected error
     ├── LogLocked                 503  another process writes this weight log
-    ├── CommitTimeout             504  committed, but not live on every replica, or not durable, in time
+    ├── CommitTimeout             504  committed, but not live on every replica in time
     ├── InsufficientStorage       507  the disk is full: the message has the needed and the free bytes
     ├── MemoryTaken               503  an engine should wake, and its memory is in use
     ├── LogCorrupt                500  the weight log on disk does not match its manifest
@@ -230,7 +230,7 @@ class InsufficientStorage(RolloutServiceError):
 
 
 class CommitTimeout(RolloutServiceError):
-    """The version is committed, but was not live on every replica, or not durable, in time."""
+    """The version is committed, but was not live on every replica in time."""
 
     http_status = 504
 

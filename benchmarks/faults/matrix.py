@@ -5,7 +5,6 @@ from pathlib import Path
 
 from benchmarks.faults.broadcasts import broadcast_cases
 from benchmarks.faults.disk import disk_cases
-from benchmarks.faults.durability import durability_cases
 from benchmarks.faults.files import file_cases
 from benchmarks.faults.ground import Case, Skipped
 from benchmarks.faults.inputs import input_cases
@@ -24,7 +23,6 @@ def all_cases() -> Iterator[Case]:
     yield from broadcast_cases()
     yield from file_cases()
     yield from disk_cases()
-    yield from durability_cases()
     yield from only_replica_cases()
     yield from scale_cases()
     yield from node_cases()

@@ -29,10 +29,9 @@ of them by the first transport, are ``first_push_s``; of others, one, where the 
 answered: what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s``
 is the whole push. ``stages`` are its seconds: ``receive``, ``quantize``, ``store`` and ``finish`` as ``UploadTimings``
 has them (they overlap), ``stage``, ``closed`` and ``load`` as the slowest replica tells them. All hold what the
-ingest's disk takes: ``--folder`` is memory if it is a tmpfs. With ``--behind`` versions are copied to a disk meanwhile
-(``weights.durability: behind``). Adds each case, once measured, to benchmarks/results/<machine>/update_live.json, in
-place of earlier ones of the same model, transport, staging, replicas and durability. ``python -m
-benchmarks.update.waterfall`` draws them.
+ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds each case, once measured, to
+benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model, transport, staging and
+replicas. ``python -m benchmarks.update.waterfall`` draws them.
 """
 
 import asyncio
@@ -75,7 +74,7 @@ from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.store.mapped_files import is_in_memory
 
 RESULT = "update_live"
-SAME = ("model", "door", "layers", "scales_policy", "durability", "staging", "replicas", "gpus", "ingest_beside")
+SAME = ("model", "door", "layers", "scales_policy", "staging", "replicas", "gpus", "ingest_beside")
 """Fields in which two cases agree that measured the same."""
 LEAST_REPEATS = 3
 DELTA_SHARE = 0.02
@@ -124,8 +123,6 @@ class PushOptions(Options):
     """Rollouts that run meanwhile."""
     scales_policy: str = "reuse"
     """Of the KV cache: reuse, calibrate or unit."""
-    behind: Path | None = None
-    """A folder on a disk, in which a log lies behind that in memory; None: there is none."""
 
 
 FIRST_IS_SLOWER = (Transport.DELTA, Transport.NCCL, Transport.SHARED_MEMORY, Transport.CUDA_IPC)
@@ -153,8 +150,6 @@ class Case:
     layers: int | None
     scales_policy: str = "reuse"
     """``kv_cache.scales_policy``: with ``calibrate`` the scales are measured while the engine is closed."""
-    durability: str = "before_live"
-    """``weights.durability``."""
     log: str = "disk"
     """Where versions are served from: disk or memory."""
     staging: str = "auto"
@@ -337,7 +332,7 @@ def keep(case: Case, concurrent: int) -> Path:
     """Add it to the result, in place of an earlier one of the same model and transport."""
     new = asdict(case) | {"concurrent": concurrent}
     # once there was no other
-    before = {"durability": "before_live", "staging": "auto", "replicas": 1, "gpus": 1, "ingest_beside": "engine"}
+    before = {"staging": "auto", "replicas": 1, "gpus": 1, "ingest_beside": "engine"}
     earlier = [before | case for case in results.cases(RESULT)]
     return results.write(RESULT, {"cases": results.joined(earlier, [new], SAME)})
 
@@ -357,7 +352,6 @@ def table_of(cases: list[Case]) -> Table:
 
 def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/update_live.json."""
-    durability = "before_live" if pushes.behind is None else "behind"
     log = "memory" if is_in_memory(model.folder) else "disk"
     cases = [
         Case(
@@ -365,7 +359,6 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
             transport,
             model.layers,
             pushes.scales_policy,
-            durability,
             log,
             engine.staging,
             pushes.replicas,
@@ -376,10 +369,7 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         for transport in pushes.transport
     ]
     work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
-    with (
-        tempfile.TemporaryDirectory(dir=model.folder) as temporary,
-        tempfile.TemporaryDirectory(dir=pushes.behind) as behind,
-    ):
+    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         path = write_config(model.model, Path(temporary) / model.model, model.layers)
         write_weights(path)
         settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
@@ -388,8 +378,6 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         settings["scaling"] |= {"min_replicas": pushes.replicas, "max_replicas": pushes.replicas}
         if pushes.ingest_beside is Beside.TRAINER:
             settings["scaling"]["num_gpus"] = 1.0  # so Ray puts the ingest on the GPU that no engine has
-        if pushes.behind is not None:
-            settings["weights"] |= {"durability": durability, "durable_root": behind}
         with serving(settings, path.parent, model.verbose) as service:
             if model.free:
                 remove_weights(path)

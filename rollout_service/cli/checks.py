@@ -3,7 +3,7 @@
 import math
 import platform
 import subprocess
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,6 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.runtime.memory import Memory
 from rollout_service.runtime.memory import memory as memory_here
 from rollout_service.runtime.tls import require_certificate
-from rollout_service.store.mapped_files import IN_MEMORY
 
 DASHBOARD_PORT = 8265
 """Port of Ray's dashboard, if it is free."""
@@ -359,19 +358,16 @@ def shm_finding(shm: Disk, has: Memory) -> Finding:
 
 
 def weights(plan: Plan) -> Iterator[Finding]:
-    """Check the disk of the log, and that of the second log if there is one."""
+    """Check the disk of the log."""
     config = plan.config.weights
     if config.root == AUTO:
         yield _chosen_log(plan)
         return
-    served = yield from _log_on_disk("weights.root", config.root_here, plan, durable=config.durable_root is None)
-    if config.durable_root is None:
-        return
-    behind = yield from _log_on_disk("weights.durable_root", config.durable_root_here, plan, durable=True)
-    if served is not None and behind is not None and served.device == behind.device:
-        found = f"{served.folder} and {behind.folder} are on one file system: each version is written twice for nothing"
-        advice = "weights.root in memory, below /dev/shm"
-        yield Finding(check="weights.durability", level="problem", found=found, advice=advice)
+    try:
+        root = config.root_here()
+        yield weights_finding(machine.disk(root), (root / "LATEST").is_file(), plan)
+    except (OSError, ValueError) as error:
+        yield Finding(check="weights.root", level="problem", found=str(error), advice="another weights.root")
 
 
 def _chosen_log(plan: Plan) -> Finding:
@@ -390,26 +386,10 @@ def _chosen_log(plan: Plan) -> Finding:
     return Finding(check="weights.root", level="ok", found=f"{place.root}: {place.why}")
 
 
-def _log_on_disk(
-    setting: str, here: Callable[[], Path | None], plan: Plan, durable: bool
-) -> Generator[Finding, None, Disk | None]:
-    try:
-        root = here()
-        assert root is not None, "of a setting that is set"
-        disk = machine.disk(root)
-        yield weights_finding(disk, (root / "LATEST").is_file(), plan, setting, durable)
-    except (OSError, ValueError) as error:
-        yield Finding(check=setting, level="problem", found=str(error), advice=f"another {setting}")
-        return None
-    return disk
-
-
-def weights_finding(
-    disk: Disk, has_log: bool, plan: Plan, setting: str = "weights.root", durable: bool = True
-) -> Finding:
-    """``has_log``: True if there is a version 0 already. ``durable``: True if the log must survive the machine."""
+def weights_finding(disk: Disk, has_log: bool, plan: Plan, setting: str = "weights.root") -> Finding:
+    """Check the disk's space for the log. ``has_log``: True if there is a version 0 already."""
     config, nbytes = plan.config.weights, plan.version_bytes
-    versions = config.keep_versions + (1 if durable else 2)
+    versions = config.keep_versions + 1
     found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
     if not disk.writable:
         return Finding(check=setting, level="problem", found=f"{found}: not writable", advice=f"another {setting}")
@@ -420,11 +400,9 @@ def weights_finding(
     if nbytes * versions > disk.free_bytes and not has_log:
         found += f"; {versions} versions of {_gb(nbytes)} each take {_gb(nbytes * versions)}"
         return Finding(check=setting, level="warning", found=found, advice=larger)
-    if durable and disk.filesystem in PASSING:
+    if disk.filesystem in PASSING:
         found += f": {PASSING[disk.filesystem]}"
-        refused = setting == "weights.durable_root" and disk.filesystem in IN_MEMORY
-        advice = f"{setting} on a disk that stays"
-        return Finding(check=setting, level="problem" if refused else "warning", found=found, advice=advice)
+        return Finding(check=setting, level="warning", found=found, advice=f"{setting} on a disk that stays")
     return Finding(check=setting, level="ok", found=found)
 
 

@@ -28,11 +28,7 @@ Root = Annotated[
 
 @command(app)
 def ls(path: Root) -> None:
-    """List the versions in PATH, committed and staged; the newest is marked with a star.
-
-    In weights.durable_root, also versions that were served from memory and are not on the disk: "served" if they may
-    still be copied, "lost" if the machine has crashed.
-    """
+    """List the versions in PATH, committed and staged; the newest is marked with a star."""
     from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_record
 
@@ -46,11 +42,6 @@ def ls(path: Root) -> None:
                 f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
                 f"{len(manifest.tensors)} tensors{_named(manifest)}"
             )
-        served = log.served()
-        for number, digest in sorted(served.digests.items()):
-            if head is None or number > head.version:
-                state = "lost" if number in served.lost else "served"
-                typer.echo(f"  {number:>10}  {state:<9}  {digest}  was served from memory, and is not on this disk")
         for parts in sorted(log.root.glob("staging/*.parts")):
             record = read_record(parts)
             if record is not None:
@@ -187,7 +178,7 @@ def _roll_back_in(path: Path, to: int | str) -> None:
                 log.verify(log.manifest(newest))  # as stage_again does of a version that it copies
                 typer.echo(f"version {newest} is the newest, and has these weights already")
                 return
-            version, record = max([newest, *log.served().digests]) + 1, read_record(log.folder(number))
+            version, record = newest + 1, read_record(log.folder(number))
             while log.staging(version).with_name(f"{version}.parts").exists():
                 version += 1
             manifest = stage_again(log, source, version)

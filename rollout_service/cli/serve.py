@@ -23,7 +23,7 @@ from rollout_service.gpu import nvidia_smi
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.model.hub import pinned, require_room, with_model_here
 from rollout_service.model.served_model import ServedModel
-from rollout_service.store.durable_log import log_to_go_on_with
+from rollout_service.store.log import WeightLog
 from rollout_service.store.log_place import log_place
 
 _REPLICAS = re.compile(r"(\d+)(?:-(\d+))?")
@@ -128,7 +128,7 @@ class Prepared:
         """Check that the service may continue the existing log; if that is empty, that the weights have room."""
         config, model = self.plan.config, ServedModel.of(self.plan.config.model)
         try:
-            log = log_to_go_on_with(log_place(config).root, config.weights.durable_root_here())
+            log = WeightLog(log_place(config).root)
             plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
             recipe = recipe_of(config.quant, plan)
             if own_newest(log, model, recipe, config) is None:

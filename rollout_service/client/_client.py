@@ -508,9 +508,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``. They become part
                 of the version. None: the service's ``kv_cache.scales_policy`` decides.
             mode: The fate of running rollouts during the update, see ``CommitUpload.mode``.
-            wait: ``all``: return once every live replica serves this version. ``durable``: return once it survives the
-                loss of the service's machine, which takes longer with ``weights.durability: behind``. ``none``: return
-                after the commit.
+            wait: ``all``: return once every live replica serves this version. ``none``: return after the commit.
             timeout_s: Maximum seconds for ``wait``.
             parallel_parts: Number of concurrent uploads, each with its own thread and connection.
             progress: Called with (bytes on the service, total bytes) after each part. For a ``delta``, called with
@@ -524,9 +522,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
             NotShared: ``transport`` is ``"shared_memory"`` or ``"cuda_ipc"``, and the ingest cannot reach this
                 process's memory. The message has the reason.
-            CommitTimeout: The version is committed, but a replica did not serve it in time, or it is not durable yet.
-                ``detail`` lists the replicas.
-            InvalidRequest: ``wait="durable"``, but the log is in memory only. Nothing is committed.
+            CommitTimeout: The version is committed, but a replica did not serve it in time. ``detail`` lists the
+                replicas.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, because its CUDA stream
         # matters.
@@ -636,7 +633,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         Raises:
             NotFound: The version does not exist, or is no longer on disk. The message lists the available ones.
             LogCorrupt: The version's files are damaged.
-            CommitTimeout: The version is the newest, but a replica did not serve it in time, or it is not durable yet.
+            CommitTimeout: The version is the newest, but a replica did not serve it in time.
         """
         return await self._uploader.roll_back(RollBack(to=to, mode=mode, wait=wait, timeout_s=timeout_s))
 

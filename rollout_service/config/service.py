@@ -202,7 +202,8 @@ class WeightsConfig(Config):
     root: Path = AUTO
     """Folder of the log, on the ingest's node. ``auto``: in the host's memory, below /dev/shm and private to the user,
     if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` and ``doctor`` show the choice and the reason.
-    A log in memory is lost with the host, and trainers push again. An existing log is continued wherever it lies.
+    A log in memory is lost if the host crashes; trainers then push again from a checkpoint. An existing log is
+    continued wherever it lies.
 
     Environment variables in it, such as ``$SCRATCH``, are expanded on each node, with the values at Ray's start there.
 
@@ -212,28 +213,16 @@ class WeightsConfig(Config):
     Replicas tell both cases apart by a file that they compare with the ingest.
 
     On a tmpfs, such as a folder below /dev/shm, updates are several times faster. It needs the memory of
-    ``keep_versions`` versions and one more (at least three), and is lost with the machine: see ``durability``.
+    ``keep_versions`` versions and one more (at least three), and is lost if the host crashes.
     """
 
     disk_root: Path = Path("out/weights")
     """Folder of the log on a disk, if ``root`` is ``auto`` and memory has no room. Environment variables as in
     ``root``."""
 
-    durability: Literal["before_live", "behind"] = "before_live"
-    """``before_live``: a version is in ``root``, synced, before a replica may serve it. ``behind``: it is served from
-    ``root``, which is in memory, and then copied to ``durable_root``, on a disk. If the machine crashes in between,
-    only such versions are lost. ``durable`` in ``GET /v1/weights`` shows which versions are safe, and a commit may wait
-    for it. The number of a lost version stays reserved for its digest. A crash of the service alone loses nothing."""
-
-    durable_root: Path | None = None
-    """With ``durability: behind``, a folder on a disk of the ingest's node, with space for ``keep_versions`` versions
-    and one more. It has copies of the newest versions, from which a service with an empty ``root`` starts. While
-    versions arrive faster than the disk can store them, the newest is copied next, and those in between never become
-    durable. ``root`` may need the memory of one more version. Environment variables as in ``root``."""
-
     keep_versions: int = Field(default=2, ge=1)
     """Number of committed versions kept on disk; older ones are removed once no live replica serves them. The one
-    before the newest is always kept: a starting replica may be reading it. ``durable_root`` keeps the same number."""
+    before the newest is always kept: a starting replica may be reading it."""
 
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size in bytes of an upload's parts, which the ingest requests from trainers."""
@@ -298,38 +287,12 @@ class WeightsConfig(Config):
         """Return ``disk_root`` on this node. Raises ValueError for an undefined variable."""
         return expanded("weights.disk_root", self.disk_root)
 
-    def durable_root_here(self) -> Path | None:
-        """Return ``durable_root`` on this node. Raises the ValueErrors of ``root_here``."""
-        return None if self.durable_root is None else expanded("weights.durable_root", self.durable_root)
-
     @property
     def upload_certificate(self) -> tuple[Path, Path] | None:
         """Return the files of the listener's certificate and its key; None: it has none."""
         if self.upload_ssl_certfile is None or self.upload_ssl_keyfile is None:
             return None
         return self.upload_ssl_certfile, self.upload_ssl_keyfile
-
-    @model_validator(mode="after")
-    def _two_folders_for_behind(self) -> "WeightsConfig":
-        if self.durability == "behind" and (self.durable_root is None or self.root == AUTO):
-            raise ValueError(
-                "weights.durability is behind: name weights.durable_root, a folder on a disk, and for weights.root one "
-                "in memory, such as /dev/shm/weights"
-            )
-        if self.durable_root is None:
-            return self
-        if self.durability == "before_live":
-            raise ValueError(
-                f"weights.durable_root is {self.durable_root}, but weights.durability is before_live, for which "
-                "versions are in weights.root alone: set it to behind, or leave durable_root out"
-            )
-        root, durable = self.root.absolute(), self.durable_root.absolute()
-        if root.is_relative_to(durable) or durable.is_relative_to(root):
-            raise ValueError(
-                f"weights.root is {self.root} and weights.durable_root is {self.durable_root}: neither may lie in the "
-                "other"
-            )
-        return self
 
     @model_validator(mode="after")
     def _certificate_with_its_key(self) -> "WeightsConfig":
@@ -603,7 +566,7 @@ class ServiceConfig(Config):
 
     def resolved(self) -> "ServiceConfig":
         """Return the configuration with absolute paths, to be sent to other processes."""
-        root, durable, calibration = self.weights.root, self.weights.durable_root, self.kv_cache.calibration
+        root, calibration = self.weights.root, self.kv_cache.calibration
         disk = self.weights.disk_root
         prompts = calibration.prompts and calibration.prompts.absolute()
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
@@ -618,7 +581,6 @@ class ServiceConfig(Config):
                     update={
                         "root": root if root == AUTO or str(root).startswith("$") else root.absolute(),
                         "disk_root": disk if str(disk).startswith("$") else disk.absolute(),
-                        "durable_root": durable and (durable if str(durable).startswith("$") else durable.absolute()),
                         "upload_ssl_certfile": certfile and certfile.absolute(),
                         "upload_ssl_keyfile": keyfile and keyfile.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),

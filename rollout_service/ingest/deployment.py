@@ -19,7 +19,7 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.runtime.drain import Drain
 from rollout_service.runtime.logs import log_with_serve
 from rollout_service.runtime.rpc import IngestCalls
-from rollout_service.store.durable_log import log_to_go_on_with
+from rollout_service.store.log import WeightLog
 from rollout_service.store.log_place import claim_log_place
 from rollout_service.web.auth import Authorizer
 
@@ -36,8 +36,7 @@ class IngestReplica(Ingest):
         place = await asyncio.to_thread(lambda: claim_log_place(with_model_here(config)))
         logger.info("the log lies at %s: %s", place.root, place.why)
         weights = config.weights.model_copy(update={"root": place.root})
-        log = log_to_go_on_with(place.root, weights.durable_root_here())
-        empty = log.head() is None
+        empty = WeightLog(place.root).head() is None
         here = await asyncio.to_thread(with_model_here, config, weights=empty)
         super().__init__(here.model_copy(update={"weights": weights}), place)
         self._listener = UploadServer(

@@ -20,12 +20,10 @@ from rollout_service.errors import (
     LogCorrupt,
     LogUnreadable,
     NotFound,
-    NotReady,
     RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
-from rollout_service.ingest.durability import Durability
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
@@ -61,19 +59,17 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
-from rollout_service.runtime.drain import work_s
 from rollout_service.runtime.rpc import Bucket
 from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
-from rollout_service.store.durable_log import log_to_go_on_with
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
-from rollout_service.store.upload_record import UploadRecord, read_record
-from rollout_service.store.version_summary import VersionSummary
+from rollout_service.store.upload_record import UploadRecord
+from rollout_service.store.version_summary import VersionSummary, unconfirmed
 
 logger = logging.getLogger(__name__)
 _INTEGER = re.compile("[0-9]{1,16}")
@@ -85,9 +81,8 @@ class Ingest:
     def __init__(self, config: ServiceConfig, place: LogPlace | None = None) -> None:
         """``place``: location of the log; None: ``weights.root``, which is not ``auto``."""
         self._config = config
-        self._log = WeightLog(config.weights.root_here(), config.weights.durable_root_here())
+        self._log = WeightLog(config.weights.root_here())
         self._changes, self._writing = Changes(), Turns()
-        self._durability = Durability(config.weights, self._log, self._changes, self._remove_copied)
         self._model = ServedModel.of(config.model)
         engine = config.engine
         self._plan = self._model.plan(config.quant, engine.tensor_parallel_size, engine.expert_parallel)
@@ -113,7 +108,6 @@ class Ingest:
             self._recipe,
             self._unquantized,
             self._labels,
-            self._durability.served,
         )
         self._lock = WriterLock(self._log.root)
         self._chunks = ChunkServer(self._log)
@@ -136,12 +130,10 @@ class Ingest:
     async def start(self) -> None:
         """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.
 
-        A log in memory that was lost is restored from the disk. Raises LogLocked while another process writes one of
-        the logs, LogCorrupt if one belongs to another model, or ValueError if ``weights.durable_root`` is invalid.
+        Raises LogLocked while another process writes the log, or LogCorrupt if it belongs to another model.
         """
         await asyncio.to_thread(self._lock.acquire, self._config.weights.lock_wait_s)
         try:
-            await asyncio.to_thread(self._durability.acquire)
             await self._start()
         except BaseException:
             await self.stop()
@@ -150,8 +142,7 @@ class Ingest:
         self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
 
     async def stop(self) -> None:
-        """Release the log; staged versions stay on disk. A started commit is finished first, and the newest version is
-        copied to the second log, as far as the drain timeout allows.
+        """Release the log; staged versions stay on disk. A started commit is finished first.
 
         Callers that still wait or write get NotReady. May be called again.
         """
@@ -161,14 +152,12 @@ class Ingest:
         await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
-        await self._durability.close(work_s(self._config.scaling.drain_timeout_s))
         await self._changes.end()
         await self._uploads.close()
         self._lock.release()
 
     def check_tasks(self) -> None:
         """Raise RolloutServiceError if a background task has ended."""
-        self._durability.check_health()
         if self._expiring is not None and self._expiring.done():
             raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
 
@@ -176,11 +165,7 @@ class Ingest:
         if not self._config.shadow.share:
             await asyncio.to_thread(remove_unquantized, self._log.root)
         await asyncio.to_thread(self._uploads.open)
-        source = log_to_go_on_with(self._log.root, self._config.weights.durable_root_here())
-        own_newest(source, self._model, self._recipe, self._config)  # before anything reads a version of another model
-        await asyncio.to_thread(self._durability.recover)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
-        self._durability.start()
         self._fleet.start()
         if newest is None:
             logger.info("the log at %s is empty: version 0 is made from %s", self._log.root, self._config.model.path)
@@ -189,8 +174,7 @@ class Ingest:
             await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), folder)
             await self._commit(0, CommitUpload())
             return
-        head, manifest = newest
-        self._durability.committed(head.version)
+        _, manifest = newest
         self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._labels.load)
         await asyncio.to_thread(self._log.remove_uncommitted)
@@ -241,7 +225,6 @@ class Ingest:
         Pushing the same weights again gets the same answer. Raises NotFound for a lost object, and the errors of
         ``begin`` and ``commit``.
         """
-        self._durability.require_possible(request)
         source = await asyncio.to_thread(RefSource, buckets, self._model.ignored)
         begin, meant = source.announced(version, kv_scales, label, uploader)
         plan = await self._shielded.run(self._begin(begin, source))
@@ -256,7 +239,6 @@ class Ingest:
         Repeating the call joins the running upload, or gets the same answer. Raises the errors of ``begin_folder`` and
         ``commit``.
         """
-        self._durability.require_possible(request)
         version = await self._shielded.run(self._begin_folder(path, number, label))
         return await self.commit(version, request)
 
@@ -315,31 +297,25 @@ class Ingest:
         """Make a staged version the newest; repeating the commit gets the same answer.
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
-        follow another log, or this one was replaced; InvalidRequest for a wait that would never end.
+        follow another log, or this one was replaced.
         """
-        self._durability.require_possible(request)
-        with self._durability.wanted(version, request):
-            await self._shielded.run(self._commit(version, request))
-            await self._waited(version, request)
+        await self._shielded.run(self._commit(version, request))
+        await self._waited(version, request)
         return await self.status(version)
 
     async def _waited(self, version: int, request: HowToLoad) -> None:
         if request.wait == "all":
             await self.wait_live(version, request.timeout_s)
-        elif request.wait == "durable":
-            await self._durability.wait(version, request.timeout_s)
 
     async def roll_back(self, request: RollBack) -> WeightStatus:
         """Make a kept version the newest again, under a new number. If the newest version already has these weights, it
         is returned unchanged, so repeating the call has no effect.
 
         Raises NotFound, with the kept versions, for one that is not on disk; LogCorrupt, InsufficientStorage,
-        RolloutServiceError, InvalidRequest or CommitTimeout.
+        RolloutServiceError or CommitTimeout.
         """
-        self._durability.require_possible(request)
         version = await self._shielded.run(self._roll_back(request))
-        with self._durability.wanted(version, request):
-            await self._waited(version, request)
+        await self._waited(version, request)
         return await self.status(version)
 
     async def version_of(self, label: str) -> int:
@@ -363,7 +339,7 @@ class Ingest:
         if version in self._uploads.staged_versions:
             return self._uploads.staged(version).status()
         why = self._uploads.why_dropped(version)
-        if why is not None and version not in self._kept():
+        if why is not None and version not in self._log.versions():
             raise NotFound(f"version {version} is neither committed nor staged any more: {why}", {"version": version})
         summary = await self._summary(version)
         return WeightStatus(
@@ -376,15 +352,14 @@ class Ingest:
             digest=summary.digest,
             total_bytes=summary.total_bytes,
             kv_scales_from=summary.kv_scales_from,
-            durable=self._durability.is_durable(version),
-            error=self._durability.failure(version),
+            error=unconfirmed(self._log.unconfirmed.get(version)),
             timings=summary.timings,
             replicas=self._fleet.table.live(),
         )
 
     async def versions(self) -> list[WeightStatus]:
-        """Return all staged versions and those in either log, oldest first."""
-        known = {*self._kept(), *self._uploads.staged_versions}
+        """Return all staged and committed versions, oldest first."""
+        known = {*self._log.versions(), *self._uploads.staged_versions}
         found = []
         for version in sorted(known):
             with suppress(NotFound):  # a version may be dropped while another is read
@@ -437,8 +412,7 @@ class Ingest:
         fleet, versions = await self.fleet(), tuple(await self.versions())
         known = {version: s.kv_scales for version, s in self._summaries.items() if s.kv_scales is not None}
         kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
-        durable = await asyncio.to_thread(self._durability.state)
-        return await self._history.state(fleet, versions, kv_scales, durable)
+        return await self._history.state(fleet, versions, kv_scales)
 
     # --- replicas
 
@@ -468,22 +442,11 @@ class Ingest:
 
     # --- inside
 
-    def _kept(self) -> list[int]:
-        """Return the committed versions that are in either log, oldest first."""
-        behind = self._durability.disk
-        return sorted({*self._log.versions(), *(() if behind is None else behind.versions)})
-
-    def _log_of(self, version: int) -> WeightLog:
-        """Return the log that has a version; the main log if neither has it."""
-        behind = self._durability.disk
-        lies_behind = behind is not None and version in behind.versions and version not in self._log.versions()
-        return behind.log if behind is not None and lies_behind else self._log
-
     async def _summary(self, version: int) -> VersionSummary:
         """Return the summary of a committed version. It is parsed once, in a thread: a mixture of experts has 40 000
         entries."""
         if version not in self._summaries:
-            committed = await asyncio.to_thread(self._log_of(version).manifest, version)
+            committed = await asyncio.to_thread(self._log.manifest, version)
             manifest = self._kv_scales.with_published(committed)
             summary = VersionSummary.of(manifest, committed.digest, await self._record(version))
             if manifest.awaits_kv_scales:
@@ -493,16 +456,10 @@ class Ingest:
 
     async def _record(self, version: int) -> UploadRecord | None:
         try:
-            return await self._record_of(version)
+            return await self._uploads.committed(version)
         except LogCorrupt as error:  # its contents are known without the record
             logger.warning("how version %d came is not shown: %s", version, error)
             return None
-
-    async def _record_of(self, version: int) -> UploadRecord | None:
-        log = self._log_of(version)
-        if log is self._log:
-            return await self._uploads.committed(version)
-        return await asyncio.to_thread(read_record, log.folder(version))
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload) -> None:
@@ -538,14 +495,13 @@ class Ingest:
             # the call may be repeated after a lost answer, when the older version was already removed
             if newest == to or (await self._summary(newest)).rollback_of == to:
                 return newest
-            require_kept(self._kept(), to, self._labels)
-            log = self._log_of(to)
-            source = await asyncio.to_thread(log.manifest, to)
+            require_kept(self._log.versions(), to, self._labels)
+            source = await asyncio.to_thread(self._log.manifest, to)
             if source.digest == (await self._summary(newest)).digest:
                 return newest
-            record, number = await self._record_of(to), self._uploads.free_number()
+            record, number = await self._uploads.committed(to), self._uploads.free_number()
             try:
-                manifest = await asyncio.to_thread(stage_again, self._log, source, number, log.folder(to))
+                manifest = await asyncio.to_thread(stage_again, self._log, source, number)
                 if manifest.awaits_kv_scales:
                     measured = await asyncio.to_thread(self._kv_scales.published, to)
                     await asyncio.to_thread(restore_result, measured, self._log.staging(number), number)
@@ -568,7 +524,7 @@ class Ingest:
 
     async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> None:
         try:
-            head = await asyncio.to_thread(self._durability.commit, manifest, mode, record)
+            head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
         except OSError as error:
             if error.errno in DISK_FULL:
                 what = f"the manifest of version {manifest.version}, which is not committed,"
@@ -577,7 +533,6 @@ class Ingest:
                 f"version {manifest.version} was not committed: {error}: commit it again"
             ) from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
-        self._durability.committed(head.version)
         self._kv_scales.committed(manifest)
         self._summaries.pop(head.version, None)
         if not manifest.awaits_kv_scales:
@@ -595,11 +550,12 @@ class Ingest:
         if not self._fleet.table.is_complete():
             return
         try:
-            versions, kept = self._log.versions(), set(self._kept())
+            versions = self._log.versions()
         except LogUnreadable as error:  # the commit itself has succeeded; the next commit tries again
             logger.warning("no version is removed now: %s", error)
             return
-        in_use = self._fleet.table.in_use() | self._uploads.needed | self._durability.needed
+        in_use = self._fleet.table.in_use() | self._uploads.needed
+        kept = set(versions)
         # a starting replica reads the newest version, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:
             if version not in in_use:
@@ -608,20 +564,9 @@ class Ingest:
                 except OSError as error:  # the commit itself has succeeded; the next commit tries again
                     logger.warning("version %d is not needed any more and cannot be removed yet: %s", version, error)
                 else:
-                    self._durability.dropped(version)
                     kept.discard(version)
         for version in self._summaries.keys() - kept:
             del self._summaries[version]
-
-    async def _remove_copied(self) -> None:
-        """Drop old versions after a copy: the copied version is no longer needed."""
-        try:
-            async with self._writing:
-                await self._remove_old()
-        except NotReady:
-            return  # the next process does it
-        except LogCorrupt as error:  # the next commit raises it, too
-            logger.warning("no version is removed: %s", error)
 
     def _drop(self, version: int) -> None:
         memory = self._uploads.memory

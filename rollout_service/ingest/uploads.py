@@ -59,7 +59,6 @@ from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
-from rollout_service.store.served_numbers import ServedNumbers
 from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
@@ -89,19 +88,16 @@ class Uploads:
         recipe: Recipe,
         unquantized: UnquantizedLog | None = None,
         labels: VersionLabels | None = None,
-        served: ServedNumbers | None = None,
     ) -> None:
         """
         Args:
             recipe: the recipe that the converter follows, as stored in versions.
             unquantized: None if no shadow needs unquantized versions.
             labels: the log's labels, for messages.
-            served: numbers of lost versions, which must not be given to other weights.
         """
         self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan = config, log, model, plan
         self._converter, self._recipe = converter, recipe
-        self._served = served or ServedNumbers(log)
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-gpu")
         self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
@@ -247,8 +243,7 @@ class Uploads:
             await self.discard(begin.version)
 
     def _next_number(self) -> int:
-        """Return the first number above all committed, staged and served ones. Raises VersionConflict if there is
-        none."""
+        """Return the first number above all committed and staged ones. Raises VersionConflict if there is none."""
         taken = [version for version, staged in self._staged.items() if staged.failure is None]
         number = max([self.newest_number, *taken]) + 1
         if number > MAX_VERSION:
@@ -260,9 +255,9 @@ class Uploads:
 
     @property
     def newest_number(self) -> int:
-        """Return the largest number of a committed or lost version; -1: there is none."""
+        """Return the largest number of a committed version; -1: there is none."""
         head = self._log.head()
-        return max(-1 if head is None else head.version, self._served.newest)
+        return -1 if head is None else head.version
 
     def free_number(self) -> int:
         """Return the first unstaged number above the newest version, for a version that is committed at once."""

@@ -210,14 +210,12 @@ class VersionScales:
         if not folder.is_dir():
             raise NotFound(f"version {version} is not in the log any more: look for a newer one")
         result = self._result(version, replica_id, ranks)
-        for place in self._log.folders(version):
-            write_result(place, result)
+        write_result(folder, result)
         self._last = result
         self._leases.pop(version, None)
         self.largest = result.largest
         self._take(version, result.scales)
-        for root in self._log.roots:  # the version may be dropped before the next one is measured
-            write_result(root, result)
+        write_result(self._log.root, result)  # the version may be dropped before the next one is measured
         return result
 
     def published(self, version: int) -> KVScaleResult | None:
@@ -225,7 +223,7 @@ class VersionScales:
         last = self._last  # another thread may publish meanwhile
         if last is not None and last.version == version:
             return last
-        return next((found for folder in self._log.folders(version) if (found := read_result(folder))), None)
+        return read_result(self._log.folder(version))
 
     def with_published(self, manifest: Manifest) -> Manifest:
         """Return a committed version with the scales that it awaited, if they are published. Raises LogCorrupt."""

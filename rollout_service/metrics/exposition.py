@@ -18,7 +18,7 @@ from rollout_service.metrics.process import stages
 from rollout_service.metrics.table import OURS, Metric
 from rollout_service.metrics.vllm_gauges import VllmGauges
 from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
-from rollout_service.protocol.state import DurableState, ServiceState
+from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import VersionState, WeightStatus
 
 MEASURED_VERSIONS = 8
@@ -126,19 +126,6 @@ def _service(samples: _Samples, state: ServiceState) -> None:
     samples.add(table.STAGED_UPLOADS, sum(version.state == "staged" for version in state.versions))
     samples.add(table.LOG_BYTES, state.log_bytes)
     samples.add(table.LOG_FREE_BYTES, state.log_free_bytes)
-    if state.durable is not None:
-        _durable(samples, state.durable, state)
-
-
-def _durable(samples: _Samples, durable: DurableState, state: ServiceState) -> None:
-    if durable.version is not None:
-        samples.add(table.DURABLE_VERSION, durable.version)
-    samples.add(table.DURABLE_BEHIND, _behind_s(-1 if durable.version is None else durable.version, state))
-    samples.add(table.NEVER_DURABLE, durable.never_durable)
-    if durable.log_bytes is not None:
-        samples.add(table.DURABLE_LOG_BYTES, durable.log_bytes)
-    if durable.log_free_bytes is not None:
-        samples.add(table.DURABLE_LOG_FREE_BYTES, durable.log_free_bytes)
 
 
 def _replica(samples: _Samples, status: ReplicaStatus, state: ServiceState) -> None:

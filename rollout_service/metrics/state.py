@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout_service.config import ScalingConfig
 from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
-from rollout_service.protocol.state import DurableState, KVScalesState, ServiceState
+from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
@@ -52,7 +52,6 @@ class FleetHistory:
         fleet: Fleet,
         versions: tuple[WeightStatus, ...],
         kv_scales: KVScalesState | None = None,
-        durable: DurableState | None = None,
     ) -> ServiceState:
         """Return the current state of the service."""
         committed = [status.version for status in versions if status.state != "staged"]
@@ -73,7 +72,6 @@ class FleetHistory:
             log_bytes=log_bytes,
             log_free_bytes=free_bytes(self._log.root),
             kv_scales=kv_scales or KVScalesState(),
-            durable=durable,
         )
 
     def _commit_times(self, versions: list[int]) -> dict[int, float]:

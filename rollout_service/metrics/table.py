@@ -255,27 +255,6 @@ STAGED_FAILED = _service(
 )
 LOG_BYTES = _service("log_bytes", "gauge", "bytes", (), "Size of all files below weights.root.")
 LOG_FREE_BYTES = _service("log_free_bytes", "gauge", "bytes", (), "Free bytes on that disk.")
-DURABLE_VERSION = _service(
-    "durable_version", "gauge", "versions", (),
-    "The newest version that outlives the ingest's machine: the newest committed one, unless weights.durability is "
-    "behind. Missing if none does.",
-)  # fmt: skip
-DURABLE_BEHIND = _service(
-    "durable_behind_seconds", "gauge", "seconds", (),
-    "How long a version newer than that has been committed: what a crash of the machine would undo. 0 if there is "
-    "none. Missing where the log is in memory alone.",
-)  # fmt: skip
-NEVER_DURABLE = _service(
-    "never_durable_versions_total", "counter", "versions", (),
-    "Versions that were dropped and had never been durable, since the ingest started: newer ones overtook them on "
-    "their way to the disk. Missing likewise.",
-)  # fmt: skip
-DURABLE_LOG_BYTES = _service(
-    "durable_log_bytes", "gauge", "bytes", (), "Size of all files below weights.durable_root, if there is one."
-)
-DURABLE_LOG_FREE_BYTES = _service(
-    "durable_log_free_bytes", "gauge", "bytes", (), "Free bytes on that disk. It needs a version's more than it keeps."
-)
 
 # --- the KV cache and its scales: docs/kv_scales.md
 

@@ -18,18 +18,6 @@ class KVScalesState(Frozen):
     unknown."""
 
 
-class DurableState(Frozen):
-    """State of the copy that survives the loss of the ingest's machine."""
-
-    version: int | None
-    """The newest durable version."""
-    never_durable: int = 0
-    """Number of versions since the ingest started that were dropped before they became durable."""
-    log_bytes: int | None = None
-    """Size in bytes of ``weights.durable_root``; None without one."""
-    log_free_bytes: int | None = None
-
-
 class ServiceState(Frozen):
     """Snapshot of the service at one moment."""
 
@@ -49,5 +37,3 @@ class ServiceState(Frozen):
     log_bytes: int
     log_free_bytes: int
     kv_scales: KVScalesState = KVScalesState()
-    durable: DurableState | None = None
-    """None: the log is only in memory."""

@@ -375,7 +375,7 @@ class PartReceipt(Frozen):
     digest: str
 
 
-WaitFor = Literal["none", "all", "durable"]
+WaitFor = Literal["none", "all"]
 """The event after which a commit or rollback is answered: see ``HowToLoad.wait``."""
 
 
@@ -386,9 +386,7 @@ class HowToLoad(Frozen):
     """Treatment of running rollouts. ``keep`` recomputes their KV cache and continues with the new weights, ``wait``
     lets them finish first, ``abort`` ends them with ``finish_reason="abort"``."""
     wait: WaitFor = "none"
-    """``all``: answer when every live replica serves this version. ``durable``: answer when the version survives the
-    loss of its machine (``WeightStatus.durable``), even if no replica serves it by then. A version with such a waiting
-    caller is not skipped on its way to the disk. 422 if the log is only in memory."""
+    """``all``: answer when every live replica serves this version. ``none``: answer after the commit."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Maximum time in seconds for ``wait``, then 504."""
 

@@ -48,10 +48,6 @@ class WeightStatus(Frozen):
     or if it came without parts."""
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
-    durable: bool = False
-    """True if the version survives the loss of its machine: it is on a disk, synced. Always False for a staged version,
-    and if the log is only in memory. With ``weights.durability: behind`` a version is served before it is durable. It
-    never becomes durable if a newer one overtakes it on its way to the disk."""
     digest: str | None = None
     """xxh3-128 over the manifest; None while staged. It covers KV scales that came with the version, but not scales
     that the service measures. A rollback has the digest of the version that it restores."""
@@ -62,7 +58,7 @@ class WeightStatus(Frozen):
     """Parts that a staged upload still lacks."""
     error: Failure | None = None
     """Reason why a staged version cannot be committed: fix the weights and begin it again. For a committed version, the
-    reason why the disk did not confirm it, or why it could not be copied there."""
+    reason why the disk did not confirm it."""
     timings: UploadTimings | None = None
     """None while staged, and for a rollback. Timings of replicas are in ``replicas``."""
     replicas: tuple[ReplicaStatus, ...] = ()

@@ -11,16 +11,12 @@
     <root>/FLEET                       {"replicas"}: live replicas, for an ingest that restarts
     <root>/LABELS                      {"through", "labels"}: version of each label, including dropped versions
     <root>/ORIGIN                      {"log", "writer"}: tells a replica if it sees the same log as the ingest
-    <root>/SERVED                      {"digests", "lost"}: versions served before they were here (served_numbers.py)
-    <root>/MEMORY                      name of a log in memory, in it and in its second log (durable_log.py)
     <root>/spare/                      in a log in memory: files of a dropped version, for reuse
     <root>/copies/<log>/               on a node without the log: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
 
 A version exists if LATEST names it or a newer one. One process writes (the ingest), any number read. A folder newer
 than LATEST is left over from a crash between the two renames, and counts as not committed.
-
-A log in memory may have a second log on a disk: see ``store/durable_log.py``.
 """
 
 import errno
@@ -28,7 +24,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,15 +70,6 @@ class KnownLabels(Frozen):
     labels: dict[str, int] = Field(default_factory=dict)
 
 
-class KnownServed(Frozen):
-    """Content of SERVED; see ``store/served_numbers.py``."""
-
-    digests: dict[int, str] = Field(default_factory=dict)
-    """Digest of each number."""
-    lost: frozenset[int] = frozenset()
-    """Versions that no memory has any more."""
-
-
 _Model = TypeVar("_Model", bound=Frozen)
 _Found = TypeVar("_Found")
 
@@ -96,12 +83,8 @@ def log_at(folder: Path) -> Path:
 class WeightLog:
     """Reads and writes a log; see the module's docstring for its files."""
 
-    def __init__(self, root: Path, disk: Path | None = None) -> None:
-        """``disk``: root of the second log; this log is then in memory. The small files (CONTROL, FLEET, KV_CACHE,
-        ORIGIN) are written there, too, and there first; versions are not."""
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.roots = (root,) if disk is None else (disk, root)
-        """Roots of every log that has the small files, in the order of writing."""
         self.unconfirmed: dict[int, OSError] = {}
         """Versions that this process has committed, with the error of a disk that did not confirm LATEST as durable."""
 
@@ -148,19 +131,8 @@ class WeightLog:
         return self._read("LABELS", KnownLabels) or KnownLabels()
 
     def set_labels(self, labels: KnownLabels) -> None:
-        """Store the labels. They reach the second log with the next version."""
+        """Store the labels."""
         replace_synced(self.root / "LABELS", labels.model_dump_json())
-
-    def served(self) -> KnownServed:
-        """Return the versions that were served before they were in this log. Raises LogCorrupt."""
-        return self._read("SERVED", KnownServed) or KnownServed()
-
-    def set_served(self, served: KnownServed) -> None:
-        """Store them durably. Raises OSError, also if the disk does not confirm them."""
-        make_private(self.root)
-        unconfirmed = replace_synced(self.root / "SERVED", served.model_dump_json())
-        if unconfirmed is not None:
-            raise unconfirmed
 
     def set_fleet(self, replicas: frozenset[str]) -> None:
         """Record the live replicas durably: an ingest that restarts waits for them before it says what all serve."""
@@ -172,21 +144,12 @@ class WeightLog:
 
     def clear_control(self) -> None:
         """Remove the operator's request durably, also on a full disk. Raises OSError."""
-        for root in self.roots:
-            (root / "CONTROL").unlink(missing_ok=True)
-            sync_folder(root)
+        (self.root / "CONTROL").unlink(missing_ok=True)
+        sync_folder(self.root)
 
     def folder(self, version: int) -> Path:
         """Return the folder of a committed version."""
         return self.root / str(version)
-
-    def folders(self, version: int) -> Iterator[Path]:
-        """Yield the folders of a committed version: in this log, even if it is gone, and in the second log, if it
-        exists."""
-        yield self.folder(version)
-        for root in self.roots:
-            if root != self.root and (root / str(version)).is_dir():
-                yield root / str(version)
 
     def staging(self, version: int) -> Path:
         """Return the folder of an upload of ``version`` until it is committed."""
@@ -284,20 +247,18 @@ class WeightLog:
         remove_tree(uploads_folder(self.root))
         self._remove_set_aside()
 
-    def adopt(self, head: Head, staged: Path) -> OSError | None:
+    def adopt(self, head: Head, staged: Path) -> None:
         """Take in ``head.version`` from a folder that was committed elsewhere. LATEST never goes back to an older
         version.
 
-        The files must already be complete and synced. Raises OSError. Return the error of a disk that did not confirm
-        LATEST as durable.
+        The files must already be complete and synced. Raises OSError.
         """
         self.remove_uncommitted()
         known = self.head()
         os.rename(staged, self.folder(head.version))
         sync_folder(self.root)
         if known is None or known.version < head.version:
-            return self._set_head(head)
-        return None
+            self._set_head(head)
 
     def withdraw(self, version: int) -> None:
         """Remove an adopted version, even the newest: LATEST then names the one before, if there is one.
@@ -369,9 +330,8 @@ class WeightLog:
         return replace_synced(self.root / "LATEST", head.model_dump_json())
 
     def _replace(self, name: str, content: Frozen) -> None:
-        for root in self.roots:
-            make_private(root)
-            replace_synced(root / name, content.model_dump_json())
+        make_private(self.root)
+        replace_synced(self.root / name, content.model_dump_json())
 
 
 def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:

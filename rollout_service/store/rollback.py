@@ -30,18 +30,14 @@ def require_kept(kept: Sequence[int], version: int, labels: VersionLabels) -> No
         )
 
 
-def stage_again(log: WeightLog, source: Manifest, version: int, folder: Path | None = None) -> Manifest:
+def stage_again(log: WeightLog, source: Manifest, version: int) -> Manifest:
     """Lay out the files of a kept version as ``version``, and return its manifest, ready for ``WeightLog.commit``.
 
     Every byte is first read and compared with its digest. Raises LogCorrupt, InsufficientStorage or OSError, and then
-    leaves no files behind.
-
-    Args:
-        source: the kept version's manifest.
-        folder: its folder, if it is not in this log.
+    leaves no files behind. ``source``: the kept version's manifest.
     """
-    folder, staged = folder or log.folder(source.version), log.staging(version)
-    log.verify(source, folder=folder)
+    folder, staged = log.folder(source.version), log.staging(version)
+    log.verify(source)
     remove_tree(staged)
     try:
         staged.mkdir(parents=True)

@@ -42,13 +42,6 @@ async def test_mode_keep_splits_completions_into_old_and_new_weights(
     assert all(completion.versions == (telltale, new) for completion in split)
 
 
-async def test_a_push_may_wait_for_the_disk_alone(service: LocalService, client: RolloutClient, telltale: int) -> None:
-    new = telltale + 1
-    status = await client.push_weights(new, canary_weights(service.config.model.path, new), wait="durable")
-    assert status.durable and status.version == new
-    assert (await client.wait_live(new)).durable
-
-
 async def test_mode_wait_finishes_running_completions_on_old_weights(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:

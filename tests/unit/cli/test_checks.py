@@ -288,21 +288,6 @@ class TestDisks:
             [found] = checks.weights(plan(weights={"root": root}))
             assert found.level == "problem" and found.check == "weights.root"
 
-    def test_a_log_in_memory_with_copies_on_a_disk(self, tmp_path: Path) -> None:
-        def levels(root: object, durable_root: object) -> dict[str, str]:
-            weights = {"root": root, "durability": "behind", "durable_root": durable_root}
-            return {finding.check: finding.level for finding in checks.weights(plan(weights=weights))}
-
-        shm = Path("/dev/shm") / tmp_path.name
-        assert levels(shm, tmp_path / "disk") == {"weights.root": "ok", "weights.durable_root": "ok"}
-        assert levels(tmp_path / "log", shm)["weights.durable_root"] == "problem"
-        assert levels(tmp_path / "log", tmp_path / "disk")["weights.durability"] == "problem"
-        assert levels(shm, "$NOT_SET_HERE/disk")["weights.durable_root"] == "problem"
-        # while one is copied, two newer ones may come
-        disk = Disk(folder=shm, free_bytes=39 * GB, filesystem="tmpfs", writable=True)
-        found = checks.weights_finding(disk, False, plan(10 * GB), durable=False)
-        assert found.level == "warning" and "4 versions" in found.found
-
     def test_the_cache_counts_for_a_model_of_the_hub(self, tmp_path: Path) -> None:
         assert [finding.check for finding in checks.hub_cache(plan())] == ["HF_HOME"]
         assert checks.hub_cache(plan(model={"path": tmp_path})) == []

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rollout_service.cli.main import app
 from rollout_service.store.durable_io import WriterLock
-from rollout_service.store.log import KnownServed, WeightLog
+from rollout_service.store.log import WeightLog
 from tests.unit.store.versions import FIRST, commit, flip_a_byte, stage
 
 
@@ -106,20 +106,6 @@ def test_rollback_leaves_a_staged_upload_alone(log: WeightLog) -> None:
     (log.root / "staging" / "4.parts").mkdir(parents=True)
     assert run("rollback", log.root, "--to", 1).exit_code == 0
     assert log.versions() == [0, 1, 2, 3, 5] and (log.root / "staging" / "4.parts").is_dir()
-
-
-def test_ls_names_what_was_served_and_is_not_on_this_disk(log: WeightLog) -> None:
-    digest = "0123456789abcdef" * 2
-    log.set_served(KnownServed(digests={3: log.manifest(3).digest, 7: digest, 8: digest}, lost=frozenset({7})))
-    lines = run("ls", log.root).stdout.splitlines()
-    assert len(lines) == 6 and lines[3].startswith("*          3  committed")
-    assert lines[4] == f"           7  lost       {digest}  was served from memory, and is not on this disk"
-    assert lines[5] == f"           8  served     {digest}  was served from memory, and is not on this disk"
-
-
-def test_rollback_gives_no_number_that_was_served(log: WeightLog) -> None:
-    log.set_served(KnownServed(digests={7: "of a version that a crash has taken"}))
-    assert run("rollback", log.root, "--to", 1).stdout == "version 8 is the newest  rollback of 1\n"
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])

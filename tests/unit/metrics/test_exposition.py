@@ -12,7 +12,7 @@ from rollout_service.metrics.table import OURS
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import NotJudged
-from rollout_service.protocol.state import DurableState, KVScalesState, ServiceState
+from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.weights import WeightStatus
 
 NOW = 1000.0
@@ -44,7 +44,6 @@ def state(
     versions: tuple[WeightStatus, ...] = (),
     latest: int = 9,
     kv_scales: KVScalesState | None = None,
-    durable: DurableState | None = None,
 ) -> ServiceState:
     return ServiceState(
         at=NOW,
@@ -58,7 +57,6 @@ def state(
         log_bytes=4096,
         log_free_bytes=1 << 30,
         kv_scales=kv_scales or KVScalesState(),
-        durable=durable,
     )
 
 
@@ -98,8 +96,7 @@ def full() -> tuple[ServiceState, Row]:
     )
     one = replica("a", 8, update=timings, running=7, age_s=0.5, kv_cache=kv_cache(8))
     scales = KVScalesState(by_version={8: {f"{LAYER}.k_scale": 2.0}}, drift=1.0)
-    durable = DurableState(version=8, never_durable=2, log_bytes=170, log_free_bytes=1 << 40)
-    return state(one, versions=versions, kv_scales=scales, durable=durable), Row(9, suspect_since=950.0)
+    return state(one, versions=versions, kv_scales=scales), Row(9, suspect_since=950.0)
 
 
 class TestServiceState:
@@ -123,20 +120,6 @@ class TestServiceState:
         assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
         states = values(found, "rollout_replicas")
         assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
-
-    @pytest.mark.parametrize(
-        ("version", "behind_s"), [(9, 0.0), (8, NOW - 940.0), (6, NOW - 900.0), (None, NOW - 700.0)]
-    )
-    def test_what_a_crash_would_undo_counts_from_the_first_version_that_is_not_durable(
-        self, version: int | None, behind_s: float
-    ) -> None:
-        found = samples(state(durable=DurableState(version=version)))
-        assert values(found, "rollout_durable_behind_seconds") == {(): behind_s}
-        assert values(found, "rollout_durable_version") == ({} if version is None else {(): version})
-        assert values(found, "rollout_durable_log_free_bytes") == {}
-
-    def test_a_log_in_memory_alone_says_nothing_of_a_disk(self) -> None:
-        assert not [sample for sample in samples(state()) if "durable" in sample.name]
 
     def test_dead_replicas_and_removed_versions_are_not_exported(self) -> None:
         before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))

@@ -1,6 +1,6 @@
 """An ingest in a process of its own. For each version on its input it stages the model's weights, then commits them.
 
-python -m tests.unit.store.committer MODEL ROOT [DURABLE_ROOT]
+python -m tests.unit.store.committer MODEL ROOT
 """
 
 import asyncio
@@ -12,9 +12,8 @@ from rollout_service.protocol.upload import CommitUpload
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
 
 
-async def main(model: Path, root: Path, *durable: Path) -> None:
-    weights = {"durability": "behind", "durable_root": durable[0]} if durable else {}
-    ingest = Ingest(config_of(model, root, weights=weights))
+async def main(model: Path, root: Path) -> None:
+    ingest = Ingest(config_of(model, root))
     await ingest.start()
     trainer, tensors = Trainer(ingest), folder_weights(model)
     for line in sys.stdin:

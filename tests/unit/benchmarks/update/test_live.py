@@ -35,19 +35,6 @@ def test_a_case_replaces_that_of_its_transport(tmp_path: Path, monkeypatch: pyte
     assert (found[-1]["all_live_s"], found[-1]["concurrent"]) == ([2.0], 64)
 
 
-def test_what_is_durable_behind_is_another_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    keep(Case("m", "path", None), concurrent=8)
-    kept = json.loads(results.path("update_live").read_text())
-    for case in kept["cases"]:
-        del case["durability"]  # as in results of before
-    results.path("update_live").write_text(json.dumps(kept))
-    keep(Case("m", "path", None, durability="behind", log="memory"), concurrent=8)
-    keep(Case("m", "path", None, log="memory"), concurrent=8)
-    found = json.loads(results.path("update_live").read_text())["cases"]
-    assert [(case["durability"], case["log"]) for case in found] == [("behind", "memory"), ("before_live", "memory")]
-
-
 def test_cases_of_before_stay_beside_those_of_another_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     keep(Case("m", "parts", None), concurrent=8)
