@@ -23,16 +23,14 @@ import typer
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
+from benchmarks.common.processes import ROLLOUT_SERVICE, gpus, is_healthy, process, raise_at_sigterm
 from benchmarks.trainers.pretraining import SHAPES, prepare
-from benchmarks.trainers.processes import gpus, is_healthy, process, raise_at_sigterm
 from benchmarks.trainers.trl_training import Place, Training
 
 WARM_UP = 3
 """Steps that medians leave out: the first sync describes every tensor, and kernels are compiled."""
 EDGE = 5
 """Steps at each end whose mean reward is reported."""
-_CLI = [sys.executable, "-c", "from rollout_service.cli.main import app; app()"]
-_SERVE_RUN = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run"]
 _TRL_SERVE = [sys.executable, "-m", "trl.scripts.vllm_serve"]
 _DONE, _LIMIT = "all steps were made", "the time was over"
 Side = Literal["ours", "own", "own-fp8"]
@@ -55,8 +53,6 @@ class TrlOptions(Options):
     """Seconds of pre-training at most."""
     right: float = 0.35
     """Probability of a right answer at which pre-training ends."""
-    serve_run: bool = False
-    """Start the same deployment by serve run, without the checks of rollout-service serve."""
     limit_s: float = 240.0
     """Seconds of one side, start included; what has been trained by then is the result."""
     port: int = 8000
@@ -169,17 +165,9 @@ def server_command(side: Side, asked: TrlOptions) -> list[str]:
     """Return what each side's documentation has users type."""
     folder, port = str(asked.folder.absolute()), str(asked.port)
     if side == "ours":
-        serve = [*_CLI, "serve", folder, "--replicas", "1", "--port", port]
-        return _without_checks(serve, asked.out.absolute()) if asked.serve_run else serve
+        return [*ROLLOUT_SERVICE, "serve", folder, "--replicas", "1", "--port", port]
     quantized = ["--quantization", "fp8"] if side == "own-fp8" else []  # handed on to vllm serve
     return [*_TRL_SERVE, "--model", folder, "--port", port, *quantized]
-
-
-def _without_checks(serve: list[str], folder: Path) -> list[str]:
-    """Return the command that runs the Serve config of ``serve``, which is written into ``folder``."""
-    config = subprocess.run([*serve, "--print-config"], check=True, stdout=subprocess.PIPE).stdout
-    (folder / "deployment.yaml").write_bytes(config)
-    return [*_SERVE_RUN, str(folder / "deployment.yaml")]
 
 
 def trainer_command(training: Training, place: Place) -> list[str]:

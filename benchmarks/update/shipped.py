@@ -17,8 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.gpu_service import write_weights
+from benchmarks.common.processes import ROLLOUT_SERVICE, is_healthy
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.soak.strike import victims
 from benchmarks.update.busy import rollouts
@@ -41,7 +40,6 @@ FIRST_PUSHES = 3
 """Told apart from later ones, whose median is the headline."""
 _START_LIMIT_S = 600
 _END_S = 60
-_CLI = [sys.executable, "-c", "from rollout_service.cli.main import app; app()"]
 MILESTONES = {
     "Ray runs": "Started a local Ray instance",
     "Serve runs": "Started Serve in namespace",
@@ -114,7 +112,7 @@ def _model(asked: ShippedOptions) -> Path:
 @contextmanager
 def _served(model: Path, asked: ShippedOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run the shipped deployment until the block ends; yield its URL, and how long its start took."""
-    command = [*_CLI, "serve", str(model), "--replicas", str(asked.replicas), "--port", str(asked.port)]
+    command = [*ROLLOUT_SERVICE, "serve", str(model), "--replicas", str(asked.replicas), "--port", str(asked.port)]
     printed = subprocess.run([*command, "--print-config"], check=True, capture_output=True, text=True).stdout
     document = yaml.safe_load(printed)
     if asked.gpu_share is not None:
@@ -159,14 +157,10 @@ def _read_log(service: subprocess.Popen[str], file: Path, started: float, reache
 
 def _wait(url: str, service: subprocess.Popen[str], started: float) -> None:
     """Return once the service answers. Raises RuntimeError if it ends, or takes longer than ten minutes."""
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            if service.poll() is not None or time.monotonic() - started > _START_LIMIT_S:
-                raise RuntimeError("the service did not start: its output is in serve.log") from None
-            time.sleep(0.5)
+    while not is_healthy(url):
+        if service.poll() is not None or time.monotonic() - started > _START_LIMIT_S:
+            raise RuntimeError("the service did not start: its output is in serve.log")
+        time.sleep(0.5)
 
 
 def _trainer(model: Path) -> torch.nn.Module:

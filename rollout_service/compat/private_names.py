@@ -39,6 +39,14 @@ class PrivateName:
     """Check ``assigns`` in the module's file without importing it: it is large, and not every process needs it."""
 
 
+def private_name(
+    module: str, name: str, *, read_in: str, takes: str | None = None, gives: str = "", only_source: bool = False
+) -> PrivateName:
+    """Return a name. ``takes``: its parameters; ``gives``: attributes that it assigns; both separated by spaces."""
+    parameters = None if takes is None else tuple(takes.split())
+    return PrivateName(module, name, read_in, parameters, tuple(gives.split()), only_source)
+
+
 Import = Callable[[str], object]
 
 

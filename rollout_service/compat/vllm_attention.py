@@ -5,23 +5,19 @@ FlashAttention's libraries if there is a GPU: only ``engine/attention/backend.py
 that backend. The check runs then, and in ``tests/unit/compat/test_private_names.py``.
 """
 
+import functools
 import importlib
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from rollout_service.compat.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import private_name, require_names
 
 _READ_IN = "vLLM 0.32.0"
 _BACKEND, _FLASH = "vllm.v1.attention.backend", "vllm.v1.attention.backends.flash_attn"
 
-
-def _read(module: str, name: str, *, takes: str | None = None, gives: str = "") -> PrivateName:
-    """``takes``: its parameters; ``gives``: attributes that it assigns to objects; both separated by spaces."""
-    parameters = None if takes is None else tuple(takes.split())
-    return PrivateName(module, name, _READ_IN, parameters, tuple(gives.split()))
-
+_read = functools.partial(private_name, read_in=_READ_IN)
 
 NAMES = (
     _read(_BACKEND, "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE"),

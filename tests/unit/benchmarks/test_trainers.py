@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.common.processes import process
 from benchmarks.trainers import pretraining, report, trl
 from benchmarks.trainers.addition import DIGITS, MAX_TOKENS, Problem, problems, reward
-from benchmarks.trainers.processes import process
 from benchmarks.trainers.trl_training import Steps
 
 SOME = list(itertools.islice(problems(7), 64))

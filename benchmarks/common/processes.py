@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,9 @@ from benchmarks.common.paths import PROJECT
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
 """vLLM and TRL look for this machine's address by a route to the internet, and find 0.0.0.0 without one."""
+
+ROLLOUT_SERVICE = (sys.executable, "-c", "from rollout_service.cli.main import app; app()")
+"""The command line, also where the package is only on the path."""
 
 
 @contextmanager
