@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.common.paths import RESULTS
@@ -20,10 +20,10 @@ Json = dict[str, Any]
 
 
 def machine() -> str:
-    """A short name of this machine: its GPU (``h200``; several: ``2x-h200``), or its number of cores."""
+    """A short name of this machine: its GPU (``h200``; several: ``2x-h200``), or how many cores this process may use."""
     if torch.cuda.is_available():
         return gpu() if torch.cuda.device_count() == 1 else f"{torch.cuda.device_count()}x-{gpu()}"
-    return f"cpu-{psutil.cpu_count()}-cores"
+    return f"cpu-{len(os.sched_getaffinity(0))}-cores"
 
 
 def gpu() -> str:
