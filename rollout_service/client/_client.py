@@ -8,14 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack, get_args, overload
-from urllib.parse import quote
 
 import httpx
 
 from rollout_service.client._batch import Failures, Group, first_groups
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
 from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_of, rollout_of, sampling_of
-from rollout_service.client._http import Http, parse
+from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
 from rollout_service.client._retry import Repeat
@@ -26,7 +25,6 @@ from rollout_service.client._tensors import Progress, TensorSource, TensorThread
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
-from rollout_service.protocol.generate import DetachedRollout
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sessions import OpenSession
 from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor, WaitFor
@@ -51,10 +49,6 @@ _ABOUT_THE_REQUEST = (
     "add_special_tokens",
 )
 """The generation options that are not sampling parameters."""
-
-
-def _rollout_url(rollout_id: str) -> str:
-    return f"/v1/rollouts/{quote(rollout_id, safe='')}"
 
 
 class RolloutClient(ControlCalls, MismatchCalls):
@@ -254,52 +248,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
         about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
         request = request_of(prompt, sampling_of(**given), request_id=request_id, **about)
         return RolloutStream(self._data, request)
-
-    async def detach(self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]) -> str:
-        """Start ``generate`` without waiting for it. Returns the id to pass to ``collect``.
-
-        The gateway keeps the rollout in memory for an hour after it ends. A restarted trainer can collect rollouts that
-        it had started under its own ``request_id``.
-
-        Args:
-            prompt: Text or token ids.
-            request_id: The id. None: the service generates one.
-            **options: See ``generate``.
-
-        Raises:
-            InvalidRequest: The service does not accept a parameter or a token.
-            VersionConflict: The id is in use.
-            Overloaded: The service holds too many detached rollouts.
-        """
-        given = dict(options)
-        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
-        request = request_of(prompt, sampling_of(**given), request_id=request_id, detach=True, **about)
-        reply = await self._data.send(
-            "POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_NOT_ACCEPTED
-        )
-        return parse(DetachedRollout, reply).id
-
-    async def collect(self, rollout_id: str, *, timeout_s: float | None = None) -> Rollout:
-        """Return a detached rollout. It stays on the service until it expires or until ``discard_rollout``.
-
-        Args:
-            rollout_id: The result of ``detach``.
-            timeout_s: Maximum wait in seconds. None: no limit.
-
-        Raises:
-            NotFound: The rollout expired or was discarded, or its gateway has ended.
-            TimeoutError: The rollout is unfinished after ``timeout_s``; it continues.
-            RolloutServiceError: The error that ``generate`` would have raised.
-        """
-        async with asyncio.timeout(timeout_s):
-            while True:
-                reply = await self._data.send("GET", _rollout_url(rollout_id), repeat=Repeat.IDEMPOTENT)
-                if reply.status_code != 202:
-                    return rollout_of(reply)
-
-    async def discard_rollout(self, rollout_id: str) -> None:
-        """Cancel a detached rollout if it is running, and delete it on the service."""
-        await self._data.send("DELETE", _rollout_url(rollout_id), repeat=Repeat.IDEMPOTENT)
 
     @overload
     async def generate_batch(

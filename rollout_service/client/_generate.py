@@ -92,17 +92,11 @@ class _Reply(GenerateReply):
     usage: Usage = Usage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
 
 
-def rollout_of(response: httpx.Response, request: GenerateRequest | None = None) -> Rollout:
-    """Return the rollout of a reply. Raises RolloutServiceError if the reply contradicts itself or the request.
-
-    Args:
-        request: the request. None for a detached rollout, whose request is unknown.
-    """
+def rollout_of(response: httpx.Response, request: GenerateRequest) -> Rollout:
+    """Return the rollout of a reply. Raises RolloutServiceError if the reply contradicts itself or the request."""
     reply = parse(_Reply, response)
-    prompt_token_ids = reply.prompt_token_ids
-    if prompt_token_ids is None and request is not None:
-        prompt_token_ids = request.token_ids
-    num_asked = len(reply.choices) if request is None else request.sampling_params.n
+    prompt_token_ids = request.token_ids if reply.prompt_token_ids is None else reply.prompt_token_ids
+    num_asked = request.sampling_params.n
     choices = sorted(reply.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(num_asked)) or prompt_token_ids is None:
         raise RolloutServiceError(

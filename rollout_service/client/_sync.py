@@ -69,9 +69,6 @@ class SyncRolloutClient:
         self._loop, self._closing = running.result()
 
     generate = _blocking(RolloutClient.generate)
-    detach = _blocking(RolloutClient.detach)
-    collect = _blocking(RolloutClient.collect)
-    discard_rollout = _blocking(RolloutClient.discard_rollout)
     generate_batch = _blocking(RolloutClient.generate_batch)
     push_weights = _blocking(RolloutClient.push_weights)
     push_path = _blocking(RolloutClient.push_path)

@@ -17,7 +17,6 @@ from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import ROUTED_FLEET
 from rollout_service.fleet.serve_status import not_running
-from rollout_service.gateway.detached import DetachedRollouts
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.runtime.connections import ManyConnections
@@ -75,10 +74,6 @@ class Services:
     """Answers chat requests. None: chats are not available."""
     sessions: SessionCalls = field(default_factory=Sessions)
     """The sessions of agents."""
-    detached: DetachedRollouts = field(default_factory=DetachedRollouts)
-    """Detached rollouts of this gateway."""
-    num_gateways: int = 1
-    """The setting ``scaling.gateways``."""
     returns_masks: bool = False
     """The setting ``engine.return_sampling_mask``."""
     returns_experts: bool = False
@@ -141,7 +136,6 @@ class Services:
             shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
             aliases=config.model.aliases,
             sessions=Sessions() if sessions is None else session_client(sessions),
-            num_gateways=config.scaling.gateways,
             returns_masks=config.engine.return_sampling_mask,
             returns_experts=config.engine.return_routed_experts,
             max_logprobs=model.vocab_size if config.engine.max_logprobs == -1 else config.engine.max_logprobs,

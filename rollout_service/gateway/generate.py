@@ -9,34 +9,27 @@ from contextlib import aclosing
 
 import numpy as np
 from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
 
-from rollout_service.errors import InvalidRequest, VersionConflict
 from rollout_service.fleet.live import LivePiece
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
-    check_prompt,
     model_name,
     roll_out,
     text_of,
     tokenize,
-    with_experts,
 )
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import EVENT_STREAM, Spans, event_stream, live_pieces
 from rollout_service.gateway.text import TextStream
 from rollout_service.protocol.generate import (
     CompactLogprobs,
-    DetachedRollout,
     GenerateReply,
     GenerateRequest,
     RolloutOptions,
     StreamOptions,
 )
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
-from rollout_service.protocol.sampling import Sampling
-from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["generate"], route_class=PromptsRoute)
 
@@ -44,12 +37,7 @@ router = APIRouter(tags=["generate"], route_class=PromptsRoute)
 @router.post(
     "/inference/v1/generate",
     response_model=dict[str, object],
-    responses={
-        200: {"model": GenerateReply, **EVENT_STREAM},
-        202: {"model": DetachedRollout},
-        **DATA_ERRORS,
-        **documented(VersionConflict),
-    },
+    responses={200: {"model": GenerateReply, **EVENT_STREAM}, **DATA_ERRORS},
 )
 async def generate(
     body: GenerateRequest, services: Here, x_session_id: SessionHeader = None
@@ -62,40 +50,7 @@ async def generate(
     options = body.options(x_session_id)
     if body.stream:
         return await event_stream(_chunks(prompt, body, services, options))
-    if body.detach:
-        return _detach(prompt, body, services, options, model)
     return await _reply(prompt, body, services, options, model)
-
-
-def _detach(
-    prompt: tuple[int, ...], body: GenerateRequest, services: Services, options: RolloutOptions, model: str
-) -> Response:
-    """Start a detached rollout and answer at once. Invalid requests are refused before."""
-    if services.num_gateways > 1:
-        raise InvalidRequest(
-            f"detach is not implemented with scaling.gateways={services.num_gateways}: the one that collects a rollout "
-            "would ask another gateway than the one that has it; wait for the reply, or set it to 1"
-        )
-    check_prompt(prompt, body.sampling_params, services)
-    asked = with_experts(prompt, body.sampling_params, services, options.return_routed_experts)
-    # the client that collects the rollout may not know its prompt
-    body = body.model_copy(update={"return_token_ids": True})
-    work = _reply(prompt, body, services, options, model)
-    most = _most_kept(len(prompt), asked, services.max_model_len)
-    rollout_id = services.detached.begin(work, most, options.request_id)
-    return JSONResponse({"id": rollout_id}, status_code=202)
-
-
-_EXPERTS_OF_A_TOKEN = 8
-"""Size of one token's routed experts in a reply, in tokens. They take up to 1 KiB."""
-
-
-def _most_kept(prompt: int, sampling: Sampling, max_model_len: int) -> int:
-    """Return the maximum size of a reply in tokens. Each top logprob counts as one more token."""
-    longest = min(sampling.max_tokens or max_model_len, max_model_len - prompt)
-    kept = prompt * (1 + (sampling.prompt_logprobs or 0)) + sampling.n * longest * (1 + (sampling.logprobs or 0))
-    start = sampling.routed_experts_prompt_start
-    return kept if start is None else kept + sampling.n * (prompt - start + longest) * _EXPERTS_OF_A_TOKEN
 
 
 async def _reply(

@@ -99,8 +99,6 @@ class GenerateRequest(RolloutOptions):
     stream: bool | None = False
     """Send server-sent events during generation: see ``GenerateChunk``."""
     stream_options: StreamOptions | None = None
-    detach: bool = False
-    """Answer at once with an id, ``request_id`` if given. ``GET /v1/rollouts/{id}`` returns the reply later."""
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":
@@ -140,8 +138,6 @@ class GenerateRequest(RolloutOptions):
         if self.stream and self.compact_logprobs:
             raise ValueError("extra_args.prl_compact_logprobs: only a whole reply has them; leave out one of the two")
         require_stream(self.stream, self.stream_options, self.sampling_params, self.return_routed_experts)
-        if self.stream and self.detach:
-            raise ValueError("a rollout is either streamed or detached: leave out stream or detach")
         return self
 
 
@@ -262,12 +258,6 @@ class GenerateReply(BaseModel):
     truncated_sampling: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-
-
-class DetachedRollout(BaseModel):
-    """The id of a rollout that runs without a waiting client."""
-
-    id: str
 
 
 class GenerateChunk(BaseModel):

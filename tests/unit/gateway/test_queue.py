@@ -97,16 +97,6 @@ async def test_a_request_whose_caller_leaves_leaves_the_queue(
     running.cancel()
 
 
-async def test_a_detached_rollout_waits_and_is_collected(gateway: Gateway) -> None:
-    await gateway.full()
-    detached = await gateway.http.post("/inference/v1/generate", json=REQUESTS[0][1] | {"detach": True})
-    rollout_id = detached.json()["id"]
-    while not gateway.dispatcher.queue.sequences:
-        await asyncio.sleep(0)
-    gateway.engine.let.set()
-    assert (await gateway.http.get(f"/v1/rollouts/{rollout_id}?wait_s=30")).status_code == 200
-
-
 async def test_a_gateway_that_ends_answers_what_waits(gateway: Gateway) -> None:
     replies = [await gateway.full(), *[await gateway.send(route, body) for route, body in REQUESTS]]
     gateway.open.refuse()

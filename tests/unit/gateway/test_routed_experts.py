@@ -78,21 +78,11 @@ async def test_the_client_gives_them_by_token(routing: Services) -> None:
             (await client.generate([5, 6, 7])).routed_experts()
 
 
-async def test_a_detached_rollout_has_them(routing: Services) -> None:
+async def test_a_stream_of_routed_experts_is_refused(routing: Services) -> None:
     transport = httpx.ASGITransport(create_app(routing), client=("127.0.0.1", 1))
     async with RolloutClient("http://gateway", transport=transport) as client:
-        rollout = await client.collect(await client.detach([5, 6, 7], return_routed_experts=True))
-        assert rollout.routed_experts()[1].sum() == 5
         with pytest.raises(InvalidRequest, match="leave out one of them"):
             await client.generate_stream([5, 6, 7], return_routed_experts=True).open()
-
-
-async def test_who_detaches_hears_at_once_that_there_are_none(services: Services) -> None:
-    async with http_to(services) as http:
-        asked = await http.post(
-            "/inference/v1/generate", json={"token_ids": [5, 6], "return_routed_experts": True, "detach": True}
-        )
-    assert asked.status_code == 422 and "engine.return_routed_experts" in asked.json()["error"]["message"]
 
 
 async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_what_is_known(

@@ -20,8 +20,6 @@ from tests.unit.gateway.fakes import EchoEngine
 OPEN = {
     ("POST", "/inference/v1/generate"),
     ("POST", "/v1/completions"),
-    ("GET", "/v1/rollouts/{rollout_id:path}"),
-    ("DELETE", "/v1/rollouts/{rollout_id:path}"),
     ("POST", "/generate"),
     ("GET", "/health_generate"),
     ("GET", "/v1/models"),
