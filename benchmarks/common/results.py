@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def machine() -> str:
-    """A short name of this machine: its GPU (``h200``; several: ``2x-h200``), or how many cores this process may use."""
+    """Name this machine by its GPU (``h200``; several: ``2x-h200``), or by the cores that this process may use."""
     if torch.cuda.is_available():
         return gpu() if torch.cuda.device_count() == 1 else f"{torch.cuda.device_count()}x-{gpu()}"
     return f"cpu-{len(os.sched_getaffinity(0))}-cores"
