@@ -13,7 +13,7 @@ import httpx
 
 from rollout_service.client._batch import Failures, Group, first_groups
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
-from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_of, rollout_of, sampling_of
+from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_from, rollout_of, split_options
 from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
@@ -25,7 +25,7 @@ from rollout_service.client._tensors import Progress, TensorSource, TensorThread
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import PauseMode
-from rollout_service.protocol.rollout import OnAbort, Rollout
+from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sessions import OpenSession
 from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, UploadTensor, WaitFor
 from rollout_service.protocol.weights import WeightStatus
@@ -40,15 +40,6 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 4096
 """Default of ``max_connections``. It keeps sixteen engines with 256 sequences each busy at ``n=1``."""
-_ABOUT_THE_REQUEST = (
-    "min_weight_version",
-    "session_id",
-    "priority",
-    "on_abort",
-    "return_routed_experts",
-    "add_special_tokens",
-)
-"""The generation options that are not sampling parameters."""
 
 
 class RolloutClient(ControlCalls, MismatchCalls):
@@ -146,25 +137,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         self,
         prompt: Prompt,
         *,
-        n: int = 1,
-        max_tokens: int | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        min_tokens: int = 0,
-        min_weight_version: int | str | None = None,
-        session_id: str | None = None,
-        priority: int = 0,
-        on_abort: OnAbort = "continue",
-        return_routed_experts: bool = False,
-        routed_experts_prompt_start: int | None = None,
-        add_special_tokens: bool | None = None,
         request_id: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Rollout:
         """Sample ``n`` completions of one prompt, given as text or token ids. Parameters have vLLM's names and meaning.
 
@@ -198,31 +172,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             NotFound: No version has that label.
             Overloaded, NotReady: The service refused every attempt.
         """
-        sampling = sampling_of(
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            min_tokens=min_tokens,
-            routed_experts_prompt_start=routed_experts_prompt_start,
-        )
-        request = request_of(
-            prompt,
-            sampling,
-            min_weight_version=min_weight_version,
-            session_id=session_id,
-            priority=priority,
-            on_abort=on_abort,
-            return_routed_experts=return_routed_experts,
-            add_special_tokens=add_special_tokens,
-            request_id=request_id,
-        )
+        request = request_from(prompt, request_id, options)
         reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)
         return rollout_of(reply, request)
 
@@ -244,10 +194,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             InvalidRequest: The service does not accept a parameter. Other errors are raised on entering the block, or
                 by the iteration.
         """
-        given = dict(options)
-        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
-        request = request_of(prompt, sampling_of(**given), request_id=request_id, **about)
-        return RolloutStream(self._data, request)
+        return RolloutStream(self._data, request_from(prompt, request_id, options))
 
     @overload
     async def generate_batch(
@@ -309,12 +256,10 @@ class RolloutClient(ControlCalls, MismatchCalls):
         waiting = _prompt_list(prompts)
         if until is not None and not 1 <= until <= len(waiting):
             raise ValueError(f"until={until} groups of {len(waiting)} prompts: give 1 to {len(waiting)}")
-        given = dict(options)
-        about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
+        sampling, about = split_options(options)
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency={concurrency}: at least one request at a time is needed")
         most_requests = min(concurrency or self._max_connections, self._max_connections)
-        sampling = sampling_of(**given)
         if until is not None:
             groups = [Group(self._data, prompt, sampling, about) for prompt in waiting]
             return await first_groups(groups, until, most_requests, progress)

@@ -18,8 +18,8 @@ Prompt = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options that ``generate_batch`` passes to ``generate`` for every prompt. ``generate`` defines the
-    defaults."""
+    """The options of ``generate`` and ``generate_batch``. ``Sampling`` and ``RolloutOptions`` define the defaults: one
+    completion at temperature 1 from the whole vocabulary."""
 
     n: int
     max_tokens: int | None
@@ -39,6 +39,30 @@ class GenerateOptions(TypedDict, total=False):
     return_routed_experts: bool
     routed_experts_prompt_start: int | None
     add_special_tokens: bool | None
+
+
+_ABOUT_THE_REQUEST = (
+    "min_weight_version",
+    "session_id",
+    "priority",
+    "on_abort",
+    "return_routed_experts",
+    "add_special_tokens",
+)
+"""The options that are not sampling parameters."""
+
+
+def split_options(options: GenerateOptions) -> tuple[Sampling, dict[str, object]]:
+    """Return the sampling parameters, and the other options. Raises InvalidRequest, as the service would."""
+    given: dict[str, object] = dict(options)
+    about = {name: given.pop(name) for name in _ABOUT_THE_REQUEST if name in given}
+    return sampling_of(**given), about
+
+
+def request_from(prompt: Prompt, request_id: str | None, options: GenerateOptions) -> GenerateRequest:
+    """Build a request from the options of ``generate``. Raises InvalidRequest, as the service would."""
+    sampling, about = split_options(options)
+    return request_of(prompt, sampling, request_id=request_id, **about)
 
 
 def sampling_of(**parameters: object) -> Sampling:

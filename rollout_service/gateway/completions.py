@@ -27,7 +27,6 @@ from rollout_service.gateway.prompts import (
     check_prompts,
     model_name,
     roll_out_prompt,
-    text_of,
     tokenize,
 )
 from rollout_service.gateway.routes import PromptsRoute
@@ -91,7 +90,7 @@ class CompletionRequest(RolloutOptions, CommonSampling):
     """True to write ``token_id:123`` instead of text in ``logprobs.tokens``."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     stream: bool | None = False
-    """True to stream the completions as server-sent events, see ``CompletionChunk``."""
+    """True to stream the completions as server-sent events, see ``CompletionReply``."""
     stream_options: StreamOptions | None = None
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None
@@ -141,62 +140,37 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion."""
+    """One completion, or its new tokens in an event of a stream."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None until the completion's last event."""
     stop_reason: int | str | None
     weight_versions: list[Span]
+    """Indices count from the completion's first token. An event has the spans of its tokens; the last event of a
+    completion has all spans."""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    """In a stream: set in the first event of a choice."""
     packed_sampling_mask: list[str] | None = None
     routed_experts: RoutedExperts | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionReply(BaseModel):
-    """Schema of the reply, for the documentation. The reply is built without it."""
+    """Schema of the reply and of a stream's events, for the documentation. Replies are built without it."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
-    attempts: int
-    truncated_sampling: bool
-
-
-class StreamedCompletionChoice(BaseModel):
-    """New tokens of one completion."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    weight_versions: list[Span]
-    """Spans of the chunk's tokens, with indices from the completion's first token. The last chunk has all spans."""
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    """Set in the first chunk of a choice."""
-    packed_sampling_mask: list[str] | None = None
-
-
-class CompletionChunk(BaseModel):
-    """Schema of a stream event, for the documentation."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[StreamedCompletionChoice]
-    """Empty in the last chunk, which ``stream_options.include_usage`` requests."""
+    """Empty in the last event of a stream, which ``stream_options.include_usage`` requests."""
     usage: Usage | None = None
     attempts: int | None = None
-    """Set in the last chunk, like ``truncated_sampling``."""
+    """In a stream: set in the last event, like ``truncated_sampling``."""
     truncated_sampling: bool | None = None
 
 
@@ -214,8 +188,8 @@ async def completions(
     sampling, options = body.sampling(), body.options(x_session_id)
     prompts = await _prompts(body, services)
     check_prompts(prompts, sampling, services)
+    common = {"id": identity, "object": "text_completion", "created": int(time.time()), "model": model}
     if body.stream:
-        common = {"id": identity, "object": "text_completion", "created": int(time.time()), "model": model}
         return await event_stream(_chunks(prompts, common, body, sampling, options, services))
     async with raise_first_failure() as group:
         tasks = [
@@ -227,20 +201,13 @@ async def completions(
             for i in range(len(prompts))
         ]
     rollouts = [task.result() for task in tasks]
-    return {
-        "id": identity,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            _choice(i * sampling.n + c.index, rollout, c, body, sampling, services)
-            for i, rollout in enumerate(rollouts)
-            for c in rollout.completions
-        ],
-        "usage": usage(rollouts),
-        "attempts": max((rollout.attempts for rollout in rollouts), default=1),
-        "truncated_sampling": sampling.is_truncated,
-    }
+    choices = [
+        _Choice(i * sampling.n + c.index, rollout.prompt_token_ids, body, sampling, services).add(LivePiece(c, 0, True))
+        | ({} if sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs(rollout)})
+        for i, rollout in enumerate(rollouts)
+        for c in rollout.completions
+    ]
+    return common | {"choices": choices} | _totals(rollouts, sampling)
 
 
 async def _chunks(
@@ -251,36 +218,38 @@ async def _chunks(
     options: RolloutOptions,
     services: Services,
 ) -> AsyncGenerator[dict[str, object]]:
-    """Yield the events of a stream, see ``CompletionChunk``."""
+    """Yield the events of a stream, see ``CompletionReply``."""
     wanted, rollouts = body.stream_options or StreamOptions(), list[Rollout]()
     streams = [
         live_pieces(prompt, sampling, services, options.model_copy(update={"request_id": f"{common['id']}-{i}"}))
         for i, prompt in enumerate(prompts)
     ]
-    choices = [
-        _StreamedChoice(i, prompts[i // sampling.n], body, sampling, services) for i in range(len(prompts) * sampling.n)
-    ]
+    choices = [_Choice(i, prompts[i // sampling.n], body, sampling, services) for i in range(len(prompts) * sampling.n)]
     async with aclosing(side_by_side(streams)) as pieces:
         async for i, piece in pieces:
             if isinstance(piece, Rollout):
                 rollouts.append(piece)
                 continue
             choice = choices[i * sampling.n + piece.made.index]
-            chunk = common | {"choices": [choice.more(piece)]}
+            chunk = common | {"choices": [choice.add(piece)]}
             if wanted.continuous_usage_stats:
                 chunk["usage"] = token_counts(len(prompts[i]), piece.start + len(piece.made.token_ids))
             yield chunk
     if wanted.include_usage:
-        yield common | {
-            "choices": [],
-            "usage": usage(rollouts),
-            "attempts": max((rollout.attempts for rollout in rollouts), default=1),
-            "truncated_sampling": sampling.is_truncated,
-        }
+        yield common | {"choices": []} | _totals(rollouts, sampling)
 
 
-class _StreamedChoice:
-    """The state of a choice between its chunks."""
+def _totals(rollouts: list[Rollout], sampling: Sampling) -> dict[str, object]:
+    """Return the fields that describe all choices."""
+    return {
+        "usage": usage(rollouts),
+        "attempts": max((rollout.attempts for rollout in rollouts), default=1),
+        "truncated_sampling": sampling.is_truncated,
+    }
+
+
+class _Choice:
+    """Builds one choice of the reply, or its parts in the events of a stream."""
 
     def __init__(
         self, index: int, prompt: tuple[int, ...], body: CompletionRequest, sampling: Sampling, services: Services
@@ -291,8 +260,8 @@ class _StreamedChoice:
         self._characters = 0
         """The number of characters in the token strings so far."""
 
-    def more(self, piece: LivePiece) -> dict[str, object]:
-        """Return the choice of the next chunk."""
+    def add(self, piece: LivePiece) -> dict[str, object]:
+        """Return the choice with the tokens of ``piece``."""
         made = self._spans.of(piece)
         choice: dict[str, object] = {
             "index": self._index,
@@ -306,7 +275,7 @@ class _StreamedChoice:
             choice["token_ids"] = made.token_ids
             if piece.start == 0:
                 choice["prompt_token_ids"] = self._prompt
-        return choice | packed_mask(made)
+        return choice | packed_mask(made) | routed_experts(made)
 
     def _logprobs(self, made: Completion) -> dict[str, object]:
         told, begin = _logprobs(made, self._names), self._characters
@@ -330,32 +299,6 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[tuple[in
     if texts:
         return await tokenize(texts, services, body.add_special_tokens)
     return [prompt for prompt in prompts if isinstance(prompt, tuple)]
-
-
-def _choice(
-    index: int,
-    rollout: Rollout,
-    completion: Completion,
-    body: CompletionRequest,
-    sampling: Sampling,
-    services: Services,
-) -> dict[str, object]:
-    choice: dict[str, object] = {
-        "index": index,
-        "text": text_of(completion, sampling, services, rollout.prompt_token_ids) or "",
-        "logprobs": None
-        if body.candidates is None
-        else _logprobs(completion, _names(rollout.prompt_token_ids, body, services)),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "weight_versions": spans(completion),
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = completion.token_ids
-        choice["prompt_token_ids"] = rollout.prompt_token_ids
-    if sampling.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(rollout)
-    return choice | packed_mask(completion) | routed_experts(completion)
 
 
 class _TokenIds:

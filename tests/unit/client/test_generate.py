@@ -1,5 +1,4 @@
 import asyncio
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_service.client import BatchFailed, RolloutClient
-from rollout_service.client._generate import GenerateOptions
 from rollout_service.errors import (
     ContextTooLong,
     EngineFailed,
@@ -324,10 +322,6 @@ class TestBatch:
     async def test_a_batch_without_concurrency_is_refused(self, client: RolloutClient) -> None:
         with pytest.raises(ValueError, match="concurrency=0"):
             await client.generate_batch([[1]], concurrency=0)
-
-    def test_a_batch_takes_the_options_of_a_single_generation(self) -> None:
-        single = inspect.signature(RolloutClient.generate).parameters.keys() - {"self", "prompt", "request_id"}
-        assert single == GenerateOptions.__annotations__.keys()
 
 
 class TestAddress:
