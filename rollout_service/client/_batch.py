@@ -21,7 +21,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     TooEarly,
 )
-from rollout_service.fleet.continuation import is_version_gone, joined, min_version_of_rest
+from rollout_service.fleet.continuation import is_version_gone, merge_completions, min_version_of_rest
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -211,7 +211,7 @@ class Group:
         prompt = self._prompt_token_ids or ()
         call = GenerateCall(request_id=self._before.request_id, prompt_token_ids=prompt, sampling=self._sampling)
         # the rest already contains the text of the partial completion
-        return joined(call, partial, rest).model_copy(update={"text": rest.text})
+        return merge_completions(call, partial, rest).model_copy(update={"text": rest.text})
 
     def rollout(self) -> Rollout:
         """Return the rollout in the form of ``generate``. Call it after ``run`` has returned."""

@@ -19,7 +19,7 @@ _WINDOW = 4096
 characters."""
 
 
-def remainder(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
+def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
     """Return the request for the tokens that ``partial``, one of the call's completions, still lacks.
 
     Its ``min_weight_version`` is at least the version of the last token of ``partial``. Routed experts are requested
@@ -70,7 +70,7 @@ def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:
     return sampling.model_copy(update=changes)
 
 
-def named(rollout: Rollout) -> Rollout:
+def with_replica_id(rollout: Rollout) -> Rollout:
     """Return the rollout with the replica in each span, since its completions may be merged with those of other
     replicas."""
     completions = tuple(
@@ -80,7 +80,7 @@ def named(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"completions": completions})
 
 
-def starts_anew(sampling: Sampling, limits: EngineConfig) -> str | None:
+def why_restart(sampling: Sampling, limits: EngineConfig) -> str | None:
     """Return the reason why an interrupted completion cannot continue from its tokens, as part of a prompt; None: it
     can.
 
@@ -99,14 +99,14 @@ def is_penalized(sampling: Sampling) -> bool:
     return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
-def nothing_of(partial: Completion) -> Completion:
+def without_tokens(partial: Completion) -> Completion:
     """Return ``partial`` without its tokens, to start anew."""
     nothing: dict[str, tuple[()] | None] = {"token_ids": (), "logprobs": (), "spans": ()}
     nothing |= dict.fromkeys(("top_logprobs", "packed_sampling_mask", "routed_experts"))
     return partial.model_copy(update=nothing)
 
 
-def joined(call: GenerateCall, partial: Completion, rest: Completion) -> Completion:
+def merge_completions(call: GenerateCall, partial: Completion, rest: Completion) -> Completion:
     """Merge a partial completion of the call with its continuation; it ends as ``rest`` ended."""
     done = len(partial.token_ids)
     of_the_prompt = partial.prompt_logprobs
@@ -136,7 +136,7 @@ def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -
     return first if second is None or first is None else first.followed_by(second)
 
 
-def part(completion: Completion, start: int, end: int) -> Completion:
+def slice_completion(completion: Completion, start: int, end: int) -> Completion:
     """Return tokens ``[start, end)`` of a completion, with spans that count from the first of them, without routed
     experts."""
     spans = (
@@ -220,13 +220,13 @@ class StopSearch:
         return min(ended)[3] if ended else None
 
 
-def ended_at(call: GenerateCall, completion: Completion, count: int, stop: str) -> Completion:
+def cut_at_stop(call: GenerateCall, completion: Completion, count: int, stop: str) -> Completion:
     """Return a completion that ends at the stop string which its token ``count`` completes."""
     experts = completion.routed_experts
     if experts is not None:
         experts = experts.until(len(call.prompt_token_ids) + count - 1)
     ended = {"finish_reason": "stop", "stop_reason": stop, "routed_experts": experts}
-    return part(completion, 0, count).model_copy(update=ended)
+    return slice_completion(completion, 0, count).model_copy(update=ended)
 
 
 def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:

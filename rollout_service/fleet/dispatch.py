@@ -12,26 +12,24 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
 from rollout_service.fleet.continuation import (
     StopSearch,
-    ended_at,
+    continuation_call,
+    cut_at_stop,
     is_version_gone,
-    joined,
-    named,
-    nothing_of,
-    remainder,
-    starts_anew,
+    merge_completions,
+    why_restart,
+    with_replica_id,
+    without_tokens,
 )
 from rollout_service.fleet.detokenizer import Decode
-from rollout_service.fleet.live import LiveRollout
 from rollout_service.fleet.placements import RoutedFleet
-from rollout_service.fleet.progress import Follower, Record
-from rollout_service.fleet.queue import DispatchQueue, Ticket
+from rollout_service.fleet.progress import CallProgress, ProgressPoller, RolloutProgress
+from rollout_service.fleet.queue import DispatchQueue
 from rollout_service.metrics import table
 from rollout_service.metrics.process import outcome_of, record
 from rollout_service.protocol.fleet import Fleet
@@ -54,29 +52,6 @@ _BYTES_PER_TOKEN = 40
 """Size of a prompt token in the gateway: a pointer and a Python int."""
 _BYTES_PER_CALL = 16 << 10
 """Size in bytes of a call without its prompt: its HTTP request, task and parameters."""
-
-
-@dataclass
-class _Progress:
-    """Retry state of one call."""
-
-    ticket: Ticket
-    attempts: int = 1
-    lost_on: tuple[str, ...] = ()
-    cut_short_by: Literal["abort", "lost"] = "abort"
-    is_rest: bool = False
-    """True for the continuation of an interrupted completion."""
-    not_sent: int = 0
-    """Number of times that Serve could not send the call to any replica."""
-
-    def lose(self, replica_id: object) -> None:
-        """Note that the call's replica is lost."""
-        self.cut_short_by = "lost"
-        self.lost_on += (replica_id,) if isinstance(replica_id, str) else ()
-
-
-Watch = Callable[[Record], None]
-"""Called with the record of each generation that begins."""
 
 
 class Dispatcher:
@@ -104,61 +79,51 @@ class Dispatcher:
         self._fleet, self._share, self._is_listening = fleet, share, False
         self.queue = DispatchQueue(self._room)
         """The waiting calls."""
-        self._follower = Follower(engine, self._origin, queued=lambda: self.queue.sequences)
+        self._poller = ProgressPoller(engine, self._origin, queued=lambda: self.queue.sequences)
 
-    def why_not_from_tokens(self, sampling: Sampling) -> str | None:
+    def why_restart(self, sampling: Sampling) -> str | None:
         """Return the reason why a completion cannot continue from its tokens; None: it can."""
-        return starts_anew(sampling, self._limits)
+        return why_restart(sampling, self._limits)
 
     async def complete(
-        self, call: GenerateCall, on_abort: OnAbort = "continue", live: LiveRollout | None = None
+        self, call: GenerateCall, on_abort: OnAbort = "continue", rollout: RolloutProgress | None = None
     ) -> Rollout:
         """Return the ``n`` completions of one prompt. Cancelling this also cancels them on the replicas.
 
         With ``on_abort="return"``, after the last attempt, or after a pause that returns aborted completions, an
         aborted completion is returned with its tokens and ``finish_reason="abort"``. The same holds for a completion
-        whose replica was lost, or whose continuation is refused or fails. ``live``: for a streaming client.
+        whose replica was lost, or whose continuation is refused or fails. ``rollout``: for a streaming client.
 
         Raises Overloaded if the queue is full, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed if
         no completion has a token.
         """
         self._listen()
-        progress = _Progress(self.queue.ticket(call.priority))
-        call = call.model_copy(update={"origin": self._origin, "live": live is not None})
-
-        def watch(record: Record) -> None:
-            if live is not None and starts_anew(call.sampling, self._limits) is None:
-                live.watch(record, lambda: self._search(call, ()))
-
-        rollout = await self._generated(call, progress, watch)
-        stopped = [self._stopped_after(call, completion, 0) for completion in rollout.completions]
-        returns = on_abort == "return" or rollout.returned
-        refuted = [_is_refuted(*each) for each in zip(rollout.completions, stopped, strict=True)]
+        call = call.model_copy(update={"origin": self._origin, "live": rollout is not None})
+        rollout = rollout or RolloutProgress(call.sampling.n)
+        rollout.is_streamed = call.live and why_restart(call.sampling, self._limits) is None
+        progress = CallProgress(call, self.queue.ticket(call.priority), rollout, rollout.completions)
+        made = await self._run_attempts(call, progress)
+        stopped = [self._end_at_stop_string(call, completion, 0) for completion in made.completions]
+        returns = on_abort == "return" or made.returned
+        refuted = [_is_refuted(*each) for each in zip(made.completions, stopped, strict=True)]
         if (returns and not any(refuted)) or all(c.finish_reason != "abort" for c in stopped):
-            return rollout.model_copy(update={"completions": tuple(stopped), "attempts": progress.attempts})
+            return made.model_copy(update={"completions": tuple(stopped), "attempts": progress.attempts})
         async with raise_first_failure() as group:
             rests = [
-                group.create_task(self._finished(call, *each, rollout.replica_id, progress, live, returns))
-                for each in zip(stopped, refuted, strict=True)
+                group.create_task(self._continue(completion, is_refuted, made.replica_id, progress, returns))
+                for completion, is_refuted in zip(stopped, refuted, strict=True)
             ]
         completions, replicas, attempts, failures = zip(*(rest.result() for rest in rests), strict=True)
         if not any(completion.token_ids for completion in completions):
             for failure in filter(None, failures):
                 raise failure
         last = max(range(len(rests)), key=lambda i: attempts[i])
-        return rollout.model_copy(
+        return made.model_copy(
             update={"completions": completions, "replica_id": replicas[last], "attempts": attempts[last]}
         )
 
-    async def _finished(
-        self,
-        call: GenerateCall,
-        completion: Completion,
-        is_refuted: bool,
-        replica_id: str,
-        so_far: _Progress,
-        live: LiveRollout | None,
-        returns: bool,
+    async def _continue(
+        self, completion: Completion, is_refuted: bool, replica_id: str, first: CallProgress, returns: bool
     ) -> tuple[Completion, str, int, RolloutServiceError | None]:
         """Continue ``completion`` until it ends by itself, attempts are used up, or its continuation fails.
 
@@ -166,51 +131,47 @@ class Dispatcher:
         completions itself. Return the completion, the replica that sampled its last token, the number of attempts, and
         the continuation's error.
         """
-        progress, failure, number = replace(so_far, is_rest=True), None, so_far.attempts
+        call, failure, number = first.asked, None, first.attempts
+        progress = replace(first, completions=(first.completions[completion.index],))
+        restarts = why_restart(call.sampling, self._limits) is not None
         while completion.finish_reason == "abort":
             number += 1
-            anew = starts_anew(call.sampling, self._limits) is not None
-            if anew or not is_refuted:  # a refuted stop is not an interruption, and so not another attempt
+            if restarts or not is_refuted:  # a refuted stop is not an interruption, and so not another attempt
                 if returns or progress.attempts >= self._limits.max_attempts:
                     break
                 progress.attempts += 1
                 record(table.CONTINUATIONS, cause=progress.cut_short_by)
-            base = nothing_of(completion) if anew else completion
-
-            def watch(rest: Record, base: Completion = base, anew: bool = anew) -> None:
-                if live is not None and not anew:
-                    live.watch_rest(base, rest, self._search(call, base.token_ids))
-
+            progress.base = base = without_tokens(completion) if restarts else completion
             progress.cut_short_by = "abort"
             try:
-                rollout = await self._rest(call, base, number, progress, watch)
+                made = await self._generate_rest(call, base, number, progress)
             except RolloutServiceError as error:
                 # the caller gets every token there is, of this completion and of the prompt's others
                 logger.warning("completion %d of %s stays unfinished: %s", base.index, call.request_id, error)
                 failure = error
                 break
-            made, replica_id = joined(call, base, rollout.completions[0]), rollout.replica_id
-            completion = self._stopped_after(call, made, len(base.token_ids))
-            is_refuted = _is_refuted(made, completion)
-            returns = returns or rollout.returned
+            whole, replica_id = merge_completions(call, base, made.completions[0]), made.replica_id
+            completion = self._end_at_stop_string(call, whole, len(base.token_ids))
+            is_refuted = _is_refuted(whole, completion)
+            returns = returns or made.returned
         return completion, replica_id, progress.attempts, failure
 
-    async def _rest(
-        self, call: GenerateCall, base: Completion, number: int, progress: _Progress, watch: Watch
+    async def _generate_rest(
+        self, call: GenerateCall, base: Completion, number: int, progress: CallProgress
     ) -> Rollout:
         """Generate what ``base`` lacks, with weights at least as new as those of its last token.
 
         ``number``: number of the generation, for the request's id.
         """
-        request = remainder(call, base, number)
+        request = continuation_call(call, base, number)
         try:
-            return await self._generated(request, progress, watch)
+            return await self._run_attempts(request, progress)
         except TooEarly as refusal:
             wanted = request.min_weight_version
             if wanted == call.min_weight_version or not is_version_gone(refusal, wanted):
                 raise
         request = request.model_copy(update={"min_weight_version": call.min_weight_version})
-        return await self._generated(request, progress, watch)
+        return await self._run_attempts(request, progress)
 
     def _search(self, call: GenerateCall, base: tuple[int, ...]) -> StopSearch | None:
         """Return a search for stop strings after ``base``; None if the engine finds each of them, and no other."""
@@ -219,7 +180,7 @@ class Dispatcher:
         search = StopSearch(call, base, self._decode)
         return search if call.partial_tokens or base or search.doubts_engine else None
 
-    def _stopped_after(self, call: GenerateCall, completion: Completion, seam: int) -> Completion:
+    def _end_at_stop_string(self, call: GenerateCall, completion: Completion, seam: int) -> Completion:
         """Return the completion up to the first stop string. Its tokens from ``seam`` on are of one generation.
 
         If its engine stopped at a stop string of its prompt, it gets "abort", and must be continued.
@@ -231,20 +192,20 @@ class Dispatcher:
         if search is None:
             return completion
         if (found := search.end_in(completion.token_ids[seam:])) is not None:
-            return ended_at(call, completion, seam + found[0], found[1])
+            return cut_at_stop(call, completion, seam + found[0], found[1])
         if not search.refutes(completion, seam):
             return completion
         is_longest = len(completion.token_ids) == call.sampling.max_tokens
         return completion.model_copy(update={"finish_reason": "length" if is_longest else "abort", "stop_reason": None})
 
-    async def _generated(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
+    async def _run_attempts(self, call: GenerateCall, progress: CallProgress) -> Rollout:
         """Return one generation, retrying if its replica is lost before it reported a token.
 
         Raises EngineFailed when attempts are used up.
         """
         while True:
             try:
-                return await self._taken(call, progress, watch)
+                return await self._send_until_accepted(call, progress)
             except EngineFailed as lost:  # the replica died with the call, or its engine did
                 if progress.attempts >= self._limits.max_attempts:
                     raise EngineFailed(
@@ -255,7 +216,7 @@ class Dispatcher:
                 progress.attempts += 1
                 record(table.CONTINUATIONS, cause="lost")
 
-    async def _taken(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
+    async def _send_until_accepted(self, call: GenerateCall, progress: CallProgress) -> Rollout:
         """Send the call until a replica accepts it. If that replica is lost, return the tokens it had reported.
 
         Waits in the queue while replicas are full or being replaced; the rest of a completion for at most
@@ -264,7 +225,7 @@ class Dispatcher:
         """
         time = asyncio.get_running_loop().time
         rounds, refusals = 0, list[RolloutServiceError]()
-        rest_until = time() + self._limits.replica_wait_s if progress.is_rest else math.inf
+        rest_until = time() + self._limits.replica_wait_s if progress.base is not None else math.inf
         version_until = math.inf
         while True:
             until = rest_until if version_until == math.inf else version_until
@@ -272,7 +233,7 @@ class Dispatcher:
                 async with asyncio.timeout_at(None if until == math.inf else until) as waiting:
                     async with self.queue.turn(progress.ticket, call.sampling.n, _size(call), rounds) as turn:
                         waiting.reschedule(None)
-                        answer = await self._first_answer(call, progress, watch)
+                        answer = await self._ask_replicas(call, progress)
                         if isinstance(answer, Rollout):
                             return answer
                         turn.was_refused = True
@@ -287,9 +248,7 @@ class Dispatcher:
             elif version_until == math.inf:
                 version_until = time() + self._limits.version_wait_s
 
-    async def _first_answer(
-        self, call: GenerateCall, progress: _Progress, watch: Watch
-    ) -> Rollout | list[RolloutServiceError]:
+    async def _ask_replicas(self, call: GenerateCall, progress: CallProgress) -> Rollout | list[RolloutServiceError]:
         """Send the call to one replica after the other. Return the refusals if all have refused.
 
         Raises NotReady if Serve has given up the engines, or could not send the call several times.
@@ -297,7 +256,7 @@ class Dispatcher:
         refused, refusals = set(progress.lost_on), list[RolloutServiceError]()
         while True:
             try:
-                return await self._sent(call.model_copy(update={"avoid": tuple(sorted(refused))}), progress, watch)
+                return await self._send(call.model_copy(update={"avoid": tuple(sorted(refused))}), progress)
             except DeploymentFailed:
                 raise
             except _REFUSALS as refusal:
@@ -313,29 +272,35 @@ class Dispatcher:
                     return refusals
                 refused.add(replica_id)
 
-    async def _sent(self, call: GenerateCall, progress: _Progress, watch: Watch) -> Rollout:
+    async def _send(self, call: GenerateCall, progress: CallProgress) -> Rollout:
         """Return one replica's reply, or the tokens it had reported before it was lost."""
-        with self._follower.follow(call.sampling.n) as told:
-            watch(told)
+        base = progress.base
+        for completion in progress.completions:
+            # the whole completion is searched again at its end, so only a stream needs the search meanwhile
+            is_searched = progress.rollout.is_streamed
+            tokens = () if base is None else base.token_ids
+            completion.begin(base, self._search(progress.asked, tokens) if is_searched else None)
+        with self._poller.follow(progress):
             try:
-                return named(await self._generate(call.model_copy(update={"number": told.number}), told))
+                call = call.model_copy(update={"number": progress.number})
+                return with_replica_id(await self._generate(call, progress))
             except DeploymentFailed:
                 raise
             except (EngineFailed, NotReady) as lost:
-                if told.is_empty and isinstance(lost, NotReady):
+                if progress.is_empty and isinstance(lost, NotReady):
                     raise  # a refusal; a call with tokens was lost instead, for example with its node
-                replica_id = lost.detail.get("replica_id", told.replica_id)
+                replica_id = lost.detail.get("replica_id", progress.replica_id)
                 progress.lose(replica_id)
-                if told.is_empty:
+                if progress.is_empty:
                     raise
                 return Rollout(
                     request_id=call.request_id,
                     prompt_token_ids=call.prompt_token_ids,
-                    completions=tuple(_whole(each, call) for each in told.completions()),
-                    replica_id=told.replica_id or str(replica_id),
+                    completions=tuple(_end_if_longest(each, call) for each in progress.reported()),
+                    replica_id=progress.replica_id or str(replica_id),
                 )
 
-    async def _generate(self, call: GenerateCall, told: Record) -> Rollout:
+    async def _generate(self, call: GenerateCall, progress: CallProgress) -> Rollout:
         """Have a replica generate. While there is none, check periodically that one can start.
 
         Raises NotReady if Serve has given up the engines or the ingest, or if starts keep failing.
@@ -344,7 +309,7 @@ class Dispatcher:
             generating = asyncio.ensure_future(self._engine.generate(call))
             try:
                 await asyncio.wait([generating], timeout=_UNPLACED_S)
-                if generating.done() or told.replica_id is not None:
+                if generating.done() or progress.replica_id is not None:
                     return await generating
             finally:
                 generating.cancel()
@@ -423,11 +388,11 @@ def _size(call: GenerateCall) -> int:
 
 
 def _is_refuted(made: Completion, stopped: Completion) -> bool:
-    """Return True if ``_stopped_after`` found no stop string where the engine ended a completion."""
+    """Return True if ``_end_at_stop_string`` found no stop string where the engine ended a completion."""
     return made.finish_reason != "abort" and stopped.finish_reason == "abort"
 
 
-def _whole(told: Completion, call: GenerateCall) -> Completion:
+def _end_if_longest(completion: Completion, call: GenerateCall) -> Completion:
     """Mark a lost replica's completion as finished if it has all requested tokens."""
-    is_whole = told.finish_reason == "abort" and len(told.token_ids) == call.sampling.max_tokens
-    return told.model_copy(update={"finish_reason": "length"}) if is_whole else told
+    is_longest = completion.finish_reason == "abort" and len(completion.token_ids) == call.sampling.max_tokens
+    return completion.model_copy(update={"finish_reason": "length"}) if is_longest else completion

@@ -1,7 +1,8 @@
-"""Progress of a gateway's calls, from which they continue if their replica is lost.
+"""Progress of rollouts under way, for streaming clients and for the loss of a replica.
 
 One poll at a time goes to each replica that has calls of this gateway (``protocol/progress.py``). Reported tokens are
-kept until the call is answered: 12 bytes a token, at most ``max_tokens``, plus requested extras.
+kept until the call is answered: 12 bytes a token, at most ``max_tokens``, plus requested extras. Nothing is queued for
+a streaming client: a slow one gets more tokens at once.
 """
 
 import asyncio
@@ -9,15 +10,19 @@ import itertools
 import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from rollout_service.errors import NotReady, RolloutServiceError
-from rollout_service.fleet.continuation import part
+from rollout_service.fleet.continuation import StopSearch, slice_completion
 from rollout_service.fleet.placements import PLACEMENTS, Placements
+from rollout_service.fleet.queue import Ticket
 from rollout_service.protocol.progress import Piece, ProgressAsk
-from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span, merged
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span, merged
+from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.rpc import EngineCalls
 
 logger = logging.getLogger(__name__)
@@ -26,14 +31,42 @@ RETRY_S = 1.0
 """Time in seconds before a failed poll is repeated."""
 
 
-class Draft:
-    """One completion of one generation, as far as it was reported."""
+class CompletionDelta(NamedTuple):
+    """New tokens of one completion, for a streaming client."""
+
+    made: Completion
+    """These tokens alone; spans count from the first of them. ``finish_reason`` is "abort" until the last delta."""
+    start: int
+    """Number of tokens before these."""
+    is_last: bool
+    """True for the completion's last delta. It may be without tokens; its ``finish_reason`` is "abort" if the
+    completion was aborted for good."""
+
+
+class CompletionProgress:
+    """One completion under way: the tokens that polls reported, and the number of those that a client has got."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.finish_reason: FinishReason = "abort"
-        """"abort" until the completion has ended."""
-        self.stop_reason: int | str | None = None
+        self._sent, self._has_ended = 0, False
+        self.begin()
+
+    def begin(self, base: Completion | None = None, search: StopSearch | None = None) -> None:
+        """Begin a generation, which has reported no token yet.
+
+        Args:
+            base: The completion that the generation continues.
+            search: Search for stop strings that the generation's engine misses, or finds in its prompt.
+        """
+        self.replica_id: str | None = None
+        """The replica that runs the generation; None: none so far."""
+        self._base, self._search = base, search
+        self._searched = 0
+        self._end: int | None = None
+        """Number of tokens up to the one that completes a stop string; None: not found yet."""
+        self._finish_reason: FinishReason = "abort"
+        """"abort" until the generation has ended."""
+        self._stop_reason: int | str | None = None
         self._token_ids, self._logprobs = array("i"), array("d")
         self._spans: list[Span] = []
         self._top_logprobs: list[tuple[Candidate, ...]] | None = None
@@ -41,15 +74,16 @@ class Draft:
         self._mask_starts: list[int] = []
 
     def __len__(self) -> int:
+        """Return the number of tokens that the running generation has reported."""
         return len(self._token_ids)
 
     def add(self, start: int, made: Completion) -> None:
-        """Append tokens. Tokens that were already added are skipped, as after a late reply to a poll."""
-        told, ended = len(self) - start, self.finish_reason != "abort"
-        if ended or not 0 <= told <= len(made.token_ids):
+        """Append reported tokens. Tokens that were already added are skipped, as after a late reply to a poll."""
+        known, has_ended = len(self) - start, self._finish_reason != "abort"
+        if has_ended or not 0 <= known <= len(made.token_ids):
             return
-        if told:
-            start, made = len(self), part(made, told, len(made.token_ids))
+        if known:
+            start, made = len(self), slice_completion(made, known, len(made.token_ids))
         self._token_ids.extend(made.token_ids)
         self._logprobs.extend(made.logprobs)
         self._spans[-1:] = merged((*self._spans[-1:], *(span.moved(start) for span in made.spans)))
@@ -60,20 +94,20 @@ class Draft:
             self._masks = self._masks or []
             self._masks += made.packed_sampling_mask
             self._mask_starts += [start] * len(made.packed_sampling_mask)
-        self.finish_reason, self.stop_reason = made.finish_reason, made.stop_reason
+        self._finish_reason, self._stop_reason = made.finish_reason, made.stop_reason
 
-    def since(self, start: int, replica_id: str | None) -> Completion:
-        """Return the tokens after ``start``, which must be the end of a piece; spans count from there and name the
-        replica."""
+    def reported(self, start: int = 0) -> Completion:
+        """Return the reported tokens after ``start``, which must be the end of a piece; spans count from there and name
+        the replica."""
         return Completion(
             index=self.index,
             token_ids=tuple(self._token_ids[start:]),
             logprobs=tuple(self._logprobs[start:]),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
             spans=tuple(
                 span.model_copy(
-                    update={"start": max(0, span.start - start), "end": span.end - start, "replica_id": replica_id}
+                    update={"start": max(0, span.start - start), "end": span.end - start, "replica_id": self.replica_id}
                 )
                 for span in self._spans
                 if span.end > start
@@ -84,40 +118,128 @@ class Draft:
             else tuple(self._masks[bisect_left(self._mask_starts, start) :]),
         )
 
+    def take(self) -> CompletionDelta | None:
+        """Return the tokens that the client has not got yet; None if there are none."""
+        if self._has_ended:
+            return None
+        made, start = self._unsent(), self._sent
+        self._has_ended = made.finish_reason != "abort"
+        self._sent += len(made.token_ids)
+        return CompletionDelta(made, start, self._has_ended) if made.token_ids or self._has_ended else None
 
-class Record:
-    """A running call on one replica."""
+    def take_rest(self, whole: Completion) -> CompletionDelta | None:
+        """Return the last tokens of the finished completion; None if the client has got them."""
+        if self._has_ended:
+            return None
+        return CompletionDelta(slice_completion(whole, self._sent, len(whole.token_ids)), self._sent, is_last=True)
 
-    def __init__(self, number: int, num_completions: int) -> None:
-        self.number = number
-        self.replica_id: str | None = None
-        """The replica that took the call; None: none so far."""
-        self.drafts = tuple(Draft(index) for index in range(num_completions))
-        self.early: list[tuple[str, Piece]] = []
-        """Pieces that replicas reported before the router named the call's replica."""
-        self._on_more: Callable[[], None] | None = None
+    def _unsent(self) -> Completion:
+        base = 0 if self._base is None else len(self._base.token_ids)
+        if self._base is not None and self._sent < base:
+            return slice_completion(self._base, self._sent, base)
+        so_far = self._sent - base
+        made = self.reported(so_far)
+        if self._search is None:
+            return made
+        if self._end is None:
+            new = made.token_ids[self._searched - so_far :]
+            found = self._search.end_in(new)
+            self._searched += len(new)
+            if found is not None:
+                self._end = found[0]
+            elif self._search.refutes(made, -so_far):
+                self._end = self._searched
+        if self._end is None:
+            return made
+        # the last delta, with the finish reason and the stop token, comes with the rollout
+        up_to = slice_completion(made, 0, max(0, self._end - 1 - so_far))
+        return up_to.model_copy(update={"finish_reason": "abort", "stop_reason": None})
 
-    def on_more(self, call: Callable[[], None]) -> None:
-        """Call ``call`` whenever tokens arrive."""
-        self._on_more = call
+
+@dataclass
+class CallProgress:
+    """One call: its place in the queue, its attempts, and the replica that runs it."""
+
+    asked: GenerateCall
+    """The call for the whole rollout; a continuation sends a part of it."""
+    ticket: Ticket
+    rollout: "RolloutProgress"
+    completions: tuple[CompletionProgress, ...]
+    """The completions that the call generates: all of its rollout, or one that was interrupted."""
+    attempts: int = 1
+    lost_on: tuple[str, ...] = ()
+    cut_short_by: Literal["abort", "lost"] = "abort"
+    base: Completion | None = None
+    """The interrupted completion that the call continues; None: the call is the rollout's first."""
+    not_sent: int = 0
+    """Number of times that Serve could not send the call to any replica."""
+    number: int = 0
+    """Number of the call in this gateway, another one each time that it is sent."""
+    replica_id: str | None = None
+    """The replica that took the call; None: none so far."""
+    early: list[tuple[str, Piece]] = field(default_factory=list)
+    """Pieces that replicas reported before the router named the call's replica."""
 
     def add(self, piece: Piece) -> None:
         """Append a piece that the replica reported."""
-        self.drafts[piece.made.index].add(piece.start, piece.made)
-        if self._on_more is not None:
-            self._on_more()
+        self.completions[piece.made.index].add(piece.start, piece.made)
+        self.rollout.arrived.set()
 
     @property
     def is_empty(self) -> bool:
         """Return True if no token has arrived."""
-        return not any(len(draft) for draft in self.drafts)
+        return not any(len(completion) for completion in self.completions)
 
-    def completions(self) -> tuple[Completion, ...]:
+    def reported(self) -> tuple[Completion, ...]:
         """Return all completions so far; ``finish_reason`` is "abort" for those that have not ended."""
-        return tuple(draft.since(0, self.replica_id) for draft in self.drafts)
+        return tuple(each.reported() for each in self.completions)
+
+    def lose(self, replica_id: object) -> None:
+        """Note that the call's replica is lost."""
+        self.cut_short_by = "lost"
+        self.lost_on += (replica_id,) if isinstance(replica_id, str) else ()
 
 
-class Follower:
+class RolloutProgress:
+    """The completions of one rollout under way.
+
+    Tokens that were sent to a client are never withdrawn. A completion that would restart after an interruption is
+    therefore sent when it has ended. Tokens of a continuation are sent after the search for stop strings.
+    """
+
+    def __init__(self, num_completions: int) -> None:
+        self.completions = tuple(CompletionProgress(index) for index in range(num_completions))
+        self.arrived = asyncio.Event()
+        """Set whenever tokens arrive."""
+        self.is_streamed = True
+        """False if tokens are sent when all completions have ended."""
+
+    async def stream(self, making: asyncio.Task[Rollout]) -> AsyncGenerator[CompletionDelta]:
+        """Yield new tokens until ``making`` has all completions; raises its errors.
+
+        Closing this generator, or cancelling its consumer, cancels ``making``.
+        """
+        making.add_done_callback(lambda _: self.arrived.set())
+        try:
+            while not making.done():
+                await self.arrived.wait()
+                self.arrived.clear()
+                while not making.done() and (new := self._take()):
+                    for delta in new:
+                        yield delta
+            for whole in making.result().completions:
+                if (last := self.completions[whole.index].take_rest(whole)) is not None:
+                    yield last
+        finally:
+            making.cancel()
+
+    def _take(self) -> list[CompletionDelta]:
+        if not self.is_streamed:
+            return []
+        return [delta for completion in self.completions if (delta := completion.take()) is not None]
+
+
+class ProgressPoller:
     """Polls the replicas that run calls of one gateway."""
 
     def __init__(
@@ -132,71 +254,74 @@ class Follower:
         self._engine, self._origin, self._placements, self._sleep = engine, origin, placements, sleep
         self._queued = queued
         self._numbers = itertools.count(1)
-        self._records: dict[int, Record] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._calls: dict[int, CallProgress] = {}
+        self._polling: dict[str, asyncio.Task[None]] = {}
 
     @contextmanager
-    def follow(self, num_completions: int) -> Iterator[Record]:
-        """Track a running call within this context. The call must carry the record's ``number``."""
-        if not self._records:
+    def follow(self, call: CallProgress) -> Iterator[None]:
+        """Poll for a call that is sent within this context, under a new ``number``."""
+        if not self._calls:
             loop = asyncio.get_running_loop()
 
             def placed(number: int, replica_id: str) -> None:
-                loop.call_soon_threadsafe(self._placed, number, replica_id)
+                loop.call_soon_threadsafe(self._place, number, replica_id)
 
             self._placements.listen(self._origin, placed)
-        record = Record(next(self._numbers), num_completions)
-        self._records[record.number] = record
+        number = next(self._numbers)
+        call.number, call.replica_id, call.early = number, None, []
+        self._calls[number] = call
         try:
-            yield record
+            yield
         finally:
-            del self._records[record.number]
-            if not self._records:
+            del self._calls[number]
+            if not self._calls:
                 self._placements.forget(self._origin)
 
-    def _placed(self, number: int, replica_id: str) -> None:
-        record = self._records.get(number)
-        if record is None:  # already answered, or refused
+    def _place(self, number: int, replica_id: str) -> None:
+        call = self._calls.get(number)
+        if call is None:  # already answered, or refused
             return
-        record.replica_id = replica_id
-        for teller, piece in record.early:
-            if teller == replica_id:
-                record.add(piece)
-        record.early.clear()
-        if replica_id not in self._asking:
-            self._asking[replica_id] = asyncio.create_task(
-                self._ask(replica_id),
+        call.replica_id = replica_id
+        for completion in call.completions:
+            completion.replica_id = replica_id
+        for reporter, piece in call.early:
+            if reporter == replica_id:
+                call.add(piece)
+        call.early.clear()
+        if replica_id not in self._polling:
+            self._polling[replica_id] = asyncio.create_task(
+                self._poll(replica_id),
                 name=f"progress of {replica_id}",
                 context=Context(),  # an empty context, not that of the first request with its trace
             )
 
-    async def _ask(self, replica_id: str) -> None:
+    async def _poll(self, replica_id: str) -> None:
         """Poll a replica while it has calls."""
         acknowledged = 0
         try:
-            while any(record.replica_id == replica_id for record in self._records.values()):
+            while any(call.replica_id == replica_id for call in self._calls.values()):
                 ask = ProgressAsk(
                     replica_id=replica_id,
                     origin=self._origin,
                     acknowledged=acknowledged,
                     # divided among replicas, so that the autoscaler, which adds up, counts the queue once
-                    queued=-(-self._queued() // len(self._asking)),
+                    queued=-(-self._queued() // len(self._polling)),
                 )
                 try:
                     reply = await self._engine.progress(ask)
                 except RolloutServiceError as error:
                     level = logging.DEBUG if isinstance(error, NotReady) else logging.WARNING
-                    logger.log(level, "%s does not tell what it has made: %s", replica_id, error)
+                    logger.log(level, "%s does not report its progress: %s", replica_id, error)
                     await self._sleep(RETRY_S)
                     continue
                 acknowledged = reply.number
                 for piece in reply.pieces:
-                    record = self._records.get(piece.call)
-                    if record is None:
+                    call = self._calls.get(piece.call)
+                    if call is None:
                         continue
-                    if record.replica_id is None:  # the reply and the placement come on two of Serve's threads
-                        record.early.append((replica_id, piece))
-                    elif record.replica_id == replica_id:
-                        record.add(piece)
+                    if call.replica_id is None:  # the reply and the placement come on two of Serve's threads
+                        call.early.append((replica_id, piece))
+                    elif call.replica_id == replica_id:
+                        call.add(piece)
         finally:
-            del self._asking[replica_id]
+            del self._polling[replica_id]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.fleet.detokenizer import TokenStrings
-from rollout_service.fleet.live import LivePiece
+from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import (
     packed_mask,
@@ -201,12 +201,13 @@ async def completions(
             for i in range(len(prompts))
         ]
     rollouts = [task.result() for task in tasks]
-    choices = [
-        _Choice(i * sampling.n + c.index, rollout.prompt_token_ids, body, sampling, services).add(LivePiece(c, 0, True))
-        | ({} if sampling.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs(rollout)})
-        for i, rollout in enumerate(rollouts)
-        for c in rollout.completions
-    ]
+    choices = []
+    for i, rollout in enumerate(rollouts):
+        for c in rollout.completions:
+            choice = _Choice(i * sampling.n + c.index, rollout.prompt_token_ids, body, sampling, services)
+            choices.append(choice.add(CompletionDelta(c, 0, is_last=True)))
+            if sampling.prompt_logprobs is not None:
+                choices[-1]["prompt_logprobs"] = prompt_logprobs(rollout)
     return common | {"choices": choices} | _totals(rollouts, sampling)
 
 
@@ -260,7 +261,7 @@ class _Choice:
         self._characters = 0
         """The number of characters in the token strings so far."""
 
-    def add(self, piece: LivePiece) -> dict[str, object]:
+    def add(self, piece: CompletionDelta) -> dict[str, object]:
         """Return the choice with the tokens of ``piece``."""
         made = self._spans.of(piece)
         choice: dict[str, object] = {

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import numpy as np
 from fastapi import APIRouter, Response
 
-from rollout_service.fleet.live import LivePiece
+from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
@@ -91,7 +91,7 @@ async def _chunks(
     partial = body.partial_token_ids
     async with aclosing(live_pieces(prompt, sampling, services, options, partial=partial)) as pieces:
         async for piece in pieces:
-            if isinstance(piece, LivePiece):
+            if isinstance(piece, CompletionDelta):
                 made = gathered[piece.made.index].of(piece)
                 choice = _choice(made, body) | {"finish_reason": made.finish_reason if piece.is_last else None}
                 if body.output_mode == "text":

@@ -18,7 +18,7 @@ from rollout_service.errors import (
     TooEarly,
 )
 from rollout_service.fleet.continuation import sampling_of_the_rest
-from rollout_service.fleet.live import LiveRollout
+from rollout_service.fleet.progress import RolloutProgress
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.text import TextStream
 from rollout_service.metrics.process import counted_rollout
@@ -239,7 +239,7 @@ def _from_partial(
     possible."""
     if not prompt:
         raise InvalidRequest("the prompt is empty: send the tokens before partial_token_ids, at least one")
-    if (why := services.dispatcher.why_not_from_tokens(sampling)) is not None:
+    if (why := services.dispatcher.why_restart(sampling)) is not None:
         raise InvalidRequest(f"a completion with {why}, starts anew: leave out partial_token_ids, or those")
     return prompt + partial, sampling_of_the_rest(sampling, 0, len(partial))
 
@@ -256,14 +256,14 @@ async def roll_out(
     services: Services,
     options: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
     reasoning: Reasoning | None = None,
-    live: LiveRollout | None = None,
+    progress: RolloutProgress | None = None,
     partial: tuple[int, ...] = (),
 ) -> Rollout:
     """Check one prompt and complete it on an engine.
 
     Args:
         prompt, sampling, services, options, reasoning: the request.
-        live: receives the tokens during generation.
+        progress: receives the tokens during generation, for a streaming client.
         partial: see ``GenerateRequest.partial_token_ids``. The rollout has these tokens at the end of its prompt.
     """
     if partial:
@@ -282,7 +282,7 @@ async def roll_out(
         cache_salt=options.cache_salt,
         reasoning=reasoning if sampling.structured_outputs is not None else None,
     )
-    rollout = await services.dispatcher.complete(request, options.on_abort, live)
+    rollout = await services.dispatcher.complete(request, options.on_abort, progress)
     if sampling.is_truncated:
         rollout = rollout.model_copy(update={"truncated_sampling": True})
     describe(rollout)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from rollout_service.errors import InvalidRequest, RolloutServiceError
-from rollout_service.fleet.live import LivePiece, LiveRollout
+from rollout_service.fleet.progress import CompletionDelta, RolloutProgress
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.prompts import of_prompt, roll_out
 from rollout_service.protocol.generate import RolloutOptions
@@ -27,7 +27,7 @@ class Spans:
     def __init__(self) -> None:
         self._gathered: list[Span] = []
 
-    def of(self, piece: LivePiece) -> Completion:
+    def of(self, piece: CompletionDelta) -> Completion:
         """Return the piece with spans whose indices count from the completion's first token. The last piece has all
         spans."""
         own = [span.moved(piece.start) for span in piece.made.spans]
@@ -42,24 +42,24 @@ async def live_pieces(
     options: RolloutOptions,
     reasoning: Reasoning | None = None,
     partial: tuple[int, ...] = (),
-) -> AsyncGenerator[LivePiece | Rollout]:
+) -> AsyncGenerator[CompletionDelta | Rollout]:
     """Yield the pieces of ``roll_out`` as they arrive, and then the rollout. Closing the generator cancels the work."""
     if services.returns_experts and sampling.routed_experts_prompt_start is not None:
         raise InvalidRequest(
             f"routed_experts_prompt_start={sampling.routed_experts_prompt_start}: routed experts are known when a "
             "completion has ended, not in a stream: leave out one of them"
         )
-    live = LiveRollout(sampling.n)
-    making = asyncio.create_task(roll_out(prompt, sampling, services, options, reasoning, live, partial))
-    async with aclosing(live.pieces(making)) as pieces:
-        async for piece in pieces:
-            yield piece
+    progress = RolloutProgress(sampling.n)
+    making = asyncio.create_task(roll_out(prompt, sampling, services, options, reasoning, progress, partial))
+    async with aclosing(progress.stream(making)) as deltas:
+        async for delta in deltas:
+            yield delta
     yield making.result()
 
 
 async def side_by_side(
-    streams: Sequence[AsyncGenerator[LivePiece | Rollout]],
-) -> AsyncGenerator[tuple[int, LivePiece | Rollout]]:
+    streams: Sequence[AsyncGenerator[CompletionDelta | Rollout]],
+) -> AsyncGenerator[tuple[int, CompletionDelta | Rollout]]:
     """Yield the items of several streams with the index of each stream. Reads an item only after the previous one was
     taken."""
     if len(streams) == 1:
@@ -67,9 +67,9 @@ async def side_by_side(
             async for one in only:
                 yield 0, one
         return
-    taken: asyncio.Queue[tuple[int, LivePiece | Rollout] | None] = asyncio.Queue(maxsize=1)
+    taken: asyncio.Queue[tuple[int, CompletionDelta | Rollout] | None] = asyncio.Queue(maxsize=1)
 
-    async def read(number: int, stream: AsyncGenerator[LivePiece | Rollout]) -> None:
+    async def read(number: int, stream: AsyncGenerator[CompletionDelta | Rollout]) -> None:
         async with aclosing(stream):
             try:
                 async for item in stream:

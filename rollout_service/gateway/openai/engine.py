@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from rollout_service.compat.vllm_serving import EngineClient
 from rollout_service.errors import BadRequest, InvalidRequest, RolloutServiceError
 from rollout_service.fleet.detokenizer import TokenStrings
-from rollout_service.fleet.live import LivePiece
+from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import sampled_first
 from rollout_service.gateway.openai.exchange import current
@@ -120,7 +120,7 @@ class DispatchedEngine(EngineClient):
 
     async def _deltas(
         self,
-        pieces: AsyncGenerator[LivePiece | Rollout],
+        pieces: AsyncGenerator[CompletionDelta | Rollout],
         prompt: tuple[int, ...],
         request_id: str,
         sampling: Sampling,

@@ -9,12 +9,12 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.continuation import (
     Decode,
     StopSearch,
-    ended_at,
-    joined,
-    nothing_of,
-    part,
-    remainder,
-    starts_anew,
+    continuation_call,
+    cut_at_stop,
+    merge_completions,
+    slice_completion,
+    why_restart,
+    without_tokens,
 )
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
@@ -43,7 +43,7 @@ CALL = call()
 
 def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
     rest = piece((8, 9), (5, 2), end="stop").model_copy(update={"stop_reason": 9})
-    whole = joined(CALL, piece((6, 7), (4, 2), index=2), rest)
+    whole = merge_completions(CALL, piece((6, 7), (4, 2), index=2), rest)
     assert (whole.index, whole.token_ids) == (2, (6, 7, 8, 9))
     assert whole.logprobs == pytest.approx((-0.6, -0.7, -0.8, -0.9))
     assert (whole.finish_reason, whole.stop_reason) == ("stop", 9)
@@ -51,7 +51,7 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
 
 
 def test_spans_of_one_version_across_the_join_are_merged() -> None:
-    whole = joined(CALL, piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
+    whole = merge_completions(CALL, piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
     assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 1), (4, 1, 4), (5, 4, 5)]
 
 
@@ -59,18 +59,20 @@ def test_spans_of_one_version_across_the_join_are_merged() -> None:
 def test_spans_of_another_replica_or_label_stay_apart(change: dict[str, str]) -> None:
     partial, rest = piece((6, 7), (4, 2)), piece((8,), (4, 1))
     rest = rest.model_copy(update={"spans": (rest.spans[0].model_copy(update=change),)})
-    assert [(s.start, s.end) for s in joined(CALL, partial, rest).spans] == [(0, 2), (2, 3)]
+    assert [(s.start, s.end) for s in merge_completions(CALL, partial, rest).spans] == [(0, 2), (2, 3)]
 
 
 @pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
 def test_a_piece_may_be_empty(first: tuple[int, ...], second: tuple[int, ...]) -> None:
-    whole = joined(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
+    whole = merge_completions(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
     assert whole.token_ids == first + second
     assert sum(span.end - span.start for span in whole.spans) == len(whole.token_ids)
 
 
 def test_the_remainder_continues_the_tokens_in_the_length_left() -> None:
-    rest = remainder(call(n=4, max_tokens=10, min_tokens=5, stop_token_ids=(9,)), piece((6, 7, 8), (3, 3), index=2), 2)
+    rest = continuation_call(
+        call(n=4, max_tokens=10, min_tokens=5, stop_token_ids=(9,)), piece((6, 7, 8), (3, 3), index=2), 2
+    )
     assert rest.prompt_token_ids == (1, 2, 6, 7, 8)
     assert (rest.sampling.n, rest.sampling.max_tokens, rest.sampling.min_tokens) == (1, 7, 2)
     assert (rest.sampling.stop_token_ids, rest.min_weight_version, rest.priority) == ((9,), 3, 4)
@@ -85,38 +87,38 @@ def test_the_rest_is_of_weights_no_older_than_its_beginning(
 ) -> None:
     partial = piece((6, 7, 8)[: sum(length for _, length in spans)], *spans)
     asking = CALL.model_copy(update={"min_weight_version": asked})
-    assert remainder(asking, partial, 2).min_weight_version == wanted
+    assert continuation_call(asking, partial, 2).min_weight_version == wanted
 
 
 def test_a_minimum_that_is_reached_stays_reached() -> None:
-    assert remainder(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
+    assert continuation_call(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
 
 
 def test_a_seeded_remainder_has_a_new_and_reproducible_seed() -> None:
     def seed(index: int, done: int) -> int | None:
-        return remainder(call(n=4, seed=7), piece((5,) * done, *[(3, 1)] * done, index=index), 2).sampling.seed
+        return continuation_call(call(n=4, seed=7), piece((5,) * done, *[(3, 1)] * done, index=index), 2).sampling.seed
 
     assert [seed(index, 0) for index in range(4)] == [7, 8, 9, 10]
     later = {seed(index, done) for index in range(4) for done in (1, 2, 3)}
     assert len(later) == 12 and not later & {7, 8, 9, 10}
     assert seed(1, 2) == seed(1, 2)
-    assert remainder(call(), piece((5,), (3, 1)), 2).sampling.seed is None
+    assert continuation_call(call(), piece((5,), (3, 1)), 2).sampling.seed is None
 
 
 @pytest.mark.parametrize(("seed", "index"), [(-1, 0), (-1, 3), (-4, 3)])
 @pytest.mark.parametrize("done", [0, 2])
 def test_a_seed_that_is_none_for_vllm_is_none_for_the_rest(seed: int, index: int, done: int) -> None:
     partial = piece((5,) * done, *[(3, 1)] * done, index=index)
-    assert remainder(call(n=4, seed=seed), partial, 2).sampling.seed is None
+    assert continuation_call(call(n=4, seed=seed), partial, 2).sampling.seed is None
 
 
 def test_a_negative_seed_continues_with_different_seeds() -> None:
-    rests = [remainder(call(n=2, seed=-7), piece((5,), (3, 1), index=i), 2).sampling.seed for i in range(2)]
+    rests = [continuation_call(call(n=2, seed=-7), piece((5,), (3, 1), index=i), 2).sampling.seed for i in range(2)]
     assert None not in rests and len(set(rests)) == 2
 
 
 def test_the_largest_seed_has_successors() -> None:
-    rest = remainder(call(n=2, seed=LARGEST_SEED), piece((), index=1), 2)
+    rest = continuation_call(call(n=2, seed=LARGEST_SEED), piece((), index=1), 2)
     assert rest.sampling.seed == LARGEST_SEED + 1 < 2**63
 
 
@@ -125,26 +127,26 @@ PENALTIES = [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}]
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 def test_penalties_go_on_where_the_engines_count_what_was_made_before(penalty: dict[str, float]) -> None:
-    assert starts_anew(Sampling(**penalty), EngineConfig()) is None
-    masks = starts_anew(Sampling(**penalty), EngineConfig(return_sampling_mask=True))
+    assert why_restart(Sampling(**penalty), EngineConfig()) is None
+    masks = why_restart(Sampling(**penalty), EngineConfig(return_sampling_mask=True))
     assert masks is not None and "engine.return_sampling_mask" in masks
     speculation = {"speculative_config": {"method": "ngram"}}
-    assert "speculation" in str(starts_anew(Sampling(**penalty), EngineConfig(extra=speculation)))
+    assert "speculation" in str(why_restart(Sampling(**penalty), EngineConfig(extra=speculation)))
 
 
 def test_structured_outputs_start_anew() -> None:
     structured = Sampling(structured_outputs={"json_object": True})
-    assert "structured_outputs" in str(starts_anew(structured, EngineConfig()))
+    assert "structured_outputs" in str(why_restart(structured, EngineConfig()))
     plain = Sampling(repetition_penalty=1.2, stop_token_ids=(3,), stop=("x",))
-    assert starts_anew(plain, EngineConfig(return_sampling_mask=True)) is None
-    anew = nothing_of(piece((6, 7), (3, 2), index=1))
+    assert why_restart(plain, EngineConfig(return_sampling_mask=True)) is None
+    anew = without_tokens(piece((6, 7), (3, 2), index=1))
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
 
 
 def test_the_remainder_says_which_tokens_of_its_prompt_are_the_completions() -> None:
-    rest = remainder(call(max_tokens=9), piece((6, 7, 8), (3, 3)), 2)
+    rest = continuation_call(call(max_tokens=9), piece((6, 7, 8), (3, 3)), 2)
     assert rest.partial_tokens == 3
-    assert remainder(rest, piece((9,), (3, 1)), 3).partial_tokens == 4
+    assert continuation_call(rest, piece((9,), (3, 1)), 3).partial_tokens == 4
 
 
 def masked(completion: Completion, *chunks: str) -> Completion:
@@ -159,23 +161,25 @@ def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
 
     of_the_prompt = (None, (Candidate(2, -1.0, 1),))
     first = likely((6, 7)).model_copy(update={"prompt_logprobs": of_the_prompt})
-    whole = joined(CALL, first, likely((8,)))
+    whole = merge_completions(CALL, first, likely((8,)))
     assert [candidate.token_id for (candidate,) in whole.top_logprobs or ()] == [6, 7, 8]
     assert whole.prompt_logprobs == of_the_prompt
     # the rest is asked for nothing of the prompt, which by then has the first tokens in it
-    assert remainder(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
-    anew = nothing_of(first)
-    assert anew.top_logprobs is None and joined(CALL, anew, likely((9,))).top_logprobs == ((Candidate(9, -0.5, 1),),)
+    assert continuation_call(call(prompt_logprobs=1, logprobs=1), first, 2).sampling == Sampling(n=1, logprobs=1)
+    anew = without_tokens(first)
+    assert anew.top_logprobs is None and merge_completions(CALL, anew, likely((9,))).top_logprobs == (
+        (Candidate(9, -0.5, 1),),
+    )
 
 
 def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
     first, second = piece((6, 7), (3, 2)), piece((8,), (3, 1))
-    assert joined(CALL, masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
-    assert joined(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
-    assert joined(CALL, masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
-    assert joined(CALL, first, second).packed_sampling_mask is None
-    anew = nothing_of(masked(first, "a"))
-    assert joined(CALL, anew, masked(second, "b")).packed_sampling_mask == ("b",)
+    assert merge_completions(CALL, masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
+    assert merge_completions(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
+    assert merge_completions(CALL, masked(first, "a"), piece(())).packed_sampling_mask == ("a",)
+    assert merge_completions(CALL, first, second).packed_sampling_mask is None
+    anew = without_tokens(masked(first, "a"))
+    assert merge_completions(CALL, anew, masked(second, "b")).packed_sampling_mask == ("b",)
 
 
 def routed(completion: Completion, start: int, *rows: int) -> Completion:
@@ -198,65 +202,65 @@ class TestRoutedExperts:
     partial = routed(piece((6, 7), (3, 2)), 0, 10, 11, 12)
 
     def test_the_rest_begins_with_the_last_token_that_has_no_row(self) -> None:
-        rest = remainder(self.asking, self.partial, 2)
+        rest = continuation_call(self.asking, self.partial, 2)
         assert rest.sampling.routed_experts_prompt_start == 3 == len(rest.prompt_token_ids) - 1
-        whole = joined(self.asking, self.partial, routed(piece((8, 9), (4, 2), end="stop"), 3, 13, 14))
+        whole = merge_completions(self.asking, self.partial, routed(piece((8, 9), (4, 2), end="stop"), 3, 13, 14))
         assert known(whole) == {0: 10, 1: 11, 2: 12, 3: 13, 4: 14}
 
     def test_three_pieces_join_too_and_one_without_tokens_adds_nothing(self) -> None:
-        second = joined(self.asking, self.partial, routed(piece((8,), (4, 1)), 3, 13))
-        assert joined(self.asking, second, piece(())) == second
-        third = joined(self.asking, second, routed(piece((9,), (5, 1), end="stop"), 4, 14))
+        second = merge_completions(self.asking, self.partial, routed(piece((8,), (4, 1)), 3, 13))
+        assert merge_completions(self.asking, second, piece(())) == second
+        third = merge_completions(self.asking, second, routed(piece((9,), (5, 1), end="stop"), 4, 14))
         assert known(third) == {0: 10, 1: 11, 2: 12, 3: 13, 4: 14}
 
     def test_a_start_of_the_callers_own_holds_for_all_pieces(self) -> None:
         late = call(routed_experts_prompt_start=2)
         first = routed(piece((6,), (3, 1)), 2)
-        assert remainder(late, piece(()), 2).sampling.routed_experts_prompt_start == 2
-        assert remainder(late, first, 2).sampling.routed_experts_prompt_start == 2
-        assert known(joined(late, first, routed(piece((7, 8), (3, 2)), 2, 12, 13))) == {2: 12, 3: 13}
+        assert continuation_call(late, piece(()), 2).sampling.routed_experts_prompt_start == 2
+        assert continuation_call(late, first, 2).sampling.routed_experts_prompt_start == 2
+        assert known(merge_completions(late, first, routed(piece((7, 8), (3, 2)), 2, 12, 13))) == {2: 12, 3: 13}
 
     def test_tokens_that_came_without_theirs_are_missing(self) -> None:
         """As those of a replica that died. The next one reads their last token first, and the prompt as well: what the
         prompt's last token went to there is not what the first of them was sampled with."""
         lost = piece((6, 7, 8), (3, 3))
-        assert remainder(self.asking, lost, 2).sampling.routed_experts_prompt_start == 0
-        whole = joined(self.asking, lost, routed(piece((9,), (3, 1), end="stop"), 0, 10, 11, 12, 13, 14))
+        assert continuation_call(self.asking, lost, 2).sampling.routed_experts_prompt_start == 0
+        whole = merge_completions(self.asking, lost, routed(piece((9,), (3, 1), end="stop"), 0, 10, 11, 12, 13, 14))
         assert whole.routed_experts is not None and whole.routed_experts.missing == ((1, 4),)
         assert known(whole) == {0: 10, 4: 14}
 
     def test_a_rest_without_its_own_leaves_the_first_ones(self) -> None:
-        whole = joined(self.asking, self.partial, piece((8, 9), (4, 2), end="stop"))
+        whole = merge_completions(self.asking, self.partial, piece((8, 9), (4, 2), end="stop"))
         assert known(whole) == {0: 10, 1: 11, 2: 12}
-        again = joined(self.asking, whole, routed(piece((5,), (4, 1)), 5, 15))
+        again = merge_completions(self.asking, whole, routed(piece((5,), (4, 1)), 5, 15))
         assert known(again) == {0: 10, 1: 11, 2: 12, 5: 15}
 
     def test_what_starts_anew_forgets_them(self) -> None:
-        anew = nothing_of(self.partial)
+        anew = without_tokens(self.partial)
         assert anew.routed_experts is None
-        assert known(joined(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
+        assert known(merge_completions(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
 
     def test_nobody_who_did_not_ask_gets_any(self) -> None:
-        assert remainder(CALL, piece((6, 7), (3, 2)), 2).sampling.routed_experts_prompt_start is None
-        assert joined(CALL, piece((6,), (3, 1)), piece((7,), (3, 1))).routed_experts is None
+        assert continuation_call(CALL, piece((6, 7), (3, 2)), 2).sampling.routed_experts_prompt_start is None
+        assert merge_completions(CALL, piece((6,), (3, 1)), piece((7,), (3, 1))).routed_experts is None
 
 
 def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_asked_for_them() -> None:
     told = piece((6, 7), (4, 2))
-    assert remainder(call(prompt_logprobs=1), told, 2).sampling.prompt_logprobs == 1
+    assert continuation_call(call(prompt_logprobs=1), told, 2).sampling.prompt_logprobs == 1
     of_the_prompt, of_the_first_tokens = (None, (Candidate(2, -1.0, 1),)), ((Candidate(6, -1.0, 1),),) * 2
     rest = piece((8,), (4, 1)).model_copy(update={"prompt_logprobs": of_the_prompt + of_the_first_tokens})
-    assert joined(call(prompt_logprobs=1), told, rest).prompt_logprobs == of_the_prompt
+    assert merge_completions(call(prompt_logprobs=1), told, rest).prompt_logprobs == of_the_prompt
 
 
 def test_a_part_has_the_logprobs_spans_and_masks_of_its_tokens() -> None:
     whole = masked(piece((5, 6, 7, 8), (3, 2), (4, 2)), pack([[1], [2, 3], [4], [5]]))
-    middle = part(whole, 1, 3)
+    middle = slice_completion(whole, 1, 3)
     assert middle.token_ids == (6, 7) and middle.logprobs == pytest.approx((-0.6, -0.7))
     assert [(s.version, s.start, s.end) for s in middle.spans] == [(3, 0, 1), (4, 1, 2)]
     counts, ids = unpack(middle.packed_sampling_mask or ())
     assert (counts.tolist(), ids.tolist()) == ([2, 1], [2, 3, 4])
-    nothing = part(whole, 4, 4)
+    nothing = slice_completion(whole, 4, 4)
     assert (nothing.token_ids, nothing.spans, nothing.packed_sampling_mask) == ((), (), ())
 
 
@@ -273,7 +277,7 @@ def stopped(tokens: tuple[int, ...], seam: int, *stop: str, min_tokens: int = 0)
 def ended(asking: GenerateCall, whole: Completion, seam: int, decode: Decode) -> Completion:
     search = StopSearch(asking, whole.token_ids[:seam], decode)
     found = search.end_in(whole.token_ids[seam:])
-    return whole if found is None else ended_at(asking, whole, seam + found[0], found[1])
+    return whole if found is None else cut_at_stop(asking, whole, seam + found[0], found[1])
 
 
 class TestStopStringsAcrossASeam:

@@ -12,7 +12,7 @@ import pytest
 from rollout_service.client import RolloutClient
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest, NonFiniteLogprob, RolloutServiceError
-from rollout_service.fleet.continuation import part
+from rollout_service.fleet.continuation import slice_completion
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import PLACEMENTS
 from rollout_service.gateway.dependencies import Services
@@ -72,7 +72,7 @@ class TellingEngine:
                 continue
             start, end = (0, *STEPS)[told], STEPS[told]
             for index in range(call.sampling.n):
-                made = part(self.whole(call, index), start, end)
+                made = slice_completion(self.whole(call, index), start, end)
                 made = made.model_copy(update={"finish_reason": "abort", "stop_reason": None})
                 pieces.append(Piece(call=call.number, start=start, made=made))
             self.told[call.number] += 1
