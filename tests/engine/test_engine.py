@@ -21,7 +21,7 @@ from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.plugin import register
 from rollout_service.errors import EngineFailed, InvalidRequest
 from rollout_service.fleet.autoscaling import RUNNING
-from rollout_service.fleet.continuation import joined, part
+from rollout_service.fleet.continuation import merge_completions, slice_completion
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
@@ -366,7 +366,7 @@ async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served: tuple[Ser
             assert (read.logprobs, read.top_logprobs or ()) == (
                 whole.logprobs[:length], (whole.top_logprobs or ())[:length],
             )  # fmt: skip
-            assert read.spans == part(whole, 0, length).spans
+            assert read.spans == slice_completion(whole, 0, length).spans
     ended = [c for c in quick.made if c.finish_reason != "abort"]
     assert 0 < len(ended) < len(final) and all(c == final[c.index] for c in ended)
     assert all(len(c.token_ids) > 0 for c in quick.made) and any(len(c.token_ids) > 0 for c in slow.made)
@@ -387,7 +387,7 @@ class Reader:
         since = [len(completion.token_ids) for completion in self.made]
         pieces = self._engine.made_since(self._request_id, since, self._candidates)
         for piece in pieces:
-            self.made[piece.index] = joined(self._call, self.made[piece.index], piece)
+            self.made[piece.index] = merge_completions(self._call, self.made[piece.index], piece)
         return any(piece.token_ids for piece in pieces)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.fleet.autoscaling import RUNNING
-from rollout_service.fleet.continuation import joined, remainder
+from rollout_service.fleet.continuation import continuation_call, merge_completions
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.routed_experts import Experts, Known
 from rollout_service.protocol.sampling import GenerateCall, Sampling
@@ -123,10 +123,10 @@ async def test_an_abort_and_its_continuation_leave_no_gap(one: OneEngine) -> Non
     [partial] = await task
     assert partial.finish_reason == "abort" and 0 < len(partial.token_ids) < LONG_TOKENS
     call = GenerateCall(request_id="long", prompt_token_ids=prompt, sampling=LONG)
-    rest = remainder(call, partial, 2)
+    rest = continuation_call(call, partial, 2)
     [made] = await one.engine.generate(rest.request_id, rest.prompt_token_ids, rest.sampling)
     assert made.routed_experts is not None and made.routed_experts.start == len(rest.prompt_token_ids) - 1
-    whole = joined(call, partial, made)
+    whole = merge_completions(call, partial, made)
     experts, known = told(prompt, whole)
     assert len(whole.token_ids) == LONG_TOKENS and known.tolist() == [True] * (len(known) - 1) + [False]
     assert_same(model, prompt + whole.token_ids, experts, known)

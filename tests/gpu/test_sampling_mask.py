@@ -9,7 +9,7 @@ import torch
 from rollout_service.correction import SamplingSupport, correct, preset
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.errors import InvalidRequest
-from rollout_service.fleet.continuation import joined, part
+from rollout_service.fleet.continuation import merge_completions, slice_completion
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.protocol.sampling_mask import unpack
@@ -61,11 +61,14 @@ async def assert_what_is_read_meanwhile_has_its_masks(engine: EngineAdapter) -> 
     making = asyncio.create_task(engine.generate("meanwhile", PROMPTS[0], sampling))
     while not making.done():
         for piece in engine.made_since("meanwhile", [len(each.token_ids) for each in made]):
-            made[piece.index] = joined(call, made[piece.index], piece)
+            made[piece.index] = merge_completions(call, made[piece.index], piece)
         await asyncio.sleep(0)
     for whole in await making:
         read = made[whole.index]
         length = len(read.token_ids)
         assert length > 0 and (read.token_ids, read.logprobs) == (whole.token_ids[:length], whole.logprobs[:length])
-        told, begin = unpack(read.packed_sampling_mask or ()), unpack(part(whole, 0, length).packed_sampling_mask or ())
+        told, begin = (
+            unpack(read.packed_sampling_mask or ()),
+            unpack(slice_completion(whole, 0, length).packed_sampling_mask or ()),
+        )
         assert [each.tolist() for each in told] == [each.tolist() for each in begin]

@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from rollout_service.engine.adapter import EngineAdapter
-from rollout_service.fleet.continuation import part, remainder
+from rollout_service.fleet.continuation import continuation_call, slice_completion
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 
@@ -37,7 +37,7 @@ class Cuts:
         return torch.tensor([each for differences in found for each in differences])
 
     async def _after(self, cut: int, counted: bool) -> list[float]:
-        rest = remainder(self._call, part(self._whole, 0, cut), 2)
+        rest = continuation_call(self._call, slice_completion(self._whole, 0, cut), 2)
         length = min(COMPARED, LENGTH - cut)
         [made] = await self._engine.generate(
             f"after-{cut}-{counted}",

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from rollout_service.config.engine import EngineConfig
-from rollout_service.fleet.continuation import joined, remainder
+from rollout_service.fleet.continuation import continuation_call, merge_completions
 from rollout_service.fleet.detokenizer import Detokenizer, TokenStrings, decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.text import TextStream
@@ -185,9 +185,9 @@ class TestSeam:
         while completion.finish_reason == "abort" and len(completion.token_ids) < len(tokens):
             done = len(completion.token_ids)
             end = next(end for end in ends if end > done)
-            request = remainder(call, completion, 2) if done else call
+            request = continuation_call(call, completion, 2) if done else call
             rest, _ = generate(tokenizer, request.prompt_token_ids, tokens[done:end], request.sampling)
-            completion = dispatcher._stopped_after(call, joined(call, completion, rest), done)
+            completion = dispatcher._end_at_stop_string(call, merge_completions(call, completion, rest), done)
         return completion
 
     def test_a_stop_string_of_the_prompt_ends_nothing(self, tokenizer: PreTrainedTokenizerFast) -> None:
