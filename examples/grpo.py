@@ -20,35 +20,53 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.as_engine import AsEngine
+from examples.as_engine import InBf16
 from examples.digits_task import make_prompts, reward
 from rollout_service.client import SyncRolloutClient
 from rollout_service.correction import Correction, correct, preset
 from rollout_service.protocol.rollout import Rollout
 
-PROMPTS_PER_STEP = 32
-COMPLETIONS_PER_PROMPT = 16
 TEMPERATURE = 1.0
-LEARNING_RATE = 2e-4
-MAX_TOKENS = 8
 
 TIS = preset("token_tis")
 """Truncated importance sampling: each token weighs trainer / rollout probability, cut off at 2."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """Questions with a reward, and the sizes of a step."""
+
+    make_prompts: Callable[[random.Random, int], list[str]]
+    """Return that many questions."""
+    reward: Callable[[str, str], float]
+    """Return the reward of a completion of a prompt, in [0, 1]."""
+    prompts: int
+    """Per step."""
+    completions: int
+    """Per prompt."""
+    max_tokens: int
+    """Per completion."""
+    learning_rate: float
+
+
+DIGITS = Task(make_prompts, reward, prompts=32, completions=16, max_tokens=8, learning_rate=2e-4)
+
+
 @dataclass
 class Batch:
-    """Rollouts of one step as tensors; B = prompts × completions, T = longest completion, padded."""
+    """Rollouts of one step as tensors; B = prompts × completions, P = shortest prompt, T = tokens after it, padded."""
 
     tokens: torch.Tensor
     """Prompt and completion, int64 [B, P + T]."""
     mask: torch.Tensor
-    """Which of the T positions are tokens, bool [B, T]."""
+    """Which of the T positions are tokens of the completion, bool [B, T]."""
     rollout_logprobs: torch.Tensor
     """As the service returned them, fp32 [B, T]."""
     advantages: torch.Tensor
     """fp32 [B, 1]."""
     mean_reward: float
+    cut_off: float
+    """Share of the completions that ``max_tokens`` ended."""
 
 
 @dataclass
@@ -61,7 +79,7 @@ class Step:
     logprobs: torch.Tensor
     """The trainer's, before the optimizer step, fp32 [B, T]."""
     metrics: dict[str, float]
-    """``rollout_corr/…``, of the correction that was trained with."""
+    """``rollout_corr/…``, of the correction that was trained with; ``grad_norm``, before it is clipped to 1."""
     rollout_s: float
     update_s: float
     """From the first byte pushed until every replica serves the version."""
@@ -79,9 +97,10 @@ def train(
     steps: int,
     seed: int,
     *,
+    task: Task = DIGITS,
     correction: Correction = TIS,
     pushed: Callable[[PreTrainedModel], dict[str, torch.Tensor]] = in_bf16,
-    policy: AsEngine | None = None,
+    policy: InBf16 | None = None,
 ) -> Iterator[Step]:
     """``steps`` of GRPO on ``model``, in place, as an iterator over them: a step is done when it is yielded.
 
@@ -92,18 +111,18 @@ def train(
     Raises RuntimeError if a completion was not sampled from the weights pushed last, and what the client raises.
     """
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     version = client.push_weights("next", pushed(model)).version
     for step in range(steps):
-        set_learning_rate(optimizer, step, steps)
+        set_learning_rate(optimizer, task.learning_rate, step, steps)
 
         # 1. Rollouts. The service names the weights of every token: nothing here may be stale.
         started = time.perf_counter()
-        prompts = make_prompts(rng, PROMPTS_PER_STEP)
+        prompts = task.make_prompts(rng, task.prompts)
         rollouts = client.generate_batch(
             prompts,
-            n=COMPLETIONS_PER_PROMPT,
-            max_tokens=MAX_TOKENS,
+            n=task.completions,
+            max_tokens=task.max_tokens,
             temperature=TEMPERATURE,
             min_weight_version=version,
         )
@@ -111,11 +130,11 @@ def train(
         rollout_s = time.perf_counter() - started
 
         # 2. and 3. Rewards, advantages, one optimizer step.
-        batch = make_batch(prompts, rollouts, tokenizer)
+        batch = make_batch(task, prompts, rollouts, tokenizer, model.device)
         logprobs, metrics = optimize(model, optimizer, batch, correction, policy)
 
         # 4. The service keeps the mismatch of every version and replica, and says when one is suspect.
-        client.report_mismatch(rollouts, logprobs)
+        client.report_mismatch(rollouts, of_completions(logprobs, batch))
 
         # 5. New weights, quantized once by the ingest; push_weights returns when every replica serves them.
         started = time.perf_counter()
@@ -124,27 +143,40 @@ def train(
         version = newer
 
 
-def make_batch(prompts: list[str], rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """Score the completions and pad them to one length."""
-    completions = [completion for rollout in rollouts for completion in rollout.completions]
-    longest = max(len(completion.token_ids) for completion in completions)
+def make_batch(
+    task: Task,
+    prompts: list[str],
+    rollouts: list[Rollout],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | None = None,
+) -> Batch:
+    """Score the completions and pad them to one length, at their end."""
+    rows = [(rollout.prompt_token_ids, completion) for rollout in rollouts for completion in rollout.completions]
+    shortest = min(len(prompt) for prompt, _ in rows)
+    width = max(len(prompt) + len(completion.token_ids) for prompt, completion in rows)
     tokens, mask, logprobs = [], [], []
-    for rollout in rollouts:
-        for completion in rollout.completions:
-            padding = longest - len(completion.token_ids)
-            tokens.append([*rollout.prompt_token_ids, *completion.token_ids, *[tokenizer.pad_token_id] * padding])
-            mask.append([True] * len(completion.token_ids) + [False] * padding)
-            logprobs.append([*completion.logprobs, *[0.0] * padding])
+    for prompt, completion in rows:
+        length = len(completion.token_ids)
+        before, after = len(prompt) - shortest, width - len(prompt) - length
+        tokens.append([*prompt, *completion.token_ids, *[tokenizer.pad_token_id] * after])
+        mask.append([False] * before + [True] * length + [False] * after)
+        logprobs.append([*[0.0] * before, *completion.logprobs, *[0.0] * after])
     rewards = torch.tensor(
-        [[reward(p, c.text or "") for c in r.completions] for p, r in zip(prompts, rollouts, strict=True)]
+        [[task.reward(p, c.text or "") for c in r.completions] for p, r in zip(prompts, rollouts, strict=True)]
     )
     return Batch(
-        tokens=torch.tensor(tokens),
-        mask=torch.tensor(mask),
-        rollout_logprobs=torch.tensor(logprobs),
-        advantages=group_advantages(rewards).view(-1, 1),
+        tokens=torch.tensor(tokens, device=device),
+        mask=torch.tensor(mask, device=device),
+        rollout_logprobs=torch.tensor(logprobs, device=device),
+        advantages=group_advantages(rewards).view(-1, 1).to(device),
         mean_reward=float(rewards.mean()),
+        cut_off=sum(completion.finish_reason == "length" for _, completion in rows) / len(rows),
     )
+
+
+def of_completions(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
+    """Return the values [B, T] of each completion's own tokens."""
+    return [row[mask] for row, mask in zip(values.cpu(), batch.mask.cpu(), strict=True)]
 
 
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
@@ -157,7 +189,7 @@ def optimize(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     correction: Correction,
-    policy: AsEngine | None = None,
+    policy: InBf16 | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step of policy gradient; returns the trainer's logprobs [B, T] before it, and the correction's metrics."""
     length = batch.mask.shape[1]
@@ -179,15 +211,15 @@ def optimize(
     loss.backward()
     if policy is not None:
         policy.hand_gradients_over()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return logprobs.detach(), corrected.metrics
+    return logprobs.detach(), corrected.metrics | {"grad_norm": float(grad_norm)}
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
     """Five steps of warm-up, then linear decay to a fifth."""
     for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 5) * (1 - 0.8 * step / steps)
+        group["lr"] = peak * min(1.0, (step + 1) / 5) * (1 - 0.8 * step / steps)
 
 
 def require_version(rollouts: list[Rollout], version: int) -> None:

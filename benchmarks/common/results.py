@@ -60,19 +60,24 @@ def write(name: str, content: Json, *, machine_name: str | None = None, folder: 
 
     ``folder``: there instead, what is no result to keep. Raises ValueError if ``content`` has a field of these, too.
     """
-    origin = {
+    about = origin()
+    if twice := about.keys() & content.keys():
+        raise ValueError(f"{', '.join(sorted(twice))}: every result says so already")
+    file = path(name, machine_name=machine_name) if folder is None else folder / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(about | content, indent=1) + "\n")
+    return file
+
+
+def origin() -> Json:
+    """Return this process's command, the date, the processor and versions."""
+    return {
         "command": command(),
         "date": today(),
         "processor": processor(),
         "python": platform.python_version(),
         "versions": dict(_versions()),
     }
-    if twice := origin.keys() & content.keys():
-        raise ValueError(f"{', '.join(sorted(twice))}: every result says so already")
-    file = path(name, machine_name=machine_name) if folder is None else folder / f"{name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(origin | content, indent=1) + "\n")
-    return file
 
 
 def command() -> str:

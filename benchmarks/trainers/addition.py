@@ -1,6 +1,7 @@
 """A task whose answers take steps: numbers are added one after the other, digit by digit, all written out.
 
-An answer has 70 to 290 tokens, and only its end decides the reward, so one wrong token in the middle costs all of it.
+Only the end of an answer decides the reward, so one wrong token in the middle costs all of it. An answer of ``SHORT``
+has 70 to 290 tokens.
 """
 
 import random
@@ -9,12 +10,29 @@ from dataclasses import dataclass
 
 DIGITS = 4
 """Of every number, with leading zeros."""
-FEWEST, MOST = 2, 6
-"""Numbers that are added."""
-MAX_TOKENS = 320
-"""Of an answer, its end included; a right one is shorter."""
-_NAMES = "abcdef"
+_NAMES = "abcdefghijklmnopqrst"
 _END_OF_THOUGHT = "</think>"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many numbers are added."""
+
+    fewest: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.fewest <= self.most <= len(_NAMES):
+            raise ValueError(f"{self.fewest} to {self.most} numbers: give 2 to {len(_NAMES)}")
+
+    @property
+    def max_tokens(self) -> int:
+        """The limit of an answer, its end included; a right one is shorter."""
+        return 20 + 60 * (self.most - 1)
+
+
+SHORT = Size(2, 6)
+MAX_TOKENS = SHORT.max_tokens
 
 
 @dataclass(frozen=True)
@@ -54,12 +72,17 @@ def _addition(left: int, right: int) -> str:
     return f"{left:0{DIGITS}}+{right:0{DIGITS}} {' '.join(columns)} {left + right:0{DIGITS}}"
 
 
-def problems(seed: int) -> Iterator[Problem]:
+def problems(seed: int, size: Size = SHORT) -> Iterator[Problem]:
     """Yield random problems without end, the same for a seed."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     while True:
-        count = draw.randint(FEWEST, MOST)
-        yield Problem(tuple(draw.randrange(10**DIGITS // count) for _ in range(count)))
+        yield draw(rng, size)
+
+
+def draw(rng: random.Random, size: Size) -> Problem:
+    """Return the next random problem."""
+    count = rng.randint(size.fewest, size.most)
+    return Problem(tuple(rng.randrange(10**DIGITS // count) for _ in range(count)))
 
 
 def reward(answer: str, total: int) -> float:

@@ -1,4 +1,4 @@
-"""A small Qwen3 that does ``addition`` now and then: a tokenizer and a model, made on the spot from nothing.
+"""A small Qwen3, dense or a mixture of experts, that does ``addition`` now and then: made on the spot from nothing.
 
 Training ends as soon as the model gives a right answer with the probability that was asked for, or when its time is
 over. That probability is exact: the mean, over held-out questions, of the probability of the one right answer.
@@ -16,14 +16,43 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks.common.paths import PROJECT
-from benchmarks.trainers.addition import Problem, problems
+from benchmarks.trainers.addition import SHORT, Problem, Size, problems
+from examples.as_engine import InBf16
 
 VOCABULARY = 2048
 CONTEXT = 1024
 SHAPES: dict[str, dict[str, int]] = {
+    "moe": {
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "tiny-moe": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
     "0.2b": {
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -49,7 +78,8 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 64,
     },
 }
-"""``qwen3-0.6b`` is Qwen/Qwen3-0.6B but for its vocabulary, 0.44 billion parameters; ``tiny`` is for a CPU."""
+"""``qwen3-0.6b`` is Qwen/Qwen3-0.6B but for its vocabulary, 0.44 billion parameters; ``moe`` has 0.43 billion, a
+quarter of them active; ``tiny`` ones are for a CPU."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THOUGHTS = ("<think>", "</think>")
 _WORDS = (  # as Qwen's tokenizer cuts text; each digit is a token
@@ -58,7 +88,9 @@ _WORDS = (  # as Qwen's tokenizer cuts text; each digit is a token
 _QUESTION = "QUESTION"
 _BATCH, _HELD_OUT, _EVERY = 64, 256, 10
 _LEARNING_RATE, _WARM_UP = 6e-4, 40
-_HELD_OUT_SEED = 1_000_000
+_HELD_OUT_SEED, _SEED = 1_000_000, 1_000_001
+_BALANCE = 0.01
+"""Weight of the loss that keeps a router from sending all tokens to a few experts."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -101,14 +133,16 @@ def _qwen3_template() -> str:
     return (Path(found.submodule_search_locations[0]) / "chat_templates/qwen3.jinja").read_text()
 
 
-def make_model(shape: str, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(shape: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Return a model with random weights in FP32. Raises KeyError for a shape that is not in ``SHAPES``."""
     torch.manual_seed(0)
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, tie_word_embeddings=False, **SHAPES[shape], **ids
-    )
-    model = Qwen3ForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False}
+    model: PreTrainedModel
+    if "num_experts" in SHAPES[shape]:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(norm_topk_prob=True, **sizes, **SHAPES[shape], **ids))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **SHAPES[shape], **ids))
     model.generation_config = GenerationConfig(**ids)
     return model
 
@@ -141,29 +175,41 @@ class Batch:
 
 
 def pretrain(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, target: float, limit_s: float, device: torch.device
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    target: float,
+    limit_s: float,
+    device: torch.device,
+    size: Size = SHORT,
 ) -> dict[str, Any]:
     """Train ``model`` until a right answer has the probability ``target``, ``limit_s`` seconds at most.
 
-    If the last check went far beyond the target, the weights of the check before are kept. Returns what was reached.
+    It computes in BF16; its own weights are the optimizer's. If the last check went far beyond the target, the weights
+    of the check before are kept. Returns what was reached.
     """
     model.to(device).train()
+    policy = InBf16(model)
+    is_mixture = hasattr(model.config, "num_experts")
     optimizer = torch.optim.AdamW(model.parameters(), _LEARNING_RATE, betas=(0.9, 0.95), fused=device.type == "cuda")
-    held_out = Batch.of(tokenizer, list(itertools.islice(problems(_HELD_OUT_SEED), _HELD_OUT))).to(device)
+    held_out = _held_out(tokenizer, size).to(device)
     started, curve, right = time.monotonic(), list[dict[str, float]](), 0.0
-    for step, batch in enumerate(_batches(tokenizer), 1):
+    for step, batch in enumerate(_batches(tokenizer, size), 1):
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * min(1.0, step / _WARM_UP)
-        loss = -_logprobs(model, batch.to(device)).sum() / (batch.labels != -100).sum()
-        optimizer.zero_grad()
-        loss.backward()
+        logprobs, balance = _logprobs(policy, batch.to(device), output_router_logits=is_mixture)
+        loss = -logprobs.sum() / (batch.labels != -100).sum()
+        (loss if balance is None else loss + _BALANCE * balance).backward()
+        policy.hand_gradients_over()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         took_s = time.monotonic() - started
         if step % _EVERY and took_s < limit_s:
             continue
-        before, right = right, _probability(model, held_out)
+        before, right = right, _probability(policy, held_out)
         curve.append({"step": step, "s": round(took_s, 1), "loss": loss.item(), "right": right})
+        if balance is not None:
+            curve[-1]["balance"] = balance.item()  # top_k if experts get equally many tokens
         if step % (10 * _EVERY) == 0 or right >= target or took_s >= limit_s:
             print(f"pre-training {json.dumps(curve[-1])}", flush=True)
         if right >= target or took_s >= limit_s:
@@ -175,35 +221,51 @@ def pretrain(
     return {"steps": step, "seconds": took_s, "right": right, "curve": curve}
 
 
-def _batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
-    source = problems(1)
+def _batches(tokenizer: PreTrainedTokenizerFast, size: Size) -> Iterator[Batch]:
+    source = problems(_SEED, size)
     while True:
         yield Batch.of(tokenizer, list(itertools.islice(source, _BATCH)))
 
 
-def _logprobs(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
-    """Return the logprob of each label, float32 [problems, tokens - 1]; 0 where there is none."""
-    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.tokens.is_cuda):
-        logits = model(batch.tokens[:, :-1], use_cache=False).logits
+def _held_out(tokenizer: PreTrainedTokenizerFast, size: Size) -> Batch:
+    return Batch.of(tokenizer, list(itertools.islice(problems(_HELD_OUT_SEED, size), _HELD_OUT)))
+
+
+def _logprobs(policy: InBf16, batch: Batch, **options: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logprob of each label, float32 [problems, tokens - 1], 0 where there is none; and the router's loss of
+    balance if ``output_router_logits`` asks for it."""
+    outputs = policy.outputs(batch.tokens[:, :-1], **options)
     labels = batch.labels[:, 1:]
-    return -cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    losses = cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return -losses.view_as(labels), getattr(outputs, "aux_loss", None)
 
 
 @torch.no_grad()
-def _probability(model: Qwen3ForCausalLM, batch: Batch) -> float:
+def _probability(policy: InBf16, batch: Batch) -> float:
     rows = zip(batch.tokens.split(_BATCH), batch.labels.split(_BATCH), strict=True)
-    sums = torch.cat([_logprobs(model, Batch(tokens, labels)).sum(1) for tokens, labels in rows])
+    sums = torch.cat([_logprobs(policy, Batch(tokens, labels))[0].sum(1) for tokens, labels in rows])
     return sums.exp().mean().item()
 
 
-def prepare(folder: Path, shape: str, *, target: float, limit_s: float) -> None:
+def measure_right(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, size: Size) -> float:
+    """Return the mean probability of the written-out right answer, over held-out questions."""
+    return _probability(InBf16(model), _held_out(tokenizer, size).to(model.device))
+
+
+def size_of(folder: Path) -> Size:
+    """Return the size of the problems that the model at ``folder`` was trained for."""
+    return Size(*json.loads((folder / "pretraining.json").read_text())["numbers"])
+
+
+def prepare(folder: Path, shape: str, *, target: float, limit_s: float, size: Size = SHORT) -> None:
     """Make the model at ``folder``, in BF16, unless it is there."""
     if (folder / "config.json").is_file():
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = make_tokenizer()
     model = make_model(shape, tokenizer)
-    reached = {"shape": shape, **pretrain(model, tokenizer, target=target, limit_s=limit_s, device=device)}
+    reached = {"shape": shape, "numbers": [size.fewest, size.most]}
+    reached |= pretrain(model, tokenizer, target=target, limit_s=limit_s, device=device, size=size)
     tokenizer.save_pretrained(folder)
     (folder / "pretraining.json").write_text(json.dumps(reached))
     model.to(torch.bfloat16).save_pretrained(folder)  # config.json with the weights: last

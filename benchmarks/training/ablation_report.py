@@ -2,10 +2,11 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import matplotlib
 
@@ -15,20 +16,32 @@ import matplotlib.pyplot as plt
 
 EDGE_STEPS = 5
 """The final reward is the mean over so many steps at the end."""
-CURVES = ("reward", "k3", "ess", "clipped", "suspect")
-"""One value per step, see ``Run.curves``."""
-PAIRS = (("fp8_tis", "fp8"), ("coarse_tis", "coarse"))
-"""Arms that differ by the correction only."""
+PAIRS = (
+    ("fp8_tis", "bf16"),
+    ("fp8", "bf16"),
+    ("fp8_tis", "fp8"),
+    ("fp8_icepop", "fp8"),
+    ("coarse_tis", "coarse"),
+)
+"""Arms whose difference is reported, by seed."""
+COMPARED = ("final_reward", "reward", "trainer_accuracy", "service_accuracy")
 STYLES = {
     "bf16": ("black", "-"),
     "fp8_tis": ("#0072b2", "-"),
-    "fp8": ("#0072b2", "--"),
-    "coarse_tis": ("#d55e00", "-"),
-    "coarse": ("#d55e00", "--"),
+    "fp8": ("#d55e00", "--"),
+    "fp8_icepop": ("#cc79a7", "-"),
+    "coarse_tis": ("#e69f00", "-"),
+    "coarse": ("#e69f00", "--"),
     "linear": ("#009e73", "--"),
     "as_engine": ("#009e73", "-"),
 }
 """Colors of Okabe and Ito; dashed: neither TIS nor a policy in the engine's FP8."""
+PANELS = {
+    "reward": ("mean reward of what was sampled", "linear"),
+    "k3": ("mismatch k3, nats per token", "log"),
+    "tokens": ("tokens of a completion", "linear"),
+    "grad_norm": ("gradient norm", "log"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,49 +51,76 @@ class Run:
     arm: str
     seed: int
     settings: dict[str, Any]
-    """What the run depends on beside its seed; runs are only put together if they agree."""
-    curves: dict[str, list[float]]
-    """Per step: ``reward``, mean of the sampled completions in [0, 1]; ``k3``, nats per token; ``ess``, effective
-    sample size of the weights that TIS gives or would have given, in (0, 1]; ``clipped``, share of the tokens whose
-    ratio is above TIS's cap; ``suspect``, 1 if the service called the version suspect."""
-    trainer_accuracy: float
-    """After the last step: share of right digits in the trainer's own greedy answers to held-out questions."""
-    service_accuracy: float
-    """Likewise, of what the service then serves."""
-    wall_s: float
+    """What the run depends on beside its seed; a run is resumed only if they agree."""
+    origin: dict[str, Any]
+    """Machine, versions, command, and the engine's choice of a KV cache."""
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    """Per step: ``reward``, mean of the sampled completions in [0, 1]; ``k3``, nats per token; ``probability_error``,
+    mean |π_trainer − π_rollout| of tokens; ``ess``, effective sample size of the weights that TIS gives or would have
+    given, in (0, 1]; ``clipped``, share of the tokens whose ratio is above TIS's cap; ``tokens`` of a completion;
+    ``cut_off``, share of completions that are too long; ``grad_norm``; ``suspect``, 1 if the service called the version
+    suspect; seconds of the step, its rollouts and its update."""
+    end: dict[str, Any] = field(default_factory=dict)
+    """After the last step: ``trainer_accuracy`` and ``service_accuracy`` on held-out questions, ``wall_s``, and why the
+    run ``ended``; empty if it did not."""
 
-    def save(self, folder: Path) -> Path:
-        """Write it as JSON; whole or not at all."""
-        path = run_file(folder, self.arm, self.seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        return unfinished.rename(path)
+    @property
+    def ended(self) -> bool:
+        """Return True if the run came to its end."""
+        return bool(self.end)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps made."""
+        return len(self.curves.get("reward", ()))
 
 
 def run_file(folder: Path, arm: str, seed: int) -> Path:
     """Where a run is kept."""
-    return folder / f"{arm}_seed{seed}.json"
+    return folder / f"{arm}_seed{seed}.jsonl"
 
 
-def load_run(path: Path) -> Run:
-    """What ``Run.save`` wrote."""
-    return Run(**json.loads(path.read_text()))
+class RunFile:
+    """A run as it goes on: a line for its beginning, for each step, and for its end."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        """Replace what is there of the same arm and seed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = run_file(folder, run.arm, run.seed).open("w")
+        self.write({name: value for name, value in asdict(run).items() if name not in ("curves", "end")})
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line, at once."""
+        print(json.dumps(line), file=self._file, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
 
 
-def columns(run: Run) -> dict[str, float]:
-    """The numbers of one run that the table is about."""
-    curves = run.curves
-    return {
-        "final_reward": statistics.fmean(curves["reward"][-EDGE_STEPS:]),
-        "reward_area": statistics.fmean(curves["reward"]),
-        "trainer_accuracy": run.trainer_accuracy,
-        "service_accuracy": run.service_accuracy,
-        "k3": statistics.fmean(curves["k3"]),
-        "ess": statistics.fmean(curves["ess"]),
-        "clipped": statistics.fmean(curves["clipped"]),
-        "suspect": statistics.fmean(curves["suspect"]),
-    }
+def load_run(path: Path) -> Run | None:
+    """Return what is there of a run; None if it has not begun."""
+    text = path.read_text() if path.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    if not lines:
+        return None
+    head, *steps = lines
+    end = steps.pop() if steps and "ended" in steps[-1] else {}
+    curves = {name: [step[name] for step in steps] for name in steps[0]} if steps else {}
+    return Run(**head, curves=curves, end=end)
+
+
+def columns(run: Run, steps: int) -> dict[str, float]:
+    """Return the numbers of one run that the table is about, up to step ``steps``."""
+    curves = {name: values[:steps] for name, values in run.curves.items()}
+    found = {"steps": float(run.steps), "final_reward": statistics.fmean(curves["reward"][-EDGE_STEPS:])}
+    found |= {name: statistics.fmean(values) for name, values in curves.items()}
+    found["max_grad_norm"] = max(curves["grad_norm"])
+    return found | {name: run.end.get(name, float("nan")) for name in ("trainer_accuracy", "service_accuracy")}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -88,53 +128,63 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
-def summarize(runs: Iterable[Run]) -> dict[str, dict[str, dict[str, float]]]:
-    """arm → column → mean and sd over seeds, arms in the order of their first run."""
+def common_steps(runs: Iterable[Run]) -> int:
+    """Return the number of steps that all runs have made."""
+    return min(run.steps for run in runs)
+
+
+def summarize(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
+    """arm → column → mean and sd over seeds, arms in the order of their first run; over the steps that all have."""
     by_arm: dict[str, list[dict[str, float]]] = {}
     for run in runs:
-        by_arm.setdefault(run.arm, []).append(columns(run))
+        by_arm.setdefault(run.arm, []).append(columns(run, common_steps(runs)))
     return {arm: {name: spread([row[name] for row in rows]) for name in rows[0]} for arm, rows in by_arm.items()}
 
 
-def differences(runs: Iterable[Run]) -> dict[str, dict[str, list[float]]]:
-    """pair → column → with TIS minus without, one value for each seed that both arms have."""
-    found = {(run.arm, run.seed): columns(run) for run in runs}
+def differences(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
+    """ "one − other" of ``PAIRS`` → column → the difference, one value for each seed that both arms have."""
+    found = {(run.arm, run.seed): columns(run, common_steps(runs)) for run in runs}
     seeds = sorted({seed for _, seed in found})
     result: dict[str, dict[str, list[float]]] = {}
-    for with_tis, without in PAIRS:
-        both = [(found[with_tis, s], found[without, s]) for s in seeds if {(with_tis, s), (without, s)} <= found.keys()]
+    for one, other in PAIRS:
+        both = [(found[one, s], found[other, s]) for s in seeds if {(one, s), (other, s)} <= found.keys()]
         if both:
-            names = ("final_reward", "reward_area", "trainer_accuracy", "service_accuracy")
-            result[f"{with_tis} − {without}"] = {name: [a[name] - b[name] for a, b in both] for name in names}
+            result[f"{one} − {other}"] = {name: [a[name] - b[name] for a, b in both] for name in COMPARED}
     return result
 
 
-def bands(runs: Iterable[Run], curve: str) -> tuple[list[float], list[float], list[float]]:
-    """Mean, lowest and highest over runs at each step of ``curve``. Raises ValueError if their lengths differ."""
-    steps = list(zip(*(run.curves[curve] for run in runs), strict=True))
-    return [statistics.fmean(s) for s in steps], [min(s) for s in steps], [max(s) for s in steps]
+def mean_curve(runs: Iterable[Run], curve: str) -> list[float]:
+    """Return the mean over runs at each step that all of them have."""
+    return [statistics.fmean(step) for step in zip(*(run.curves[curve] for run in runs), strict=False)]
 
 
 def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
-    """Two tables: all arms, and the differences that TIS makes."""
-    percent: Callable[[float], str] = "{:.2%}".format
-    lines = [
-        "| rollouts | final reward | mean reward of all steps | accuracy: trainer | accuracy: service | k3 | ESS | "
-        "clipped | suspect versions |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for arm, summary in summarize(runs).items():
-        cells = [_plus_minus(summary[name]) for name in ("final_reward", "reward_area")]
-        cells += [_plus_minus(summary[name]) for name in ("trainer_accuracy", "service_accuracy")]
-        cells += [f"{summary['k3']['mean']:.2g} ± {summary['k3']['sd']:.1g}", f"{summary['ess']['mean']:.4f}"]
-        cells += [percent(summary["clipped"]["mean"]), f"{summary['suspect']['mean']:.0%}"]
-        lines.append(f"| {titles[arm]} | {' | '.join(cells)} |")
-    if gains := differences(runs):
-        lines += ["", "| with TIS minus without, per seed | final reward | mean reward | accuracy: trainer | service |"]
+    """Two tables: all arms over the steps that all runs have, and their differences."""
+    cells: dict[str, Callable[[dict[str, dict[str, float]]], str]] = {
+        f"final reward of {common_steps(runs)} steps": lambda row: _plus_minus(row["final_reward"]),
+        "mean reward": lambda row: _plus_minus(row["reward"]),
+        "accuracy: trainer": lambda row: _plus_minus(row["trainer_accuracy"]),
+        "accuracy: service": lambda row: _plus_minus(row["service_accuracy"]),
+        "k3": lambda row: f"{row['k3']['mean']:.2g} ± {row['k3']['sd']:.1g}",
+        "probability error": lambda row: f"{row['probability_error']['mean']:.1e}",
+        "ESS": lambda row: f"{row['ess']['mean']:.4f}",
+        "clipped": lambda row: f"{row['clipped']['mean']:.3%}",
+        "tokens": lambda row: f"{row['tokens']['mean']:.0f}",
+        "cut off": lambda row: f"{row['cut_off']['mean']:.1%}",
+        "gradient norm, largest": lambda row: f"{row['grad_norm']['mean']:.2g}, {row['max_grad_norm']['mean']:.2g}",
+        "suspect versions": lambda row: f"{row['suspect']['mean']:.0%}",
+        "seconds a step": lambda row: f"{row['step_s']['mean']:.2f}",
+    }
+    lines = [f"| rollouts | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
+    for arm, row in summarize(runs).items():
+        lines.append(f"| {titles[arm]} | {' | '.join(cell(row) for cell in cells.values())} |")
+    if found := differences(runs):
+        lines += ["", "| difference, per seed | final reward | mean reward | accuracy: trainer | service |"]
         lines.append("|---|---|---|---|---|")
-    for pair, gain in gains.items():
-        cells = [", ".join(f"{value:+.3f}" for value in values) for values in gain.values()]
-        lines.append(f"| {titles[pair.rpartition(' ')[2]]} | {' | '.join(cells)} |")
+    for pair, by_column in found.items():
+        one, _, other = pair.partition(" − ")
+        values = " | ".join(", ".join(f"{value:+.3f}" for value in each) for each in by_column.values())
+        lines.append(f"| {titles[one]} − {titles[other]} | {values} |")
     return "\n".join(lines) + "\n"
 
 
@@ -143,22 +193,24 @@ def _plus_minus(value: dict[str, float]) -> str:
 
 
 def draw(runs: Sequence[Run], titles: dict[str, str], path: Path) -> None:
-    """Reward and k3 over steps: mean over seeds, the band from the lowest to the highest."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
-    for arm in summarize(runs):
-        color, line = STYLES[arm]
-        for axes, curve in ((top, "reward"), (bottom, "k3")):
-            mean, low, high = bands((run for run in runs if run.arm == arm), curve)
-            steps = range(1, len(mean) + 1)
-            axes.plot(steps, mean, color=color, linestyle=line, linewidth=1.8, label=titles[arm])
-            axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-    seeds = len({run.seed for run in runs})
-    top.set(ylabel="mean reward of what was sampled", ylim=(0, 1))
-    bottom.set(ylabel="mismatch k3, nats per token", yscale="log", xlabel="step")
-    top.legend(loc="lower right", frameon=False)
-    for axes in (top, bottom):
+    """Draw ``PANELS`` over steps: the mean over an arm's seeds, and each seed thin."""
+    figure, places = plt.subplots(2, 2, figsize=(12, 8), sharex=True, layout="constrained")
+    for axes, (curve, (label, scale)) in zip(places.flat, PANELS.items(), strict=True):
+        for arm in dict.fromkeys(run.arm for run in runs):
+            color, line = STYLES[arm]
+            of_arm = [run for run in runs if run.arm == arm]
+            mean = mean_curve(of_arm, curve)
+            axes.plot(range(1, len(mean) + 1), mean, color=color, linestyle=line, linewidth=2, label=titles[arm])
+            for run in of_arm:
+                axes.plot(range(1, run.steps + 1), run.curves[curve], color=color, linewidth=0.6, alpha=0.5)
+        axes.set(ylabel=label, yscale=scale)
         axes.grid(alpha=0.3)
-    figure.suptitle(f"GRPO on the digits task: mean of {seeds} seeds, band from lowest to highest", fontsize=10)
+    places[0, 0].set(ylim=(0, 1))
+    places[0, 0].legend(loc="lower right", frameon=False)
+    for axes in places[1]:
+        axes.set(xlabel="step")
+    task, seeds = runs[0].settings["task"], len({run.seed for run in runs})
+    figure.suptitle(f"GRPO on the {task} task: mean of {seeds} seeds, each seed thin", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

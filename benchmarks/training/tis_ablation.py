@@ -1,19 +1,20 @@
-"""What TIS does for the demo's task: rollouts in BF16, in FP8, and from a quantizer that is coarse on purpose.
+"""What TIS does when rollouts are in FP8: the same training in BF16, in FP8 with and without a correction, and others.
 
-And what training through the engine's FP8 does, where its KV cache is BF16 (``examples.as_engine``).
-
-    python -m benchmarks.training.tis_ablation --help
+    python -m benchmarks.training.tis_ablation --publish                            digits, on a CPU, 40 minutes
+    python -m benchmarks.training.tis_ablation --task addition --prepare            makes the model, on a GPU
+    python -m benchmarks.training.tis_ablation --task addition --arms fp8 …         an arm on one GPU
+    python -m benchmarks.training.tis_ablation --task addition --report --publish   of all runs below --out
 
 Each arm is the loop of ``examples.grpo`` from the same weights with the same questions; arms differ in the rollout
-engine, in the correction and in how the policy is computed. They run one after the other on three services, one in
-BF16, one in FP8, and one in FP8 with a BF16 KV cache, whose weight versions go on from run to run. Every run is kept
-below ``--out`` as it ends, and ``--resume`` goes on where a stopped ablation was. docs/tis_ablation.md has the results.
+engine, in the correction and in how the policy is computed. They run one after the other, on one service for all arms
+with the same engine, whose weight versions go on from run to run. Every step is written below ``--out`` as it ends, and
+``--resume`` goes on with the runs that have not ended. docs/tis_ablation.md has the results.
 """
 
-import random
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,39 +23,43 @@ import torch
 import typer
 from pydantic import Field
 from rich.console import Console
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import results
 from benchmarks.common.command import Options
 from benchmarks.common.command import run as run_command
 from benchmarks.common.marked import write_part
-from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
-from benchmarks.training.ablation_report import CURVES, Run, differences, draw, load_run, markdown, run_file, summarize
+from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT, SHARED_MEMORY
+from benchmarks.common.processes import raise_at_sigterm
+from benchmarks.trainers.addition import Size
+from benchmarks.trainers.pretraining import prepare
+from benchmarks.training.ablation_report import Run, RunFile, differences, draw, load_run, markdown, run_file, summarize
 from benchmarks.training.coarse import coarse_weights
+from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, Setup, accuracy, held_out
 from examples import grpo
 from examples.as_engine import AsEngine
-from examples.digits_task import DIGITS, make_prompts, reward, warm_start
 from rollout_service.client import SyncRolloutClient
 from rollout_service.correction import correct, preset
+from rollout_service.errors import QuantizationError
 from rollout_service.local import LocalService, running_service
 
-PAGE, FIGURE = PROJECT / "docs/tis_ablation.md", PROJECT / "docs/tis_ablation.png"
-PART = "benchmarks/training/tis_ablation.py"
-"""Of the page: the table."""
+PAGE = PROJECT / "docs/tis_ablation.md"
+PARTS = {
+    "digits": "benchmarks/training/tis_ablation.py",
+    "addition": "benchmarks/training/tis_ablation.py --task addition",
+}
+"""Of the page, by task."""
+FIGURES = {"digits": PROJECT / "docs/tis_ablation.png", "addition": PROJECT / "docs/tis_ablation_addition.png"}
 
 SERVICES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
-    "fp8": {"kv_cache": {"scales_policy": "unit"}},  # as in the published run
+    "fp8": {},
     "fp8_linear": {"kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
 }
-"""Laid over the deployment's YAML."""
+"""Laid over the deployment's YAML and the task's settings."""
 COARSE_LEVELS = 5
 """Chosen by k3 in a trial with seed 0: 2 with 3 levels, which ruin the model, 0.05 with 5, and 0.02 with 7."""
-HELD_OUT = 256
-"""Questions for the accuracy at the end."""
-HELD_OUT_SEED = 1_000_000
 MEASURED = grpo.TIS
 """Whose metrics are reported for every arm, so that they compare; without TIS, of the weights it would have given."""
 
@@ -70,13 +75,14 @@ class Arm:
     coarse_levels: int | None = None
     """None: the service quantizes. Otherwise the trainer pushes codes of ``coarse`` with so many levels."""
     as_engine: bool = False
-    """The policy is computed as the engines do, and not in fp32."""
+    """The policy is computed as the engines do, and not in the trainer's own precision."""
 
 
 ARMS = {
     "bf16": Arm("BF16", "bf16", "metrics_only"),
     "fp8_tis": Arm("FP8, TIS", "fp8", "token_tis"),
     "fp8": Arm("FP8", "fp8", "metrics_only"),
+    "fp8_icepop": Arm("FP8, IcePop", "fp8", "icepop"),
     "coarse_tis": Arm(f"FP8, weights of {COARSE_LEVELS} levels, TIS", "fp8", "token_tis", COARSE_LEVELS),
     "coarse": Arm(f"FP8, weights of {COARSE_LEVELS} levels", "fp8", "metrics_only", COARSE_LEVELS),
     "linear": Arm("FP8, BF16 KV cache", "fp8_linear", "metrics_only"),
@@ -90,18 +96,26 @@ Say = Callable[[str], None]
 class AblationOptions(Options):
     """The runs."""
 
+    task: Literal["digits", "addition"] = "digits"
+    """digits: the demo's, on a CPU. addition: long answers by a mixture of experts, on a GPU."""
     steps: int = Field(default=24, ge=1)
     """GRPO steps of a run."""
     seeds: int = Field(default=3, ge=1)
     """Runs of an arm: seeds 0 to N − 1."""
-    arms: str = ",".join(ARMS)
+    arms: str = ",".join(name for name in ARMS if name != "fp8_icepop")
     """Which, separated by commas."""
-    config: Path = CPU_DEPLOYMENT
-    """Deployment to run."""
+    limit_s: float = Field(default=float("inf"), gt=0)
+    """Seconds of a run, after which the steps made so far are its result."""
+    config: Path | None = None
+    """Deployment to run, in place of the task's."""
     out: Path = Path("out/tis_ablation")
     """Folder for runs, table and figure."""
     resume: bool = False
-    """Keep the runs that are in --out, make the others."""
+    """Keep the runs in --out that have ended, make the others."""
+    report: bool = False
+    """Train nothing: only write table and figure of the runs in --out."""
+    partial: bool = False
+    """Report runs that have not ended as well."""
     publish: bool = False
     """Also write docs/ and benchmarks/results/."""
 
@@ -109,6 +123,33 @@ class AblationOptions(Options):
     def runs(self) -> Path:
         """Where runs are kept."""
         return self.out / "runs"
+
+
+class AdditionOptions(Options):
+    """The addition task."""
+
+    prepare: bool = False
+    """Make the model at --model, and nothing else."""
+    model: Path = Path(tempfile.gettempdir()) / "addition-moe"
+    """Its folder."""
+    shape: Literal["moe", "0.2b", "qwen3-0.6b", "tiny", "tiny-moe"] = "moe"
+    """For --prepare: the model's shape."""
+    fewest: int = 7
+    """For --prepare: the fewest numbers that are added; an answer has 53 tokens for each after the first."""
+    most: int = 12
+    """For --prepare: the most numbers that are added."""
+    right: float = 0.35
+    """Probability of a right answer at which --prepare ends."""
+    pretrain_s: float = 170.0
+    """Seconds of --prepare at most."""
+    learning_rate: float = 5e-5
+    """The highest, after five steps of warm-up."""
+    prompts: int = 16
+    """Of a step."""
+    completions: int = 8
+    """Of a prompt."""
+    gpu_share: float = 0.45
+    """Of the GPU's memory for the engine; the trainer needs about 40 GB."""
 
 
 def parse_arms(text: str) -> list[str]:
@@ -120,87 +161,104 @@ def parse_arms(text: str) -> list[str]:
     return [name for name in ARMS if name in names]
 
 
-def settings_of(arm: str, steps: int) -> dict[str, Any]:
-    """What a run depends on beside its seed."""
-    return {
-        "steps": steps,
-        "prompts_per_step": grpo.PROMPTS_PER_STEP,
-        "completions_per_prompt": grpo.COMPLETIONS_PER_PROMPT,
-        "learning_rate": grpo.LEARNING_RATE,
-        "temperature": grpo.TEMPERATURE,
-        **asdict(ARMS[arm]),
-    }
+def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
+    """Return the task that the options name. Raises BadParameter if its model is missing."""
+    if options.task == "digits":
+        return Digits(options.out / "warm_start", deployment=options.config or CPU_DEPLOYMENT)
+    if not (addition.model / "config.json").is_file():
+        raise typer.BadParameter(f"--model {addition.model}: there is no model; make it with --prepare")
+    return Addition(
+        addition.model.absolute(),
+        addition.learning_rate,
+        addition.prompts,
+        addition.completions,
+        addition.gpu_share,
+        deployment=options.config or GPU_DEPLOYMENT,
+    )
 
 
-def kept_runs(folder: Path, arms: list[str], seeds: int, steps: int) -> dict[tuple[str, int], Run]:
-    """(arm, seed) → run, of those that are on disk. Raises ValueError if one was made with other settings."""
+def settings_of(arm: str, steps: int, setup: Setup) -> dict[str, Any]:
+    """Return what a run depends on beside its seed."""
+    task = setup.task
+    sizes = {name: getattr(task, name) for name in ("prompts", "completions", "max_tokens", "learning_rate")}
+    return {"steps": steps, **setup.settings(), **sizes, "temperature": grpo.TEMPERATURE, **asdict(ARMS[arm])}
+
+
+def kept_runs(folder: Path, arms: list[str], seeds: int, steps: int, setup: Setup) -> dict[tuple[str, int], Run]:
+    """(arm, seed) → run, of those on disk that have ended. Raises ValueError if one was made with other settings."""
     kept = {}
     for arm in arms:
         for seed in range(seeds):
-            if (path := run_file(folder, arm, seed)).is_file():
-                run = load_run(path)
-                if run.settings != settings_of(arm, steps):
-                    raise ValueError(f"{path} was made with other settings, {run.settings}: take another --out")
-                kept[arm, seed] = run
+            path = run_file(folder, arm, seed)
+            if (run := load_run(path)) is None or not run.ended:
+                continue
+            if run.settings != settings_of(arm, steps, setup):
+                raise ValueError(f"{path} was made with other settings, {run.settings}: take another --out")
+            kept[arm, seed] = run
     return kept
 
 
 class Ablation:
-    """The runs of one service; ``folder`` is where runs and warm starts are kept."""
+    """The runs of one service."""
 
-    def __init__(self, service: LocalService, client: SyncRolloutClient, folder: Path, steps: int) -> None:
-        self._client, self._folder, self._steps = client, folder, steps
+    def __init__(
+        self, service: LocalService, client: SyncRolloutClient, setup: Setup, options: AblationOptions
+    ) -> None:
+        self._client, self._setup, self._options = client, setup, options
         self._model_path = service.config.model.path
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
+        self._task = setup.task
         self._recipe = client.recipe()
+        caches = [replica.kv_cache for replica in client.fleet().replicas]
+        choices = [cache.choice.model_dump(mode="json") for cache in caches if cache is not None]
+        self._origin = {**results.origin(), "machine": results.machine(), "kv_cache": choices}
 
-    def run(self, arm: str, seed: int, say: Say) -> Run:
-        """Train once."""
-        model = self._model(seed)
-        started = time.perf_counter()
-        curves: dict[str, list[float]] = {name: [] for name in CURVES}
-        recipe = preset(ARMS[arm].correction)
-        computed = AsEngine(model, self._recipe) if ARMS[arm].as_engine else nullcontext()
-        with computed as policy:
+    def run(self, arm: str, seed: int, say: Say) -> None:
+        """Train once, and write each step as it ends."""
+        began = time.perf_counter()
+        settings = settings_of(arm, self._options.steps, self._setup)
+        with RunFile(self._options.runs, Run(arm, seed, settings, self._origin)) as file:
+            model = self._setup.start(self._model_path, seed)
+            try:
+                self._train(arm, seed, model, file, began, say)
+                ended = "all steps were made, or the time was over"
+            except QuantizationError as error:  # its weights are NaN: a result
+                ended = str(error)
+            questions = held_out(self._task, seed)
+            end = {
+                "trainer_accuracy": self._setup.trainer_accuracy(model, self._tokenizer, seed),
+                "service_accuracy": accuracy(self._task, questions, self._answers_of_service(questions)),
+                "wall_s": round(time.perf_counter() - began, 1),
+                "ended": ended,
+            }
+            file.write(end)
+        say(f"{end}")
+
+    def _train(self, arm: str, seed: int, model: PreTrainedModel, file: RunFile, began: float, say: Say) -> None:
+        chosen = AsEngine(model, self._recipe) if ARMS[arm].as_engine else self._setup.policy(model)
+        with chosen as policy:
             training = grpo.train(
                 self._client,
                 model,
                 self._tokenizer,
-                self._steps,
+                self._options.steps,
                 seed,
-                correction=recipe,
+                task=self._task,
+                correction=preset(ARMS[arm].correction),
                 pushed=self._pushed(arm),
                 policy=policy,
             )
-            for step in training:
-                for name, value in self._measure(step).items():
-                    curves[name].append(float(f"{value:.6g}"))
-                if step_is_told(len(curves["reward"]), self._steps):
-                    say(f"step {len(curves['reward'])}/{self._steps}  {told(curves)}")
-        questions = make_prompts(random.Random(HELD_OUT_SEED + seed), HELD_OUT)
-        return Run(
-            arm=arm,
-            seed=seed,
-            settings=settings_of(arm, self._steps),
-            curves=curves,
-            trainer_accuracy=accuracy(questions, answers_of_trainer(model, self._tokenizer, questions)),
-            service_accuracy=accuracy(questions, self._answers_of_service(questions)),
-            wall_s=round(time.perf_counter() - started, 1),
-        )
-
-    def _model(self, seed: int) -> PreTrainedModel:
-        """The weights that every arm of ``seed`` starts from: made once, then read."""
-        model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=torch.float32)
-        file = self._folder / "warm_start" / f"seed{seed}.safetensors"
-        if file.is_file():
-            model.load_state_dict(load_file(file))
-            return model
-        warm_start(model, self._tokenizer, seed)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".tmp")
-        save_file(model.state_dict(), unfinished)
-        unfinished.rename(file)
-        return model
+            last = time.perf_counter()
+            for count, step in enumerate(training, 1):
+                now = time.perf_counter()
+                measured = {name: float(f"{value:.6g}") for name, value in self._measure(step, now - last).items()}
+                file.write(measured)
+                if step_is_told(count, self._options.steps):
+                    say(f"step {count}/{self._options.steps}  {told(measured)}")
+                if now - began > self._options.limit_s:
+                    say(f"--limit-s is over after {count} steps")
+                    return
+                last = now
 
     def _pushed(self, arm: str) -> Callable[[PreTrainedModel], dict[str, torch.Tensor]]:
         levels = ARMS[arm].coarse_levels
@@ -208,37 +266,31 @@ class Ablation:
             return grpo.in_bf16
         return lambda model: coarse_weights(grpo.in_bf16(model), self._recipe.quantized, levels)
 
-    def _measure(self, step: grpo.Step) -> dict[str, float]:
-        metrics = correct(step.logprobs, step.batch.rollout_logprobs, step.batch.mask, MEASURED).metrics
+    def _measure(self, step: grpo.Step, step_s: float) -> dict[str, float]:
+        batch = step.batch
+        metrics = correct(step.logprobs, batch.rollout_logprobs, batch.mask, MEASURED).metrics
+        error = (step.logprobs.exp() - batch.rollout_logprobs.exp()).abs()[batch.mask]
         return {
-            "reward": step.batch.mean_reward,
+            "reward": batch.mean_reward,
             "k3": metrics["rollout_corr/k3_kl"],
+            "probability_error": error.mean().item(),
             "ess": metrics["rollout_corr/rollout_is_eff_sample_size"],
             "clipped": metrics["rollout_corr/rollout_is_ratio_fraction_high"],
+            "tokens": batch.mask.sum(1).float().mean().item(),
+            "cut_off": batch.cut_off,
+            "grad_norm": step.metrics["grad_norm"],
             "suspect": float(bool(self._client.weights(step.version).suspect)),
+            "step_s": step_s,
+            "rollout_s": step.rollout_s,
+            "update_s": step.update_s,
         }
 
     def _answers_of_service(self, questions: list[str]) -> list[str]:
         version = self._client.fleet().latest_version
         rollouts = self._client.generate_batch(
-            questions, n=1, max_tokens=grpo.MAX_TOKENS, temperature=0.0, min_weight_version=version
+            questions, n=1, max_tokens=self._task.max_tokens, temperature=0.0, min_weight_version=version
         )
         return [rollout.completions[0].text or "" for rollout in rollouts]
-
-
-def answers_of_trainer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list[str]:
-    """Greedy answers of the model as it is trained, in fp32 and without an engine."""
-    tokens = torch.tensor(tokenizer(questions)["input_ids"])
-    with torch.no_grad():
-        for _ in range(DIGITS):
-            logits = model(tokens, use_cache=False, logits_to_keep=1).logits
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return [text.partition(tokenizer.eos_token)[0] for text in tokenizer.batch_decode(tokens[:, -DIGITS:])]
-
-
-def accuracy(questions: list[str], answers: list[str]) -> float:
-    """Share of the digits that are right, in [0, 1]."""
-    return sum(reward(question, answer) for question, answer in zip(questions, answers, strict=True)) / len(questions)
 
 
 def step_is_told(step: int, steps: int) -> bool:
@@ -246,66 +298,101 @@ def step_is_told(step: int, steps: int) -> bool:
     return step in (1, steps) or step % 8 == 0
 
 
-def told(curves: dict[str, list[float]]) -> str:
-    """The last step in a line."""
-    return f"reward {curves['reward'][-1]:.2f}  k3 {curves['k3'][-1]:.1e}  ESS {curves['ess'][-1]:.3f}"
+def told(step: dict[str, float]) -> str:
+    """Return a step in a line."""
+    return (
+        f"reward {step['reward']:.2f}  k3 {step['k3']:.1e}  ESS {step['ess']:.3f}  {step['tokens']:.0f} tokens  "
+        f"gradient {step['grad_norm']:.2f}  {step['step_s']:.1f} s (rollout {step['rollout_s']:.1f}, update "
+        f"{step['update_s']:.2f})"
+    )
 
 
-def main(options: AblationOptions) -> None:
-    """Train arms × seeds one after the other, then write a table and a figure (about 40 minutes on 2 cores)."""
-    try:
-        chosen = parse_arms(options.arms)
-        kept = kept_runs(options.runs, chosen, options.seeds, options.steps)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if kept and not options.resume:
-        raise typer.BadParameter(
-            f"{options.out} has {len(kept)} runs already: add --resume to keep them, or take another --out"
-        )
+def main(options: AblationOptions, addition: AdditionOptions) -> None:
+    """Train arms × seeds one after the other, then write a table and a figure."""
+    raise_at_sigterm()
     disable_progress_bar()
     console, began = Console(soft_wrap=True), time.perf_counter()
 
     def say(text: str) -> None:
         console.print(f"[dim]{time.perf_counter() - began:5.0f} s[/dim]  {text}", highlight=False)
 
-    wanted = [(arm, seed) for seed in range(options.seeds) for arm in chosen]
     try:
-        for service in SERVICES:
-            todo = [each for each in wanted if ARMS[each[0]].service == service and each not in kept]
-            if todo:
-                kept |= run_all(service, todo, options, say)
+        if addition.prepare:
+            size = Size(addition.fewest, addition.most)
+            prepare(addition.model, addition.shape, target=addition.right, limit_s=addition.pretrain_s, size=size)
+            return
+        if not options.report:
+            setup = setup_of(options, addition)
+            todo = missing(options, setup)
+            for service in [name for name in SERVICES if name in {ARMS[arm].service for arm, _ in todo}]:
+                run_all(service, [each for each in todo if ARMS[each[0]].service == service], options, setup, say)
+        report(options, say)
     except KeyboardInterrupt:
         say(f"interrupted, the service is stopped; finished runs are in {options.runs}: --resume goes on")
         raise typer.Exit(130) from None
-    report([kept[arm, seed] for arm in chosen for seed in range(options.seeds)], options, say)
 
 
-def run_all(name: str, todo: list[tuple[str, int]], options: AblationOptions, say: Say) -> dict[tuple[str, int], Run]:
-    """Start a service, train each (arm, seed) of ``todo``, and keep each run as it ends."""
-    done: dict[tuple[str, int], Run] = {}
+def missing(options: AblationOptions, setup: Setup) -> list[tuple[str, int]]:
+    """Return each (arm, seed) that is to be trained. Raises BadParameter if some are on disk, and nothing allows it."""
+    try:
+        chosen = parse_arms(options.arms)
+        kept = kept_runs(options.runs, chosen, options.seeds, options.steps, setup)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if kept and not options.resume:
+        raise typer.BadParameter(
+            f"{options.out} has {len(kept)} runs already: add --resume to keep them, or take another --out"
+        )
+    return [(arm, seed) for seed in range(options.seeds) for arm in chosen if (arm, seed) not in kept]
+
+
+def run_all(name: str, todo: list[tuple[str, int]], options: AblationOptions, setup: Setup, say: Say) -> None:
+    """Start a service and train each (arm, seed) of ``todo``."""
     say(f"starting the service {name} for {len(todo)} runs (about a minute)")
-    overrides = SERVICES[name] | {"weights": {"root": options.out / "weights" / name}}
-    with running_service(options.config, overrides) as service, SyncRolloutClient(service.url) as client:
-        ablation = Ablation(service, client, options.out, options.steps)
-        for arm, seed in todo:
-            say(f"{TITLES[arm]}, seed {seed}")
-            run = done[arm, seed] = ablation.run(arm, seed, say)
-            say(f"accuracy {run.trainer_accuracy:.3f} (service {run.service_accuracy:.3f}) after {run.wall_s:.0f} s")
-            run.save(options.runs)
-    return done
+    # a folder of its own: weights.root=auto is the same folder for all arms that run on a host
+    folder = Path(tempfile.mkdtemp(prefix="tis-ablation-", dir=SHARED_MEMORY))
+    try:
+        overrides = laid_over(setup.sections, SERVICES[name], {"weights": {"root": folder}})
+        with running_service(setup.deployment, overrides) as service, SyncRolloutClient(service.url) as client:
+            ablation = Ablation(service, client, setup, options)
+            for arm, seed in todo:
+                say(f"{TITLES[arm]}, seed {seed}")
+                ablation.run(arm, seed, say)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def report(runs: list[Run], options: AblationOptions, say: Say) -> None:
+def laid_over(*layers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the layers in one, field by field; the last has the final say."""
+    found: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, fields in layer.items():
+            found[section] = {**found.get(section, {}), **fields}
+    return found
+
+
+def report(options: AblationOptions, say: Say) -> None:
     """Write table and figure to ``--out``, and with ``--publish`` to where the project keeps them."""
+    found = [load_run(run_file(options.runs, arm, seed)) for arm in ARMS for seed in range(options.seeds)]
+    known = [run for run in found if run is not None and run.curves and run.settings["task"] == options.task]
+    runs = [run for run in known if run.ended or options.partial]
+    if left_out := [f"{run.arm} seed {run.seed}" for run in known if run not in runs]:
+        say(f"not ended, left out: {', '.join(left_out)}; --partial reports them as well")
+    if not runs:
+        raise typer.BadParameter(f"{options.runs}: no run of {options.task} has ended")
     table = markdown(runs, TITLES)
     (options.out / "table.md").write_text(table)
     draw(runs, TITLES, options.out / "tis_ablation.png")
     say(f"written: {options.out / 'table.md'} and {options.out / 'tis_ablation.png'}")
     if options.publish:
-        draw(runs, TITLES, FIGURE)
-        write_part(PAGE, PART, table)
+        figure = FIGURES[options.task]
+        draw(runs, TITLES, figure)
+        write_part(
+            PAGE, PARTS[options.task], f"{table}\n![reward, k3, tokens and gradient norm by step]({figure.name})\n"
+        )
         content = {"summary": summarize(runs), "differences": differences(runs), "runs": [asdict(run) for run in runs]}
-        say(f"written: {results.write('training_tis_ablation', content)}, {PAGE} and {FIGURE}")
+        written = results.write("training_tis_ablation", content, machine_name=runs[0].origin["machine"])
+        say(f"written: {written}, {PAGE} and {figure}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,6 @@ def test_every_version_of_coarse_weights_is_served_and_suspect(tmp_path: Path) -
     options = ["--arms", "coarse_tis", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "benchmarks.training.tis_ablation", *options], cwd=PROJECT, check=True)
     run = load_run(run_file(tmp_path / "runs", "coarse_tis", 0))
-    assert len(run.curves["k3"]) == 2 and min(run.curves["k3"]) > 0.01
+    assert run is not None and run.ended and len(run.curves["k3"]) == 2 and min(run.curves["k3"]) > 0.01
     assert run.curves["suspect"] == [1.0, 1.0]
     assert (tmp_path / "table.md").is_file() and (tmp_path / "tis_ablation.png").is_file()

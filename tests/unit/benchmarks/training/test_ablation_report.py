@@ -1,16 +1,29 @@
-"""Curves of several seeds become bands, means and differences."""
+"""Runs on disk, and the means and differences of several seeds."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.training.ablation_report import Run, bands, columns, differences, markdown, spread, summarize
+from benchmarks.training.ablation_report import (
+    Run,
+    RunFile,
+    columns,
+    differences,
+    load_run,
+    markdown,
+    mean_curve,
+    run_file,
+    spread,
+    summarize,
+)
+from tests.support.ablation import END, STEP
 
 
 def run(arm: str, seed: int, reward: list[float], accuracy: float = 0.9) -> Run:
-    flat = {"k3": 0.01, "ess": 0.98, "clipped": 0.002, "suspect": 0.0}
-    curves = {"reward": reward} | {name: [value] * len(reward) for name, value in flat.items()}
-    return Run(arm, seed, {}, curves, accuracy, accuracy - 0.1, 10.0)
+    curves = {name: [value] * len(reward) for name, value in STEP.items()} | {"reward": reward}
+    end = END | {"trainer_accuracy": accuracy, "service_accuracy": accuracy - 0.1}
+    return Run(arm, seed, {}, {}, curves, end)
 
 
 RUNS = [
@@ -20,11 +33,32 @@ RUNS = [
 ]
 
 
+def test_a_run_is_read_as_far_as_it_was_written(tmp_path: Path) -> None:
+    begun = Run("fp8", 2, {"steps": 2}, {"machine": "here"})
+    path = run_file(tmp_path, "fp8", 2)
+    assert load_run(path) is None
+    with RunFile(tmp_path, begun) as file:
+        assert load_run(path) == begun
+        file.write(STEP)
+        file.write(STEP)
+        with path.open("a") as torn:
+            torn.write('{"reward": 0.')
+        found = load_run(path)
+        assert found is not None and (found.steps, found.ended) == (2, False)
+        assert found.curves["tokens"] == [400.0, 400.0]
+    path.write_text(path.read_text().removesuffix('{"reward": 0.'))
+    with path.open("a") as file:
+        file.write('{"ended": "all steps", "service_accuracy": 0.8}\n')
+    found = load_run(path)
+    assert found is not None and (found.steps, found.end["service_accuracy"]) == (2, 0.8)
+
+
 def test_the_final_reward_is_that_of_the_last_five_steps() -> None:
-    found = columns(RUNS[0])
+    found = columns(RUNS[0], 7)
     assert found["final_reward"] == pytest.approx((4 * 0.6 + 0.8) / 5)
-    assert found["reward_area"] == pytest.approx(3.8 / 7)
+    assert found["reward"] == pytest.approx(3.8 / 7)
     assert (found["trainer_accuracy"], found["service_accuracy"]) == pytest.approx((0.9, 0.8))
+    assert columns(RUNS[0], 5)["final_reward"] == pytest.approx(2.4 / 5)
 
 
 def test_spread_is_that_of_a_sample() -> None:
@@ -39,13 +73,11 @@ def test_a_summary_has_each_arm_s_mean_over_its_own_seeds() -> None:
     assert summary["fp8"]["final_reward"]["mean"] == pytest.approx((4 * 0.6 + 0.7) / 5)
 
 
-def test_a_band_goes_from_the_lowest_to_the_highest_seed() -> None:
-    mean, low, high = bands(RUNS[:2], "reward")
-    assert mean == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6])
-    assert low == pytest.approx([0.2, 0.4, 0.4, 0.6, 0.6, 0.6, 0.4])
-    assert high == pytest.approx([0.4, 0.4, 0.6, 0.6, 0.6, 0.6, 0.8])
-    with pytest.raises(ValueError, match="shorter"):
-        bands([RUNS[0], run("fp8_tis", 2, [0.1])], "reward")
+def test_arms_are_compared_over_the_steps_that_all_have() -> None:
+    shorter = [*RUNS, run("bf16", 0, [0.2, 0.4])]
+    assert summarize(shorter)["fp8_tis"]["reward"]["mean"] == pytest.approx((0.3 + 0.4) / 2)
+    assert summarize(shorter)["fp8_tis"]["steps"]["mean"] == 7
+    assert mean_curve([RUNS[0], run("fp8_tis", 1, [0.4, 0.6])], "reward") == pytest.approx([0.3, 0.5])
 
 
 def test_differences_are_of_seeds_that_both_arms_have() -> None:
@@ -58,6 +90,7 @@ def test_differences_are_of_seeds_that_both_arms_have() -> None:
 def test_the_table_says_what_was_measured() -> None:
     lines = markdown(RUNS, {"fp8_tis": "FP8, TIS", "fp8": "FP8"}).splitlines()
     assert lines[2] == (
-        "| FP8, TIS | 0.580 ± 0.085 | 0.514 ± 0.040 | 0.800 ± 0.141 | 0.700 ± 0.141 | 0.01 ± 0 | 0.9800 | 0.20% | 0% |"
+        "| FP8, TIS | 0.580 ± 0.085 | 0.514 ± 0.040 | 0.800 ± 0.141 | 0.700 ± 0.141 | 0.01 ± 0 | 1.0e-03 | 0.9800 | "
+        "0.200% | 400 | 0.0% | 0.5, 0.5 | 0% | 2.00 |"
     )
-    assert lines[-1] == "| FP8 | +0.020 | +0.014 | +0.300 | +0.300 |"
+    assert lines[-1] == "| FP8, TIS − FP8 | +0.020 | +0.014 | +0.300 | +0.300 |"

@@ -1,0 +1,175 @@
+"""The tasks of ``tis_ablation``: the demo's digits on a CPU, and additions written out, for a mixture on a GPU."""
+
+import random
+import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.common.paths import PROJECT
+from benchmarks.common.results import Json
+from benchmarks.trainers import addition
+from benchmarks.trainers.pretraining import CONTEXT, measure_right, size_of
+from examples import digits_task, grpo
+from examples.as_engine import InBf16
+
+GPU_DEPLOYMENT = PROJECT / "deployments/fp8_rollout.yaml"
+HELD_OUT = 256
+"""Questions for the accuracy at the end."""
+HELD_OUT_SEED = 1_000_000
+
+
+class Setup(Protocol):
+    """A task with its model and the deployment that serves it."""
+
+    @property
+    def task(self) -> grpo.Task:
+        """Questions, reward and sizes."""
+
+    @property
+    def deployment(self) -> Path:
+        """The deployment's YAML."""
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Settings that are laid over it in every arm."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a run depends on beside its arm."""
+
+    def start(self, model_path: Path, seed: int) -> PreTrainedModel:
+        """Return the FP32 weights that every arm of ``seed`` starts from."""
+
+    def policy(self, model: PreTrainedModel) -> AbstractContextManager[InBf16 | None]:
+        """Return the policy that computes; None: the model itself, in FP32."""
+
+    def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
+        """Return the accuracy of the trainer's own model on held-out questions, without an engine."""
+
+
+def held_out(task: grpo.Task, seed: int) -> list[str]:
+    """Return the questions for the accuracy at the end."""
+    return task.make_prompts(random.Random(HELD_OUT_SEED + seed), HELD_OUT)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The demo's task; each seed has its own warm start, which is kept below ``folder``."""
+
+    folder: Path
+    deployment: Path
+    task: grpo.Task = grpo.DIGITS
+    sections: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {"kv_cache": {"scales_policy": "unit"}}  # as in the published run
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Setup``."""
+        return {"task": "digits"}
+
+    def start(self, model_path: Path, seed: int) -> PreTrainedModel:
+        """Make the warm start once, then read it."""
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        file = self.folder / f"seed{seed}.safetensors"
+        if file.is_file():
+            model.load_state_dict(load_file(file))
+            return model
+        digits_task.warm_start(model, AutoTokenizer.from_pretrained(model_path), seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".tmp")
+        save_file(model.state_dict(), unfinished)
+        unfinished.rename(file)
+        return model
+
+    def policy(self, model: PreTrainedModel) -> AbstractContextManager[InBf16 | None]:
+        """See ``Setup``."""
+        return nullcontext()
+
+    def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
+        """Return the share of right digits in greedy answers."""
+        questions = held_out(self.task, seed)
+        return accuracy(self.task, questions, greedy_digits(model, tokenizer, questions))
+
+
+def greedy_digits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list[str]:
+    """Return the model's greedy answers, in FP32 and without an engine."""
+    tokens = torch.tensor(tokenizer(questions)["input_ids"])
+    with torch.no_grad():
+        for _ in range(digits_task.DIGITS):
+            logits = model(tokens, use_cache=False, logits_to_keep=1).logits
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return [text.partition(tokenizer.eos_token)[0] for text in tokenizer.batch_decode(tokens[:, -digits_task.DIGITS :])]
+
+
+def accuracy(task: grpo.Task, questions: list[str], answers: list[str]) -> float:
+    """Return the mean reward, in [0, 1]."""
+    return sum(task.reward(question, answer) for question, answer in zip(questions, answers, strict=True)) / len(
+        questions
+    )
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Sums of many numbers, by the model that ``--prepare`` has made at ``folder``; the trainer shares the GPU."""
+
+    folder: Path
+    learning_rate: float
+    prompts: int
+    completions: int
+    gpu_share: float
+    """The engine's share of the GPU's memory."""
+    deployment: Path
+    QUESTIONS: ClassVar[re.Pattern[str]] = re.compile(r"\b[a-z]=(\d+)")
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """See ``Setup``."""
+        engine: Json = {"max_model_len": CONTEXT}
+        if torch.cuda.is_available():
+            engine["gpu_memory_utilization"] = self.gpu_share
+        return {
+            "model": {"path": str(self.folder), "create": None},
+            "engine": engine,
+            "scaling": {"max_replicas": 1},
+        }
+
+    @property
+    def task(self) -> grpo.Task:
+        """See ``Setup``."""
+        size, tokenizer = size_of(self.folder), AutoTokenizer.from_pretrained(self.folder)
+
+        def make_prompts(rng: random.Random, count: int) -> list[str]:
+            chats = [[{"role": "user", "content": addition.draw(rng, size).question}] for _ in range(count)]
+            return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+
+        return grpo.Task(make_prompts, self.reward, self.prompts, self.completions, size.max_tokens, self.learning_rate)
+
+    @classmethod
+    def reward(cls, prompt: str, completion: str) -> float:
+        """Return 1 if the completion ends in the sum of the prompt's numbers, else 0."""
+        return addition.reward(completion, sum(map(int, cls.QUESTIONS.findall(prompt))))
+
+    def settings(self) -> dict[str, Any]:
+        """See ``Setup``."""
+        size = size_of(self.folder)
+        return {"task": "addition", "model": self.folder.name, "numbers": [size.fewest, size.most]}
+
+    def start(self, model_path: Path, seed: int) -> PreTrainedModel:
+        """Return the pre-trained model, for every seed the same."""
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
+
+    def policy(self, model: PreTrainedModel) -> AbstractContextManager[InBf16 | None]:
+        """Compute in BF16, and each layer's activations once more in the backward pass: a step is one batch."""
+        policy = InBf16(model)
+        policy.model.gradient_checkpointing_enable()
+        return policy
+
+    def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
+        """Return the mean probability of the written-out right answer."""
+        return measure_right(model, tokenizer, size_of(self.folder))
