@@ -82,6 +82,14 @@ BENCHMARKS = (
     Benchmark("mismatch.layers", headlines.layers),
     Benchmark("mismatch.kv_scales", headlines.kv_scales),
     Benchmark("training.tis_ablation", headlines.tis_ablation, "--publish"),
+    Benchmark(
+        "training.tis_ablation",
+        headlines.tis_ablation,
+        "--task addition --report --publish",
+        before="python -m benchmarks.training.tis_ablation --task addition --arms bf16,fp8_tis,fp8",
+        result="training_tis_ablation_addition",
+        awaited=True,
+    ),
     Benchmark("training.demo", headlines.demo, before="make demo"),
     Benchmark("training.demo_fake_quant", headlines.demo_fake_quant),
     Benchmark(

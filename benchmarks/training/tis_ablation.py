@@ -45,6 +45,7 @@ from rollout_service.errors import QuantizationError
 from rollout_service.local import LocalService, running_service
 
 PAGE = PROJECT / "docs/tis_ablation.md"
+RESULTS = {"digits": "training_tis_ablation", "addition": "training_tis_ablation_addition"}
 PARTS = {
     "digits": "benchmarks/training/tis_ablation.py",
     "addition": "benchmarks/training/tis_ablation.py --task addition",
@@ -148,8 +149,8 @@ class AdditionOptions(Options):
     """Of a step."""
     completions: int = 8
     """Of a prompt."""
-    gpu_share: float = 0.45
-    """Of the GPU's memory for the engine; the trainer needs about 40 GB."""
+    gpu_share: float = 0.35
+    """Of the GPU's memory for the engine; the trainer needs about 35 GB."""
 
 
 def parse_arms(text: str) -> list[str]:
@@ -391,7 +392,7 @@ def report(options: AblationOptions, say: Say) -> None:
             PAGE, PARTS[options.task], f"{table}\n![reward, k3, tokens and gradient norm by step]({figure.name})\n"
         )
         content = {"summary": summarize(runs), "differences": differences(runs), "runs": [asdict(run) for run in runs]}
-        written = results.write("training_tis_ablation", content, machine_name=runs[0].origin["machine"])
+        written = results.write(RESULTS[options.task], content, machine_name=runs[0].origin["machine"])
         say(f"written: {written}, {PAGE} and {figure}")
 
 
