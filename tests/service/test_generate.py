@@ -1,9 +1,7 @@
 """The data routes as vLLM's and OpenAI's clients use them."""
 
 import asyncio
-import json
 import math
-import subprocess
 
 import httpx
 import openai
@@ -46,12 +44,6 @@ async def test_stop_tokens_end_a_completion_and_are_named(client: RolloutClient)
     assert stopped.token_ids == free.token_ids[: first_stop + 1]
 
 
-async def test_a_text_prompt_comes_back_with_its_ids_and_text(client: RolloutClient) -> None:
-    rollout = await client.generate("12+3", max_tokens=4, ignore_eos=True)
-    assert len(rollout.prompt_token_ids) == 4
-    assert rollout.completions[0].text is not None
-
-
 async def test_the_openai_package_gets_completions_and_logprobs(service: LocalService) -> None:
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="unused") as openai_client:
         assert [model.id async for model in openai_client.models.list()] == [MODEL]
@@ -63,20 +55,6 @@ async def test_the_openai_package_gets_completions_and_logprobs(service: LocalSe
         assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
         assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens or []) > 0
     assert reply.usage is not None and reply.usage.prompt_tokens == 8
-
-
-async def test_completions_return_token_ids_when_asked_as_trl_does(http: httpx.AsyncClient) -> None:
-    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "n": 1, "return_token_ids": True, "logprobs": 0}
-    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
-    assert choice["prompt_token_ids"] == [5, 6, 7]
-    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
-
-
-async def test_curl_is_enough(service: LocalService) -> None:
-    body = json.dumps({"prompt": "1+1=", "max_tokens": 3})
-    command = ["curl", "-sS", f"{service.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
-    reply = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True, timeout=60)
-    assert json.loads(reply.stdout)["object"] == "text_completion"
 
 
 async def test_candidates_and_structure_reach_the_engine(http: httpx.AsyncClient) -> None:

@@ -3,11 +3,9 @@
 import asyncio
 import math
 
-import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
-from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.protocol.rollout import Rollout
 from tests.support.processes import descendants
 
@@ -50,52 +48,6 @@ async def test_full_and_by_id_reports_count_alike_per_replica(client: RolloutCli
         assert again.abs_diff_max == once.abs_diff_max == pytest.approx(0.25)
 
 
-@pytest.mark.filterwarnings("ignore::rollout_service.protocol.truncation.TruncatedSamplingWarning")  # tests/unit/client
-async def test_truncated_rollouts_are_marked_and_raise_no_suspicion(client: RolloutClient, telltale: int) -> None:
-    """The likeliest token alone: its logprob is 0, renormalized, and a trainer's of the whole vocabulary is not."""
-    whole = await rollouts_of(client, telltale)
-    cut = await client.generate_batch(
-        PROMPTS, n=2, max_tokens=16, ignore_eos=True, top_k=1, min_weight_version=telltale
-    )
-    assert {rollout.truncated_sampling for rollout in whole} == {False}
-    assert {rollout.truncated_sampling for rollout in cut} == {True}
-    assert {logprob for rollout in cut for c in rollout.completions for logprob in c.logprobs} == {0.0}
-    trainer = scored(cut, 0.5)
-    tokens = sum(map(len, trainer))
-    receipt = await client.report_mismatch(cut, trainer)
-    by_id = await client.report_mismatch(cut, trainer, by_request_id=True)
-    assert (receipt.tokens, receipt.truncated_tokens) == (by_id.tokens, by_id.truncated_tokens) == (0, tokens)
-    table = await client.mismatch(telltale)
-    assert table.rows == () and sum(each.tokens for each in table.truncated) == 2 * tokens
-    assert (await client.weights(telltale)).suspect == ()
-
-
-async def test_only_a_wrong_trainer_makes_a_version_suspect(client: RolloutClient, telltale: int) -> None:
-    rollouts = await rollouts_of(client, telltale)
-    await client.report_mismatch(rollouts, scored(rollouts, 0.0, 0.02))
-    assert (await client.weights(telltale)).suspect == ()
-    await client.report_mismatch(rollouts, scored(rollouts, 0.5))
-    status = await client.weights(telltale)
-    assert status.state == "live" and status.suspect is not None
-    rows = {row.replica_id: row for row in (await client.mismatch(telltale)).rows}
-    assert {suspicion.replica_id for suspicion in status.suspect} == set(rows)
-    assert all(suspicion.k3 == rows[suspicion.replica_id].k3 > 0.01 for suspicion in status.suspect)
-    (listed,) = [each for each in await client.weights() if each.version == telltale]
-    assert listed.suspect == status.suspect
-
-
-async def test_a_report_that_is_wrong_in_one_number_counts_nothing(client: RolloutClient, telltale: int) -> None:
-    rollouts = await rollouts_of(client, telltale)
-    trainer = scored(rollouts, 0.0)
-    trainer[3][5] = 0.7
-    with pytest.raises(InvalidRequest, match=r"rollouts\[1\].completions\[1\].trainer_logprobs\[5\] is 0.7"):
-        await client.report_mismatch(rollouts, trainer)
-    unknown = [rollouts[0].model_copy(update={"request_id": "never-seen"})]
-    with pytest.raises(NotFound, match="never-seen"):
-        await client.report_mismatch(unknown, trainer[:2], by_request_id=True)
-    assert (await client.mismatch(telltale)).rows == ()
-
-
 async def test_rollouts_go_on_while_reports_are_counted(client: RolloutClient, telltale: int) -> None:
     rollouts = await rollouts_of(client, telltale)
     trainer = scored(rollouts, 0.0)
@@ -104,12 +56,6 @@ async def test_rollouts_go_on_while_reports_are_counted(client: RolloutClient, t
     assert len(more) == len(PROMPTS)
     (row,) = (await client.mismatch(telltale)).versions if await receipts else ()
     assert row.tokens == 8 * sum(map(len, trainer)) and row.k3 == 0.0
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_the_routes_need_the_token(client: RolloutClient, http: httpx.AsyncClient, method: str) -> None:
-    reply = await http.request(method, "/v1/mismatch", headers={"Authorization": "Bearer wrong"})
-    assert reply.status_code == 401
 
 
 async def test_rollouts_and_updates_do_not_need_the_monitor(client: RolloutClient, telltale: int) -> None:

@@ -50,14 +50,6 @@ async def test_sequences_not_requests_are_spread(client: RolloutClient) -> None:
     assert {(await rollout).replica_id for rollout in small}.isdisjoint({(await large).replica_id})
 
 
-async def test_the_many_prompts_of_one_request_are_routed_one_by_one(http: httpx.AsyncClient) -> None:
-    prompts = [[5 + i, 6, 7] for i in range(48)]
-    body = {"prompt": prompts, "max_tokens": 2, "return_token_ids": True, "ignore_eos": True, "session_id": "many"}
-    choices = (await http.post("/v1/completions", json=body)).json()["choices"]
-    assert [choice["prompt_token_ids"] for choice in choices] == prompts
-    assert all(len(choice["token_ids"]) == 2 for choice in choices)
-
-
 async def test_a_request_for_a_version_goes_to_a_replica_that_has_it(
     service: LocalService, client: RolloutClient, telltale: int
 ) -> None:

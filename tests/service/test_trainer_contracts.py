@@ -35,19 +35,6 @@ async def chat(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
     return dict(reply.json())
 
 
-@pytest.mark.client("prime-rl with verifiers")
-class TestPrimeRL:
-    """prime-rl 559b447, src/prime_rl/utils/client.py."""
-
-    async def test_what_it_may_skip_is_a_404(self, http: httpx.AsyncClient) -> None:
-        broadcaster = {"host": "10.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200}
-        assert (await http.post("/init_broadcaster", json=broadcaster)).status_code == 404
-
-    async def test_no_folder_means_nccl_which_is_refused(self, http: httpx.AsyncClient) -> None:
-        reply = await http.post("/update_weights", json={"weight_dir": None})
-        assert reply.status_code == 422 and "weight_dir" in reply.json()["error"]["message"]  # 5xx would be sent again
-
-
 @pytest.mark.client("NeMo-Gym")
 class TestNeMoGym:
     """nemo-gym 0.4.0, responses_api_models/vllm_model/app.py with return_token_id_information."""
@@ -82,11 +69,6 @@ class TestNeMoGym:
         turn = {"role": "assistant", "content": "2", "reasoning_content": "one and one", "reasoning": "one and one"}
         messages = [*HELLO, turn, {"role": "user", "content": "sure?"}]
         assert (await chat(http, {**self.BODY, "messages": messages}))["choices"]
-
-    async def test_too_long_a_chat_is_an_empty_answer(self, http: httpx.AsyncClient) -> None:
-        body = {**self.BODY, "messages": [{"role": "user", "content": "1" * 5000}]}
-        reply = await http.post("/v1/chat/completions", json=body)
-        assert reply.status_code == 400 and "context length" in reply.text
 
 
 @pytest.mark.client("ART")
@@ -134,8 +116,3 @@ class TestMsSwift:
         assert choice["message"]["content"] == native.text and native.versions == (version,)
         logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
         assert logprobs == pytest.approx(native.logprobs, abs=1e-4)
-
-    async def test_its_rollout_servers_routes_are_not_here(self, http: httpx.AsyncClient) -> None:
-        """swift/rlhf_trainers/vllm_client.py: its trainers fail at the start, before they join a group."""
-        for path in ("/init_communicator/", "/update_named_param/", "/infer/"):
-            assert (await http.post(path, json={})).status_code == 404

@@ -39,19 +39,6 @@ async def test_prime_rl_pushes_a_broadcast_folder(
 
 
 @pytest.mark.client("prime-rl with verifiers")
-async def test_prime_rl_s_failed_push_leaves_what_is_served(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
-) -> None:
-    assert (await http.post("/pause?mode=keep&clear_cache=false")).status_code == 200
-    missing = await http.post("/update_weights", json={"weight_dir": str(sources / f"step_{telltale + 1}")})
-    outside = await http.post("/update_weights", json={"weight_dir": "/"})
-    assert (await http.post("/resume")).status_code == 200
-    assert missing.status_code == 404 and "is not a folder that the ingest can see" in missing.text
-    assert outside.status_code == 403 and "weights.source_roots" in outside.text
-    await assert_served(client, telltale)
-
-
-@pytest.mark.client("prime-rl with verifiers")
 async def test_prime_rl_s_controller_finds_each_engine_s_load(http: httpx.AsyncClient) -> None:
     text = (await http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -69,25 +56,6 @@ async def running(client: RolloutClient, sequences: int) -> None:
     """Return once replicas report so many sequences in flight."""
     while sum(replica.running for replica in (await client.fleet()).replicas) < sequences:
         await asyncio.sleep(0.05)
-
-
-@pytest.mark.client("slime")
-async def test_generate_is_what_the_native_route_makes(http: httpx.AsyncClient, telltale: int) -> None:
-    greedy = {"temperature": 0.0, "ignore_eos": True}
-    reply = await http.post(
-        "/generate",
-        json={"input_ids": [5, 6], "sampling_params": greedy | {"max_new_tokens": 4}, "return_logprob": True},
-    )
-    native = await http.post(
-        "/inference/v1/generate",
-        json={"token_ids": [5, 6], "sampling_params": greedy | {"max_tokens": 4}, "flat_logprobs": True},
-    )
-    made, [choice] = reply.json(), native.json()["choices"]
-    pairs = made["meta_info"]["output_token_logprobs"]
-    assert made["output_ids"] == choice["token_ids"] == [token for _, token, _ in pairs]
-    assert [logprob for logprob, _, _ in pairs] == choice["logprobs"]
-    assert made["meta_info"]["weight_version"] == str(telltale)
-    assert made["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
 
 
 @pytest.mark.client("slime")

@@ -57,16 +57,6 @@ class TestChat:
             ]
         assert "weight_version" not in found  # there is not one
 
-    async def test_a_stream_ends_with_the_versions(self, sdk: openai.AsyncOpenAI) -> None:
-        stream = await sdk.chat.completions.create(
-            model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = [chunk.model_dump() async for chunk in stream]
-        text = "".join(choice["delta"]["content"] or "" for chunk in chunks for choice in chunk["choices"])
-        assert text == "hello" and chunks[-1]["usage"]["completion_tokens"] == 6
-        [ended] = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-        assert [span["version"] for span in ended["weight_versions"]] == ["3", "4"]
-
     async def test_the_model_may_choose_to_call_a_tool(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
         scripted.text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         reply = await sdk.chat.completions.create(model="tiny", messages=HELLO, tools=[TOOL])

@@ -92,9 +92,3 @@ async def test_only_what_a_repeat_may_cure_is_a_5xx(
     reply = await post(services, {"weight_dir": "/out/step_7"}, FolderIngest(kind("why")))
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == kind.__name__ and reply.json()["error"]["message"] == "why"
-
-
-async def test_no_broadcaster_is_there(services: Services) -> None:
-    body = {"host": "10.1.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200}
-    async with http_to(services) as http:
-        assert (await http.post("/init_broadcaster", json=body)).status_code == 404

@@ -10,7 +10,6 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import LARGEST_PART_BYTES, TrainerRecipe
-from rollout_service.web.auth import Authorizer
 
 RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
 
@@ -40,14 +39,6 @@ async def test_a_part_larger_than_any_is_refused_before_it_is_read(services: Ser
         size = {"Content-Length": str(LARGEST_PART_BYTES + 1)}
         reply = await http.put("/v1/weights/1/parts/0", content=b"", headers=size)
         assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": LARGEST_PART_BYTES}
-
-
-async def test_the_recipe_needs_the_token_when_there_is_one(services: Services) -> None:
-    guarded = replace(services, ingest=Ingest(), authorizer=Authorizer("secret"))
-    async with http_to(guarded) as http:
-        assert (await http.get("/v1/weights/recipe")).status_code == 401
-        known = await http.get("/v1/weights/recipe", headers={"Authorization": "Bearer secret"})
-        assert known.status_code == 200
 
 
 @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
