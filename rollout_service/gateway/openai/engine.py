@@ -3,6 +3,7 @@
 Imports vLLM's server, see ``compat/vllm_serving.py``.
 """
 
+import abc
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -146,26 +147,11 @@ class DispatchedEngine(EngineClient):
                     yield _request_output(request_id, prompt, [output], finished=False)
         yield _request_output(request_id, prompt, ends, finished=True)
 
-    abort: Any = _not_here("abort")
-    add_lora: Any = _not_here("add_lora")
-    check_health: Any = _not_here("check_health")
-    do_log_stats: Any = _not_here("do_log_stats")
-    encode: Any = _not_here("encode")
-    is_paused: Any = _not_here("is_paused")
-    is_sleeping: Any = _not_here("is_sleeping")
-    is_tracing_enabled: Any = _not_here("is_tracing_enabled")
-    notify_kv_transfer_request_rejected: Any = _not_here("notify_kv_transfer_request_rejected")
-    pause_generation: Any = _not_here("pause_generation")
-    release_kv_cache_memory: Any = _not_here("release_kv_cache_memory")
-    reset_encoder_cache: Any = _not_here("reset_encoder_cache")
-    reset_mm_cache: Any = _not_here("reset_mm_cache")
-    reset_prefix_cache: Any = _not_here("reset_prefix_cache")
-    resume_generation: Any = _not_here("resume_generation")
-    shutdown: Any = _not_here("shutdown")
-    sleep: Any = _not_here("sleep")
-    start_profile: Any = _not_here("start_profile")
-    stop_profile: Any = _not_here("stop_profile")
-    wake_up: Any = _not_here("wake_up")
+
+# vLLM's chat classes call none of the other methods
+for _name in DispatchedEngine.__abstractmethods__:
+    setattr(DispatchedEngine, _name, _not_here(_name))
+abc.update_abstractmethods(DispatchedEngine)
 
 
 def _with_options(options: RolloutOptions, **changes: object) -> RolloutOptions:

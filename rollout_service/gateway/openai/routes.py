@@ -7,11 +7,11 @@ This service adds fields to each reply: ``weight_versions`` of each choice in vL
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Protocol, cast
 
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
 
@@ -62,18 +62,9 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 JsonObject = dict[str, Any]
 
 
-@router.post("/v1/chat/completions", responses=_ERRORS)
-async def chat_completions(
-    request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
-) -> Response:
+async def chat(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
     """Answer OpenAI's chat API: messages, tools, structured outputs, ``n``, logprobs, and vLLM's
     ``return_token_ids``."""
-    exchange = await _named_in_header(x_session_id, services)
-    return with_branch(await chat(request, services, body, exchange), exchange)
-
-
-async def chat(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
-    """Return the reply to a request of OpenAI's chat API."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ChatCompletionRequest, body, request, services)
     _begin(exchange, body, request, services)
@@ -83,17 +74,8 @@ async def chat(request: Request, services: Services, body: JsonObject, exchange:
     return await _stream(_chunks(reply, exchange), exchange)
 
 
-@router.post("/v1/responses", responses=_ERRORS)
-async def responses(
-    request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
-) -> Response:
-    """Answer OpenAI's Responses API. Nothing is stored: send the whole conversation."""
-    exchange = await _named_in_header(x_session_id, services)
-    return with_branch(await respond(request, services, body, exchange), exchange)
-
-
 async def respond(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
-    """Return the reply to a request of OpenAI's Responses API."""
+    """Answer OpenAI's Responses API. Nothing is stored: send the whole conversation."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request, services)
     _refuse_tools_that_nobody_runs(parsed.tools)
@@ -104,17 +86,8 @@ async def respond(request: Request, services: Services, body: JsonObject, exchan
     return await _stream(_events(reply, exchange), exchange)
 
 
-@router.post("/v1/messages", responses=_ERRORS)
-async def messages(
-    request: Request, services: Here, body: JsonObject = Body(), x_session_id: SessionHeader = None
-) -> Response:
-    """Answer Anthropic's Messages API."""
-    exchange = await _named_in_header(x_session_id, services)
-    return with_branch(await anthropic(request, services, body, exchange), exchange)
-
-
 async def anthropic(request: Request, services: Services, body: JsonObject, exchange: Exchange) -> Response:
-    """Return the reply to a request of Anthropic's Messages API."""
+    """Answer Anthropic's Messages API."""
     serving, vllm = await _serving(services)
     _refuse_of_anthropics(body)
     parsed = _parse(vllm.AnthropicMessagesRequest, body, request, services)
@@ -123,6 +96,28 @@ async def anthropic(request: Request, services: Services, body: JsonObject, exch
     if isinstance(reply, BaseModel):
         return await _told(_with_the_only_choice(reply.model_dump(mode="json", exclude_none=True), exchange), exchange)
     return await _stream(_message_events(reply, exchange), exchange)
+
+
+APIS = {"/v1/chat/completions": chat, "/v1/responses": respond, "/v1/messages": anthropic}
+"""Answers by path. Each API is also at the URL of each session."""
+
+
+def add_routes(
+    router: APIRouter, begin: Callable[..., Awaitable[Exchange]], errors: dict[int | str, Any], prefix: str = ""
+) -> None:
+    """Add a route for each API. ``begin``: FastAPI dependency that returns the exchange of a request."""
+
+    def add(path: str, answer: Callable[[Request, Services, JsonObject, Exchange], Awaitable[Response]]) -> None:
+        async def endpoint(
+            request: Request, services: Here, exchange: Annotated[Exchange, Depends(begin)], body: JsonObject = Body()
+        ) -> Response:
+            reply = await answer(request, services, body, exchange)
+            return reply if exchange.session is None else exchange.session.add_header(reply)
+
+        router.post(prefix + path, responses=errors, name=answer.__name__, description=answer.__doc__)(endpoint)
+
+    for path, answer in APIS.items():
+        add(path, answer)
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
@@ -291,19 +286,17 @@ class _Bounded(RolloutOptions, CommonSampling):
         return (*stop, *(self.stop_sequences or ()))
 
 
-async def _named_in_header(name: str | None, services: Services) -> Exchange:
+async def _named_in_header(services: Here, x_session_id: SessionHeader = None) -> Exchange:
     """Return an exchange for the session in the header. An open session records the turn; any name selects a
     replica."""
-    exchange = Exchange(RolloutOptions(session_id=name or None))
-    if name:
+    exchange = Exchange(RolloutOptions(session_id=x_session_id or None))
+    if x_session_id:
         with suppress(NotFound):
-            exchange.session = await SessionTurn.of(name, services.sessions)
+            exchange.session = await SessionTurn.of(x_session_id, services.sessions)
     return exchange
 
 
-def with_branch(response: Response, exchange: Exchange) -> Response:
-    """Return the response with the branch header, if it belongs to a session."""
-    return response if exchange.session is None else exchange.session.add_header(response)
+add_routes(router, _named_in_header, _ERRORS)
 
 
 def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services) -> None:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Body, Path, Request, Response
 
 from rollout_service.errors import BadRequest, InvalidRequest, NotFound, Overloaded, VersionConflict
 from rollout_service.gateway import models
-from rollout_service.gateway.dependencies import Here, Services
+from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.openai import routes
 from rollout_service.gateway.openai.exchange import Exchange, SessionTurn
 from rollout_service.gateway.prompts import DATA_ERRORS
@@ -42,49 +42,26 @@ async def close_session(session_id: SessionName, services: Here) -> None:
     await services.sessions.close(session_id)
 
 
-@router.post("/{session_id}/v1/chat/completions", responses=_CHAT_ERRORS)
-async def chat_completions(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
-) -> Response:
-    """Answer ``/v1/chat/completions`` and record the reply as a turn."""
-    exchange = await _turn(session_id, services)
-    return routes.with_branch(await routes.chat(request, services, body, exchange), exchange)
-
-
-@router.post("/{session_id}/v1/responses", responses=_CHAT_ERRORS)
-async def responses(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
-) -> Response:
-    """Answer ``/v1/responses`` and record the reply as a turn."""
-    exchange = await _turn(session_id, services)
-    return routes.with_branch(await routes.respond(request, services, body, exchange), exchange)
-
-
-@router.post("/{session_id}/v1/messages", responses=_CHAT_ERRORS)
-async def messages(
-    session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
-) -> Response:
-    """Answer ``/v1/messages`` and record the reply as a turn."""
-    exchange = await _turn(session_id, services)
-    return routes.with_branch(await routes.anthropic(request, services, body, exchange), exchange)
-
-
 @router.post("/{session_id}/v1/messages/count_tokens", responses=_CHAT_ERRORS)
 async def count_tokens(
     session_id: SessionName, request: Request, services: Here, body: dict[str, object] = Body()
 ) -> Response:
     """Answer ``/v1/messages/count_tokens`` at the session's URL, where agents expect it. Records no turn."""
-    await _turn(session_id, services)
+    await _begin_turn(session_id, services)
     return await routes.count_tokens(request, services, body)
 
 
 @router.get("/{session_id}/v1/models", responses=_ERRORS)
 async def list_models(session_id: SessionName, services: Here) -> dict[str, object]:
     """Answer ``/v1/models`` at the session's URL, where agents expect it."""
-    await _turn(session_id, services)
+    await _begin_turn(session_id, services)
     return await models.models(services)
 
 
-async def _turn(session_id: str, services: Services) -> Exchange:
+async def _begin_turn(session_id: SessionName, services: Here) -> Exchange:
+    """Return an exchange that records the reply as a turn of the session."""
     turn = await SessionTurn.of(session_id, services.sessions)
     return Exchange(RolloutOptions(session_id=session_id), session=turn)
+
+
+routes.add_routes(router, _begin_turn, _CHAT_ERRORS, prefix="/{session_id}")
