@@ -105,7 +105,7 @@ ALERTS = (
         "max by (instance, layer, tensor) (rollout_kv_saturated_ratio)", "> 0.01", "5m",
         "{{ $value | humanizePercentage }} of {{ $labels.tensor }} in {{ $labels.layer }} is beyond FP8's range",
         "Its scale is too small. Measure it: kv_cache.scales_policy: calibrate, or scales from the trainer. If that "
-        "was done: prompts like those of rollouts, or more margin; docs/kv_scales.md.",
+        "was done: prompts like those of rollouts; docs/kv_scales.md.",
     ),
     Alert(
         "RolloutKVUnfit", "ticket",

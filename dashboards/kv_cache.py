@@ -31,7 +31,7 @@ KV_CACHE = Row(
             "Drift of the scales",
             "percentunit",
             "The largest change of any scale against the version before. Powers of two change by 100% or not at all. "
-            "Above 0 at every version: scales swing with the batch, see kv_cache.calibration.progressive.",
+            "Above 0 at every version: scales change with the measured tokens; set kv_cache.calibration.prompts.",
             [Query(f"max(rollout_kv_scale_drift_ratio{{{SERVICE}}})", "largest change")],
             steps=True,
         ),
@@ -40,7 +40,7 @@ KV_CACHE = Row(
             "percentunit",
             "Largest share of any layer's k, of v beyond the largest FP8 code, by the newest measurement and the "
             "replica that made it. Above 0.1% the layer is unfit, above 1% an alert names it: its scale is too small. "
-            "kv_cache.scales_policy: calibrate measures it; if that did, give it more margin or other prompts.",
+            "kv_cache.scales_policy: calibrate measures it; if that did, give it other prompts.",
             [
                 Query(
                     f"max by (replica, tensor) (rollout_kv_saturated_ratio{{{REPLICA}}})",

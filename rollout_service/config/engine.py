@@ -77,19 +77,6 @@ class KVCalibrationConfig(Config):
     """Maximum tokens of each sequence, from its first on; also limited by ``engine.max_model_len`` and
     ``max_num_batched_tokens``."""
 
-    percentile: float = Field(default=99.9, gt=0, le=100)
-    """Percentile over the largest values of the forward passes; of up to 501 passes, 99.9 is the largest."""
-
-    margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
-    """Factor on the largest value, as a margin for tokens that the batch did not contain."""
-
-    power_of_two: bool = True
-    """Round scales up to powers of two, which costs FP8 no precision and keeps scales stable between versions."""
-
-    progressive: bool = False
-    """Compute scales from the largest values since the log began, so that they only grow and one batch cannot shrink
-    them. Otherwise, only the version's own batch is used."""
-
 
 class KVCacheConfig(Config):
     """The KV cache, and the scales of an FP8 one: docs/kv_scales.md."""
@@ -100,8 +87,8 @@ class KVCacheConfig(Config):
     layers. ``rollout-service inspect MODEL --fp8-kv`` measures it in advance."""
 
     scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
-    """Scales of a weight version that comes without any. ``calibrate``: the first replica that loads it measures them,
-    and all load the same. ``reuse``: those of the previous version; 1 before the first scales. ``unit``: 1."""
+    """Scales of a weight version that comes without any. ``calibrate``: replicas measure them before they serve it, and
+    all load the first result. ``reuse``: those of the previous version; 1 before the first scales. ``unit``: 1."""
 
     calibration: KVCalibrationConfig = KVCalibrationConfig()
     """Measurement of scales, and of whether FP8 is accurate enough for a model."""

@@ -104,10 +104,6 @@ class FleetTable:
         found = [is_so(status) for status in self.live() if status.version is not None or status.state == "asleep"]
         return self.is_complete() and bool(found or self._may_be_empty) and all(found)
 
-    def is_loading(self, replica_id: str, version: int) -> bool:
-        """Return True if a replica is live and loading a version."""
-        return any(status.replica_id == replica_id and status.target == version for status in self.live())
-
     def in_use(self) -> set[int]:
         """Return the versions that a live replica serves or is loading: their files must stay."""
         return {v for status in self.live() for v in (status.version, status.target) if v is not None}

@@ -13,7 +13,7 @@ from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.model.hub import with_model_here
 from rollout_service.protocol.fleet import KVCacheChoice
-from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.runtime.drain import Drain
@@ -83,14 +83,12 @@ class IngestReplica(Ingest):
         """See ``WeightTransfer.shutdown``."""
         await self.transfer.shutdown()
 
-    async def kv_calibration_lease(
-        self, version: int, replica_id: str, digest: str | None = None
-    ) -> CalibrationLease | KVScaleResult:
-        """See ``KVScaleCoordinator.request_lease``."""
-        return await self.kv.request_lease(version, replica_id, digest)
+    async def measured_kv_scales(self, version: int, digest: str) -> KVScaleResult | None:
+        """See ``KVScaleCoordinator.measured``."""
+        return await self.kv.measured(version, digest)
 
     async def publish_kv_scales(
-        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
+        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str
     ) -> KVScaleResult:
         """See ``KVScaleCoordinator.publish_result``."""
         return await self.kv.publish_result(version, replica_id, ranks, digest)

@@ -115,7 +115,7 @@ class Ingest:
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
         self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place)
-        self._kv_scales = VersionScales(config, self._model, self._log, self._fleet.table.is_loading)
+        self._kv_scales = VersionScales(config, self._model, self._log)
         self._background: list[asyncio.Task[None]] = []
         self._expiring: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
@@ -124,8 +124,8 @@ class Ingest:
         """Address of the listener for parts; set by the code that opens the listener."""
         self.transfer = WeightTransfer(self)
         """Weight updates that a trainer broadcasts."""
-        self.kv = KVScaleCoordinator(config, self._log, self._kv_scales, self._changes)
-        """KV scales: which replica measures those of a version, and the published results."""
+        self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
+        """KV scales: the measurements of replicas, and the dtype of the KV cache."""
 
     async def start(self) -> None:
         """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.

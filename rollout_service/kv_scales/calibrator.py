@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
@@ -22,12 +22,12 @@ from rollout_service.errors import (
 )
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.fp8_error import saturates_nothing, unfit_layers, why_unfit, worst_errors
-from rollout_service.kv_scales.scales import ScaledFrom, largest_of_ranks, layer_scales, named_scales
+from rollout_service.kv_scales.scales import measured_scales
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
-from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult, LayerError
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult, LayerError
 from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.store.manifest import Manifest
 
@@ -59,15 +59,6 @@ class KVScaleSource(Protocol):
     async def loaded(self, manifest: Manifest) -> dict[str, float] | None: ...
 
 
-class _Measured(NamedTuple):
-    """A replica's measurement of a version."""
-
-    version: int
-    digest: str
-    """Digest of the version's manifest."""
-    ranks: Ranks
-
-
 class NoKVScales:
     """The scale source of a BF16 cache, which has none."""
 
@@ -83,8 +74,7 @@ class NoKVScales:
 
 
 class KVCalibrator:
-    """The scale source of an FP8 cache: asks the ingest for a version's scales, or measures them if it gets the
-    lease."""
+    """The scale source of an FP8 cache: asks the ingest for a version's scales, or measures and publishes them."""
 
     def __init__(
         self,
@@ -98,106 +88,97 @@ class KVCalibrator:
         """``choice``: an earlier finding that FP8 is accurate enough; None: this replica must measure that."""
         self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
         self._batch, self._choice, self._retry_s = batch, choice, retry_s
-        self._lease: CalibrationLease | None = None
         self._digest = ""
-        self._scales: dict[str, float] | None = None
-        """Scales of the version that is being loaded, or was loaded last, if not in its manifest."""
-        self._unpublished: _Measured | None = None
-        """Measurement that the ingest has not stored yet. Its version is not served before."""
-        self._published_late = False
-        """True if this replica measured the version to be loaded, and published the result afterwards."""
+        """Digest of the version being loaded, if its manifest has no scales."""
+        self._result: KVScaleResult | None = None
+        """The stored scales of that version; None until they are known."""
+        self._unpublished: tuple[int, str, Ranks] | None = None
+        """Version, digest and measurement that the ingest has not stored yet. The version is not served before."""
         self.status = KVCacheStatus(choice=choice) if choice is not None else None
         self.error: str | None = None
 
     async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
-        """Return the scales for loading a version that are not in its manifest.
+        """Return the measured scales for loading a version; None: its manifest has them, or ``loaded`` measures them.
 
-        First publishes this replica's earlier measurement of that version, if the ingest has not stored it. Raises
-        NotReady if the ingest does not store it, or while another replica measures.
+        First publishes this replica's measurement of that version, if there is one. Raises NotReady if the ingest does
+        not answer or store it.
         """
-        self._lease, self._scales, self._published_late = None, None, False
+        self._result = None
         if not manifest.awaits_kv_scales:
             return None
         # in a thread, since it takes long for 40 000 tensors
         self._digest = await asyncio.to_thread(lambda: manifest.digest)
-        measured, self._unpublished = self._unpublished, None
-        if measured is not None and (measured.version, measured.digest) == (manifest.version, self._digest):
-            self._scales = (await self._result(measured)).scales
-            self._published_late = True
-            return self._scales
-        answer = await self._ingest.kv_calibration_lease(manifest.version, self._replica_id, self._digest)
-        self._lease = answer if isinstance(answer, CalibrationLease) else None
-        self._scales = answer.scales
-        return self._scales
+        if self._unpublished is not None and self._unpublished[:2] == (manifest.version, self._digest):
+            self._result = await self._publish(manifest.version, self._unpublished[2])
+        else:
+            self._result = await self._ingest.measured_kv_scales(manifest.version, self._digest)
+        return None if self._result is None else self._result.scales
 
     async def loaded(self, manifest: Manifest) -> dict[str, float] | None:
-        """Measure a version that was just loaded, if this replica has the lease, or the accuracy of FP8 is unknown.
+        """Measure a version that was just loaded, if it has no scales, or the accuracy of FP8 is unknown.
 
         Return the version's scales that are not in its manifest. Raises KVCacheUnfit; NotFound if the version was
         removed meanwhile; EngineFailed; NotReady if the ingest does not store the measurement. The version must then
         not be served: ``scales_for`` publishes its scales later.
         """
-        lease = self._lease
-        is_measured_here = lease is not None or self._published_late
-        if not is_measured_here and self._choice is not None:
-            return self._scales
+        lacks_scales = manifest.awaits_kv_scales and self._result is None
+        if lacks_scales or self._choice is None:
+            await self._measure(manifest.version, lacks_scales)
+        return None if self._result is None else self._result.scales
+
+    async def _measure(self, version: int, lacks_scales: bool) -> None:
         started, sequences = time.perf_counter(), self._batch.sequences()
         try:
             ranks = await self._engine.measure_kv(sequences)
         except EngineFailed as error:
-            if is_measured_here:
+            if lacks_scales:
                 raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
             self._choice = await self._choose(_unmeasured(error.message))
             self.status = KVCacheStatus(choice=self._choice)
-            return self._scales
+            return
         errors = worst_errors(ranks)
-        if lease is not None:
-            errors = await self._publish(lease, sequences, ranks, errors)
+        if lacks_scales:
+            self._result = await self._publish(version, ranks)
+            errors = await self._errors_with(self._result.scales, sequences, ranks, errors)
         if self._choice is None:
-            self._choice = await self._judge(manifest.version, sequences, ranks)
-        self._show(manifest.version, errors, time.perf_counter() - started)
-        return self._scales
+            self._choice = await self._judge(version, sequences, ranks)
+        self._show(version, errors, time.perf_counter() - started)
 
-    async def _publish(
-        self,
-        lease: CalibrationLease,
-        sequences: list[list[int]],
-        ranks: Ranks,
-        errors: dict[str, LayerError],
-    ) -> dict[str, LayerError]:
-        """Publish the measurement and load the scales that are valid for all replicas. Return the errors with these."""
+    async def _publish(self, version: int, ranks: Ranks) -> KVScaleResult:
+        """Send a measurement to the ingest; return the version's stored scales, which may be another replica's.
+
+        Raises NotReady if the ingest does not answer or cannot store them.
+        """
+        self._unpublished = None
         try:
-            result = await self._result(_Measured(lease.version, self._digest, ranks))
-        except (NotFound, NotReady):
+            async with asyncio.timeout(PUBLISH_S):
+                return await self._ingest.publish_kv_scales(version, self._replica_id, ranks, self._digest)
+        except NotFound:
             raise
+        except (NotReady, InsufficientStorage, TimeoutError) as error:
+            self._unpublished = version, self._digest, ranks
+            why = str(error) or "the ingest does not answer"
+            raise NotReady(f"the KV scales of version {version} are measured and wait: {why}") from error
         except RolloutServiceError as error:
-            raise EngineFailed(f"version {lease.version} has no KV scales: {error}") from error
-        self._scales = result.scales
-        if result.scales == lease.scales:
+            raise EngineFailed(f"version {version} has no KV scales: {error}") from error
+
+    async def _errors_with(
+        self, scales: dict[str, float] | None, sequences: list[list[int]], ranks: Ranks, errors: dict[str, LayerError]
+    ) -> dict[str, LayerError]:
+        """Load ``scales`` and return the errors of FP8 with them. ``errors``: those with the scales before, 1."""
+        if scales is None:
             return errors
-        await self._engine.set_kv_scales(result.scales)
-        if not unfit_layers(errors) and saturates_nothing(ranks, result.scales):
+        await self._engine.set_kv_scales(scales)
+        if not unfit_layers(errors) and saturates_nothing(ranks, scales):
             nothing = {"k_saturated": 0.0, "v_saturated": 0.0}  # FP8 rounds equally with any scale
             return {layer: error.model_copy(update=nothing) for layer, error in errors.items()}
         return worst_errors(await self._engine.measure_kv(sequences))
-
-    async def _result(self, measured: _Measured) -> KVScaleResult:
-        """Send a measurement to the ingest, and return the resulting scales. If it does not answer, raise NotReady and
-        keep the measurement."""
-        version, digest, ranks = measured
-        try:
-            async with asyncio.timeout(PUBLISH_S):
-                return await self._ingest.publish_kv_scales(version, self._replica_id, ranks, digest)
-        except (NotReady, InsufficientStorage, TimeoutError) as error:
-            self._unpublished = measured
-            why = str(error) or "the ingest does not answer"
-            raise NotReady(f"the KV scales of version {version} are measured and wait: {why}") from error
 
     async def _judge(self, version: int, sequences: list[list[int]], ranks: Ranks) -> KVCacheChoice:
         """Decide if FP8 is accurate enough with the best possible scales. Raises KVCacheUnfit."""
         judged_by = f"{self._replica_id}, version {version}"
         try:
-            best = named_scales(layer_scales(largest_of_ranks([rank.amax for rank in ranks]), ScaledFrom()))
+            best = measured_scales([rank.amax for rank in ranks])
         except InvalidRequest as error:
             return await self._choose(_unmeasured(error.message))
         errors = worst_errors(await self._engine.measure_kv(sequences, best))

@@ -1,7 +1,6 @@
-"""The ingest's side of KV scales: the scales of each version, which replica measures them, and the KV cache's dtype.
+"""The ingest's side of KV scales: the scales of each version, and the dtype of the KV cache.
 
     <root>/<version>/kv_scales.json    measured scales of a version: JSON and its xxh3-128, beside the manifest
-    <root>/kv_scales.json              the last published scales, since their version may be dropped
     <root>/KV_CACHE                    dtype of the cache, FP8 or BF16, once it was measured
 
 The commit of a version decides which scales replicas load, and stores that in the manifest as ``kv_scales_from``:
@@ -9,28 +8,26 @@ The commit of a version decides which scales replicas load, and stores that in t
     trainer      the scales that came with the version
     reuse        the scales of the previous version
     unit         1 everywhere
-    calibrate    the measurement of one replica before it serves the version: see ``CalibrationState``
+    calibrate    the first measurement that a replica publishes. Each replica measures a version without scales
+                 before it serves the version, publishes, and loads the stored result, so that all serve the same
 """
 
 import asyncio
 import logging
 import struct
-import time
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.config import ServiceConfig
-from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InsufficientStorage, InvalidManifest, InvalidRequest, LogCorrupt, NotFound, NotReady
-from rollout_service.kv_scales.scales import TENSORS, ScaledFrom, largest_of_ranks, layer_scales, named_scales
+from rollout_service.kv_scales.scales import TENSORS, measured_scales
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice
-from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
-from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
+from rollout_service.runtime.tasks import ShieldedTasks, Turns
 from rollout_service.store.durable_io import DISK_FULL, read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
@@ -39,69 +36,29 @@ logger = logging.getLogger(__name__)
 
 KV_SCALES_FILE = "kv_scales.json"
 _FIELDS = TypeAdapter(dict[str, Any])
-_OF_BEFORE = ("how", "drift", "saturated")
-"""Fields of older files, from when scales could be kept although new ones had been measured (``max_drift``). They are
-ignored: ``scales`` and ``largest`` had the same meaning, whatever ``how`` was."""
+_OF_BEFORE = ("how", "drift", "saturated", "largest")
+"""Fields of files that earlier releases wrote. They are ignored: ``scales`` had the same meaning."""
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST = (2 - 2**-7) * 2.0**127 / 448
 """Largest valid scale: times the largest FP8 code, it is the largest BF16 number. A larger scale would overflow."""
 
 
-LEASE_S = 30.0
-"""Time in seconds until another replica may also measure a version: the holder's engine may hang while the replica
-still reports. If both publish, the first result is kept."""
-
-
-class _Lease(NamedTuple):
-    replica_id: str
-    since: float
-    """Time of the clock in seconds."""
-
-
-class CalibrationState(Enum):
-    """State of the scales of a version with ``calibrate``.
-
-    AWAITING ── a replica that loads it asks ──► LEASED ── its holder publishes ──► PUBLISHED or FAILED
-        ◄── the holder ends, fails, goes on to another version, or has not published for ``LEASE_S`` ──
-    """
-
-    AWAITING = "nobody has measured it: the first replica that asks is given the lease"
-    LEASED = "its holder loads it with the scales of the version before and measures; the others wait"
-    PUBLISHED = "every replica loads what was measured"
-    FAILED = "the measurement gave no scales: every replica loads those of the version before"
-
-
 class VersionScales:
-    """The scales of each version. They are stored in the log; leases and the newest scales are in memory."""
+    """The scales of each version, as the log stores them."""
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        model: ServedModel,
-        log: WeightLog,
-        is_loading: Callable[[str, int], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``is_loading``: returns True if a replica is live and loading a version. ``clock``: in seconds.
-
-        Raises ValueError for the policy ``calibrate`` if no scales can be used.
-        """
-        self._config, self._model, self._log, self._is_loading = config.kv_cache, model, log, is_loading
+    def __init__(self, config: ServiceConfig, model: ServedModel, log: WeightLog) -> None:
+        """Raises ValueError for the policy ``calibrate`` if no scales can be used."""
+        self._config, self._model, self._log = config.kv_cache, model, log
         self._no_use = _no_use(config, model)
         # with dtype auto, a model without such layers has a BF16 cache, and nothing is measured
         in_bf16 = self._config.dtype == "auto" and not model.attention
         if self._config.scales_policy == "calibrate" and self._no_use and not in_bf16:
             raise ValueError(f"kv_cache.scales_policy is calibrate, but {self._no_use}")
-        self._clock = clock
-        self._leases: dict[int, _Lease] = {}
-        """Version → the replica that measures it."""
         self._last: KVScaleResult | None = None
-        """The last published result since this process started, or that of the version that was the newest then."""
+        """The last result that this process stored."""
         self._newest_version = -1
         self.newest: dict[str, float] | None = None
         """Scales of the newest version with known scales; None: 1 everywhere."""
-        self.largest: dict[str, tuple[float, float, float]] = {}
-        """The last measurement: layer → the largest |q|, |k| and |v|."""
         self.drift: float | None = None
         """The largest ratio, minus 1, between a scale of ``newest`` and the same one before; None: there was none."""
 
@@ -148,21 +105,17 @@ class VersionScales:
         if not manifest.awaits_kv_scales:
             self._take(manifest.version, manifest.kv_scales)
         elif (result := self.published(manifest.version)) is not None:  # a rollback's
-            self.largest = result.largest
             self._take(manifest.version, result.scales)
 
     def restore(self, newest: Manifest) -> None:
-        """Load the log's scales when an ingest starts. Raises LogCorrupt."""
+        """Load the newest known scales of the log when an ingest starts. Raises LogCorrupt."""
         self._log.kv_cache()  # damage is found at the start, not at a later commit
-        last = read_result(self._log.root)
-        if not newest.awaits_kv_scales:
-            self._newest_version, self.newest = newest.version, newest.kv_scales
-        else:
-            self._last = read_result(self._log.folder(newest.version))
-            last = self._last or last  # after a crash between the two writes, the log's own file is older
-            if last is not None:
-                self._newest_version, self.newest = last.version, last.scales
-        self.largest = {} if last is None else last.largest
+        for version in reversed(self._log.versions()):
+            manifest = newest if version == newest.version else self._log.manifest(version)
+            manifest = self.with_published(manifest)
+            if not manifest.awaits_kv_scales:
+                self._newest_version, self.newest = version, manifest.kv_scales
+                return
 
     def _fell_back(self) -> bool:
         """Return True if ``kv_cache.dtype: auto`` has resolved to BF16, so that nothing is measured."""
@@ -178,26 +131,6 @@ class VersionScales:
 
     # --- what is measured
 
-    def state(self, version: int) -> CalibrationState:
-        """Return the state of a version with ``calibrate``. Raises LogCorrupt."""
-        if (result := self.published(version)) is not None:
-            return CalibrationState.PUBLISHED if result.error is None else CalibrationState.FAILED
-        lease = self._leases.get(version)
-        if lease is None or self._clock() - lease.since >= LEASE_S:
-            return CalibrationState.AWAITING
-        return CalibrationState.LEASED if self._is_loading(lease.replica_id, version) else CalibrationState.AWAITING
-
-    def lease(self, version: int, replica_id: str) -> CalibrationLease | KVScaleResult | None:
-        """Return the scales of a version or the lease to measure them; None: another replica has it. Raises
-        LogCorrupt."""
-        match self.state(version):
-            case CalibrationState.PUBLISHED | CalibrationState.FAILED:
-                return self.published(version)
-            case CalibrationState.LEASED if self._leases[version].replica_id != replica_id:
-                return None
-        self._leases[version] = _Lease(replica_id, self._clock())
-        return CalibrationLease(version=version, replica_id=replica_id, scales=self.newest)
-
     def publish(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         """Compute and store the scales of a version. A second measurement is ignored. Raises NotFound, OSError,
         LogCorrupt.
@@ -212,10 +145,7 @@ class VersionScales:
         result = self._result(version, replica_id, ranks)
         write_result(folder, result)
         self._last = result
-        self._leases.pop(version, None)
-        self.largest = result.largest
         self._take(version, result.scales)
-        write_result(self._log.root, result)  # the version may be dropped before the next one is measured
         return result
 
     def published(self, version: int) -> KVScaleResult | None:
@@ -230,74 +160,40 @@ class VersionScales:
         return with_result(manifest, self.published(manifest.version) if manifest.awaits_kv_scales else None)
 
     def _result(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
-        before = KVScaleResult(
-            version=version,
-            scales=self.newest,
-            replica_id=replica_id,
-            tokens=ranks[0].tokens,
-            largest=self.largest,
-        )
-        config = self._config.calibration
+        scales, problem = self.newest, None
         try:
-            largest = self._largest([rank.amax for rank in ranks], config)
-            how = ScaledFrom(percentile=config.percentile, margin=config.margin, power_of_two=config.power_of_two)
-            scales = named_scales(layer_scales(largest, how))
-            self.check(scales)
+            measured = measured_scales([rank.amax for rank in ranks])
+            self.check(measured)
+            scales = measured
         except InvalidRequest as error:
-            return before.model_copy(update={"error": error.message})
-        return before.model_copy(update={"scales": scales, "largest": largest})
-
-    def _largest(
-        self, ranks: Sequence[dict[str, tuple[tuple[float, float, float], ...]]], config: KVCalibrationConfig
-    ) -> dict[str, tuple[float, float, float]]:
-        """Return the largest values of each layer, with ``progressive`` also over earlier versions. Raises
-        InvalidRequest."""
-        before = self.largest if config.progressive else {}
-        found: dict[str, tuple[float, float, float]] = {}
-        for layer, amax in largest_of_ranks(ranks, config.percentile).items():
-            q, k, v = map(max, amax.tolist(), before.get(layer, (0.0, 0.0, 0.0)))
-            found[layer] = (q, k, v)
-        return found
+            problem = error.message
+        tokens = ranks[0].tokens
+        return KVScaleResult(version=version, scales=scales, replica_id=replica_id, tokens=tokens, error=problem)
 
 
 class KVScaleCoordinator:
-    """KV scales in the ingest, for replicas: the lease to measure a version, its scales, and the dtype of the KV
-    cache."""
+    """KV scales in the ingest, for replicas: the measured scales of versions, and the dtype of the KV cache."""
 
-    def __init__(self, config: ServiceConfig, log: WeightLog, scales: VersionScales, changes: Changes) -> None:
-        self._log, self._scales, self._changes = log, scales, changes
+    def __init__(self, config: ServiceConfig, log: WeightLog, scales: VersionScales) -> None:
+        self._log, self._scales = log, scales
         self._falls_back = config.kv_cache.dtype == "auto"
-        self._poll_s = config.weights.poll_s
         self._publishing, self._choosing = Turns(), Turns()
         # storing scales must finish although the replica disconnects
         self._shielded = ShieldedTasks()
 
-    async def request_lease(
-        self, version: int, replica_id: str, digest: str | None = None
-    ) -> CalibrationLease | KVScaleResult:
-        """Return the published scales of a version that awaits them, or the lease to measure them; waits for its
-        holder.
+    async def measured(self, version: int, digest: str) -> KVScaleResult | None:
+        """Return the stored scales of a version that awaits them; None: nobody has measured it yet.
 
-        ``digest``: digest of the replica's manifest; None: not compared. Raises NotReady after ``poll_s`` or for
-        another version of that number, NotFound, or LogCorrupt.
+        ``digest``: digest of the replica's manifest. Raises NotReady for another version of that number, NotFound, or
+        LogCorrupt.
         """
         await self._require_same(version, digest)
-        answer: CalibrationLease | KVScaleResult | None = None
-
-        def answered() -> bool:
-            nonlocal answer
-            answer = self._scales.lease(version, replica_id)
-            return answer is not None
-
-        await self._changes.wait(answered, self._poll_s)
-        if answer is None:
-            raise NotReady(f"another replica still measures the KV scales of version {version}")
-        return answer
+        return self._scales.published(version)
 
     async def publish_result(
-        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str | None = None
+        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str
     ) -> KVScaleResult:
-        """Compute scales from a replica's measurement; return the version's scales from now on.
+        """Store scales from a replica's measurement, unless there are some already; return those that all load.
 
         Raises NotFound, LogCorrupt, or InsufficientStorage if the disk is full: send it again.
         """
@@ -305,9 +201,7 @@ class KVScaleCoordinator:
             await self._require_same(version, digest)
         except NotReady as error:  # the measurement can never be used
             raise NotFound(error.message) from error
-        result = await self._shielded.run(self._publish(version, replica_id, ranks))
-        await self._changes.notify()
-        return result
+        return await self._shielded.run(self._publish(version, replica_id, ranks))
 
     def kv_cache_choice(self) -> KVCacheChoice | None:
         """Return the recorded choice for the KV cache; None: it was not measured yet. Raises LogCorrupt."""
@@ -337,10 +231,8 @@ class KVScaleCoordinator:
         await self._publishing.close()
         await self._choosing.close()
 
-    async def _require_same(self, version: int, digest: str | None) -> None:
+    async def _require_same(self, version: int, digest: str) -> None:
         """Raise NotReady for another version of that number, from before the log was restored from a backup."""
-        if digest is None:
-            return
         head = self._log.head()
         if head is not None and head.version == version:
             known = head.digest

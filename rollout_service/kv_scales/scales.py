@@ -159,6 +159,11 @@ def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: f
     return {layer: largest[layer] for layer in sorted(largest, key=_in_depth)}
 
 
+def measured_scales(ranks: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, float]:
+    """Return name → scale from the measurements of an engine's ranks. Arguments and errors as ``scales_from_amax``."""
+    return named_scales(layer_scales(largest_of_ranks(ranks), ScaledFrom()))
+
+
 def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom) -> dict[str, LayerScales]:
     """Return layer → scales, from the largest |q|, |k| and |v| of each."""
     layers = {}

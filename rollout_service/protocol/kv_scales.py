@@ -37,17 +37,6 @@ class KVMeasurement(Frozen):
     """Positions, without padding."""
 
 
-class CalibrationLease(Frozen):
-    """Permission for one replica to measure a version's KV scales before serving it, while the others wait for the
-    result."""
-
-    version: int
-    replica_id: str
-    """The replica that holds the lease, until it publishes, ends, or goes on to another version."""
-    scales: dict[str, float] | None
-    """Scales for loading the version before the measurement: those of the previous version; None: 1 everywhere."""
-
-
 class KVScaleResult(Frozen):
     """The measured scales of a version that came without any; immutable once published."""
 
@@ -58,8 +47,6 @@ class KVScaleResult(Frozen):
     """The replica that measured."""
     tokens: int = Field(ge=0)
     """Positions that were measured."""
-    largest: dict[str, tuple[float, float, float]] = Field(default_factory=dict)
-    """Layer → the largest |q|, |k| and |v| from which the scales are computed. ``progressive`` continues from these."""
     error: str | None = None
     """Reason why the measurement gave no scales, so that the version uses the previous version's; None: it succeeded.
     """

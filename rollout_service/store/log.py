@@ -6,7 +6,6 @@
     <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode", "order"}: the operator's last request to the fleet
-    <root>/kv_scales.json              the last measured scales: their version may have been dropped since
     <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured
     <root>/FLEET                       {"replicas"}: live replicas, for an ingest that restarts
     <root>/LABELS                      {"through", "labels"}: version of each label, including dropped versions

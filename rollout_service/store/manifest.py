@@ -115,7 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere, or they come later."""
     kv_scales_from: KVScalesFrom = "unit"
     """Origin of the KV scales, see kv_scales/coordinator.py. ``trainer``: sent with the version. ``calibrate``:
-    measured by the first replica that loads it, and stored beside the manifest. ``reuse``: none were sent, and those of
+    measured by a replica that loads it, and stored beside the manifest. ``reuse``: none were sent, and those of
     the previous version are used. ``unit``: none were sent, and it has none."""
     delta_of: None = None
     """Always None: every version in a log is complete, and the upload's record has the base of a delta. The field

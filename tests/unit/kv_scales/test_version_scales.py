@@ -1,4 +1,4 @@
-"""Which scales a version has: from its trainer, of the version before, or measured once by one replica for all."""
+"""Which scales a version has: from its trainer, of the version before, or the first that a replica measured."""
 
 import json
 from collections.abc import Callable
@@ -12,15 +12,13 @@ from rollout_service.errors import InvalidManifest, LogCorrupt, NotFound
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales.coordinator import (
     KV_SCALES_FILE,
-    LEASE_S,
-    CalibrationState,
     VersionScales,
     drift,
     read_result,
     write_result,
 )
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.kv_scales import CalibrationLease, KVScaleResult
+from rollout_service.protocol.kv_scales import KVScaleResult
 from rollout_service.store.durable_io import write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
@@ -28,15 +26,11 @@ from tests.support.models import make_model
 from tests.unit.ingest.trainer import config_of
 from tests.unit.kv_scales.measured import LAYER, Calibrating, measured, scales_of
 
-ONE, TWO = measured((448, 896, 56)), measured((1, 1, 1))
+ONE, TWO = measured((224, 448, 28)), measured((1, 1, 1))
 SCALES = scales_of(1, 2, 0.125)
-"""Of ``ONE``."""
-ONE_EACH, TWO_EACH = measured((448, 448, 448)), measured((896, 896, 896))
-Restart = Callable[..., Calibrating]
-
-
-def lease(replica_id: str, version: int = 0, scales: dict[str, float] | None = None) -> CalibrationLease:
-    return CalibrationLease(version=version, replica_id=replica_id, scales=scales)
+"""Of ``ONE``: times 1.05 / 448, rounded up to a power of two."""
+ONE_EACH, TWO_EACH = measured((224, 224, 224)), measured((448, 448, 448))
+Restart = Callable[[], Calibrating]
 
 
 def came(manifest: Manifest) -> tuple[object, str]:
@@ -44,18 +38,15 @@ def came(manifest: Manifest) -> tuple[object, str]:
 
 
 def version_scales(config: ServiceConfig, model: Path) -> VersionScales:
-    """Of an empty log, and no replica."""
-    return VersionScales(config, ServedModel.load(model), WeightLog(config.weights.root), lambda *_: False)
+    """Of an empty log."""
+    return VersionScales(config, ServedModel.load(model), WeightLog(config.weights.root))
 
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Restart:
     """An ingest that starts on the log of this test."""
 
-    def on_the_log(**calibration: Any) -> Calibrating:
-        return Calibrating(tmp_path / "log", model, **calibration)
-
-    return on_the_log
+    return lambda: Calibrating(tmp_path / "log", model)
 
 
 @pytest.fixture
@@ -138,85 +129,13 @@ class TestPolicy:
             scales.check(SCALES)
 
 
-class TestState:
-    def test_a_version_is_awaiting_then_leased_then_published(self, ingest: Calibrating) -> None:
-        states = [ingest.scales.state(0)]
-        ingest.lease("a", 0)
-        states.append(ingest.scales.state(0))
-        ingest.publish(0, ONE)
-        states.append(ingest.scales.state(0))
-        assert states == [CalibrationState.AWAITING, CalibrationState.LEASED, CalibrationState.PUBLISHED]
-
-    def test_it_is_awaiting_again_when_the_holder_has_gone(self, ingest: Calibrating) -> None:
-        ingest.lease("a", 0)
-        ingest.loading.clear()
-        assert ingest.scales.state(0) == CalibrationState.AWAITING
-
-    def test_a_measurement_without_scales_makes_it_failed(self, ingest: Calibrating, start: Restart) -> None:
-        ingest.publish(0, measured((0, 0, 0)))
-        assert ingest.scales.state(0) == start().scales.state(0) == CalibrationState.FAILED
-
-
-class TestLease:
-    def test_the_first_replica_that_asks_gets_it_and_others_wait(self, ingest: Calibrating) -> None:
-        assert ingest.lease("a", 0) == lease("a")
-        assert ingest.lease("b", 0) is None and ingest.lease("c", 0) is None
-
-    def test_a_replica_that_asks_again_still_has_the_lease(self, ingest: Calibrating) -> None:
-        assert ingest.lease("a", 0) == ingest.lease("a", 0) == lease("a")
-
-    def test_the_next_that_asks_gets_it_when_the_holder_has_gone(self, ingest: Calibrating) -> None:
-        ingest.lease("a", 0)
-        ingest.loading.remove(("a", 0))
-        assert ingest.lease("b", 0) == lease("b")
-        assert ingest.lease("c", 0) is None and ingest.lease("a", 0) is None
-
-    def test_a_holder_that_does_not_publish_is_not_waited_for_for_ever(self, ingest: Calibrating) -> None:
-        assert ingest.lease("hangs", 0) == lease("hangs")
-        ingest.now += LEASE_S - 1
-        assert ingest.lease("waits", 0) is None
-        ingest.now += 1
-        assert ingest.lease("waits", 0) == lease("waits")
-        ingest.now += LEASE_S - 1
-        assert ingest.lease("hangs", 0) is None
-
-    def test_a_holder_that_went_on_holds_up_no_older_version(self, ingest: Calibrating) -> None:
-        ingest.lease("a", 0)
-        ingest.commit(1)
-        ingest.loading.remove(("a", 0))
-        assert ingest.lease("a", 1) == lease("a", 1) and ingest.lease("b", 0) == lease("b")
-
-    def test_two_versions_are_measured_side_by_side_each_by_one(self, ingest: Calibrating) -> None:
-        ingest.commit(1)
-        assert ingest.lease("a", 0) == lease("a") and ingest.lease("b", 1) == lease("b", 1)
-        assert ingest.lease("c", 0) is None and ingest.lease("c", 1) is None
-
-    def test_once_published_all_get_the_result_and_nobody_a_lease(self, ingest: Calibrating) -> None:
-        ingest.lease("a", 0)
-        result = ingest.publish(0, ONE)
-        assert (result.error, result.scales, result.replica_id, result.tokens) == (None, SCALES, "a", 64)
-        for replica in "abc":
-            assert ingest.lease(replica, 0) == result
-
-    def test_it_comes_with_the_scales_of_the_version_before(self, ingest: Calibrating) -> None:
-        ingest.publish(0, ONE)
-        ingest.commit(1)
-        assert ingest.lease("b", 1) == lease("b", 1, SCALES)
-
-
 class TestPublish:
-    def test_of_two_measurements_of_a_version_the_first_holds(self, ingest: Calibrating) -> None:
+    def test_the_first_of_two_measurements_is_kept(self, ingest: Calibrating) -> None:
+        assert ingest.scales.published(0) is None
         first = ingest.publish(0, ONE, replica_id="a")
-        assert ingest.publish(0, TWO, replica_id="b") == first
-        assert ingest.lease("b", 0) == first
+        assert (first.error, first.scales, first.replica_id, first.tokens) == (None, SCALES, "a", 64)
+        assert ingest.publish(0, TWO, replica_id="b") == first == ingest.scales.published(0)
         assert ingest.scales.newest == SCALES
-
-    def test_a_replica_taken_for_dead_may_publish_first(self, ingest: Calibrating) -> None:
-        ingest.lease("a", 0)
-        ingest.loading.clear()
-        ingest.lease("b", 0)
-        assert ingest.publish(0, ONE, replica_id="a").replica_id == "a"
-        assert ingest.publish(0, TWO, replica_id="b").scales == SCALES
 
     def test_a_version_that_was_dropped_meanwhile_is_not_found(self, ingest: Calibrating) -> None:
         ingest.commit(1)
@@ -229,73 +148,40 @@ class TestPublish:
         ingest.commit(1)
         ingest.publish(1, ONE)
         late = ingest.publish(0, TWO)
-        assert late.scales != SCALES and ingest.lease("b", 0) == late
-        ingest.commit(2)
-        assert ingest.lease("b", 2) == lease("b", 2, SCALES)
+        assert late.scales != SCALES and ingest.scales.published(0) == late
+        assert ingest.scales.newest == SCALES
 
     def test_nor_does_it_take_the_place_of_a_trainers_scales(self, ingest: Calibrating) -> None:
         ingest.commit(1, scales=SCALES)
         ingest.publish(0, TWO)
         assert ingest.scales.newest == SCALES
 
-    def test_a_newer_version_that_awaits_its_scales_still_does(
-        self,
-        ingest: Calibrating,
-    ) -> None:
+    def test_a_newer_version_that_awaits_its_scales_still_does(self, ingest: Calibrating) -> None:
         ingest.commit(1)
         ingest.publish(0, ONE)
-        assert ingest.lease("b", 1) == lease("b", 1, SCALES)
+        assert ingest.scales.published(1) is None
 
 
 class TestRestart:
     def test_it_knows_what_was_published(self, ingest: Calibrating, start: Restart) -> None:
         result = ingest.publish(0, ONE)
         again = start()
-        assert again.lease("b", 0) == result and again.scales.drift is None
-        assert again.scales.newest == SCALES and again.scales.largest == result.largest == ingest.scales.largest
-        assert again.publish(0, TWO) == result
-
-    @pytest.mark.parametrize("crashed", [False, True], ids=["ended", "crashed before it was noted for the log"])
-    def test_progressive_goes_on_from_what_was_published(self, start: Restart, crashed: bool) -> None:
-        ingest = start()
-        ingest.measure(0, ONE)
-        if crashed:
-            (ingest.log.root / KV_SCALES_FILE).unlink()
-        again = start(progressive=True)
-        assert again.scales.newest == SCALES and again.measure(1, TWO).scales == SCALES
-
-    def test_whoever_asks_first_gets_the_lease(self, ingest: Calibrating, start: Restart) -> None:
-        ingest.lease("a", 0)
-        again = start()
-        assert again.lease("b", 0) == lease("b") and again.lease("a", 0) is None
-
-    def test_the_largest_values_outlive_their_version(self, start: Restart) -> None:
-        ingest = start(progressive=True)
-        ingest.measure(0, ONE)
-        ingest.commit(1, scales=SCALES)
-        ingest.log.drop(0)
-        assert start(progressive=True).measure(2, TWO).scales == SCALES
-
-    def test_the_largest_values_outlive_a_measurement_that_failed(self, start: Restart) -> None:
-        ingest = start(progressive=True)
-        ingest.measure(0, ONE)
-        assert ingest.measure(1, measured((0, 0, 0))).error is not None
-        assert start(progressive=True).measure(2, TWO).scales == SCALES
+        assert again.scales.published(0) == result and again.scales.drift is None
+        assert again.scales.newest == SCALES and again.publish(0, TWO) == result
 
     def test_scales_of_before_are_known_while_the_newest_awaits(self, ingest: Calibrating, start: Restart) -> None:
         ingest.publish(0, ONE)
         ingest.commit(1)
         again = start()
-        assert again.lease("b", 1) == lease("b", 1, SCALES)
+        assert again.scales.newest == SCALES and again.scales.published(1) is None
         assert again.publish(1, measured((0, 0, 0))).scales == SCALES
 
-    @pytest.mark.parametrize("where", ["0", "."], ids=["of the version", "of the log"])
     @pytest.mark.parametrize("damage", ["torn", "flipped", "empty"])
     def test_damaged_scales_end_the_start_with_the_files_name(
-        self, ingest: Calibrating, start: Restart, where: str, damage: str
+        self, ingest: Calibrating, start: Restart, damage: str
     ) -> None:
         ingest.publish(0, ONE)
-        path = ingest.log.root / where / KV_SCALES_FILE
+        path = ingest.log.folder(0) / KV_SCALES_FILE
         sound = path.read_text()
         path.write_text({"torn": sound[:-20], "flipped": sound.replace("2.0", "3.0"), "empty": ""}[damage])
         assert path.read_text() != sound
@@ -303,14 +189,6 @@ class TestRestart:
             start()
         path.write_text(sound)
         assert start().scales.newest == SCALES
-
-    def test_a_replica_that_asks_for_damaged_scales_is_told_the_file(self, ingest: Calibrating, start: Restart) -> None:
-        ingest.publish(0, ONE)
-        ingest.commit(1)
-        path = ingest.log.folder(0) / KV_SCALES_FILE
-        path.write_text(path.read_text()[:100])
-        with pytest.raises(LogCorrupt, match=f"{path} does not hash"):
-            start().lease("b", 0)
 
 
 class TestDrift:
@@ -327,7 +205,6 @@ MEASURED = KVScaleResult(
     scales=scales_of(1, 2, 0.1),
     replica_id="r1",
     tokens=640,
-    largest={LAYER: (448.0, 896.0, 44.8)},
 )
 FAILED = KVScaleResult(version=0, scales=None, replica_id="r1", tokens=1, error="zero\nthroughout")
 
@@ -368,6 +245,6 @@ class TestFile:
 
     @pytest.mark.parametrize("how", ["measured", "kept", "failed"])
     def test_a_file_from_when_scales_could_be_kept_is_read(self, tmp_path: Path, how: str) -> None:
-        before = {**MEASURED.model_dump(), "how": how, "drift": 0.5, "saturated": 0.01}
+        before = {**MEASURED.model_dump(), "how": how, "drift": 0.5, "saturated": 0.01, "largest": {LAYER: [1, 2, 3]}}
         write_sealed(tmp_path / KV_SCALES_FILE, json.dumps(before))
         assert read_result(tmp_path) == MEASURED
