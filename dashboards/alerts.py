@@ -41,7 +41,7 @@ ALERTS = (
     ),
     Alert(
         "RolloutEffectiveSampleSizeLow", "ticket",
-        "min by (instance, version, source) (rollout_mismatch_ess_ratio)", "< 0.8", "5m",
+        "min by (instance, version) (rollout_mismatch_ess_ratio)", "< 0.8", "5m",
         "importance weights leave {{ $value | humanizePercentage }} of version {{ $labels.version }}'s tokens",
         "Rollouts are too stale or precision too low for this policy; dashboard mismatch, row Correction.",
     ),

@@ -8,12 +8,12 @@ SUSPECT_K3, SUSPECT_PROB_ERROR = 0.01, 1.05
 """Defaults of the config's section ``monitor``."""
 
 
-def statistic(name: str, by: str = "version, replica, source") -> str:
-    """A statistic of each version, replica and source."""
+def statistic(name: str, by: str = "version, replica") -> str:
+    """A statistic of each version and replica."""
     return f"max by ({by}) (rollout_mismatch_{name}{{{REPLICA}}})"
 
 
-EACH = "v{{version}} {{replica}} {{source}}"
+EACH = "v{{version}} {{replica}}"
 
 NOW = Row(
     "Is the rollout policy the trainer's?",
@@ -43,17 +43,15 @@ NOW = Row(
         Panel(
             "Tokens measured",
             "short",
-            "What the numbers of each version rest on, by who scored them, on all replicas. Below "
+            "What the numbers of each version rest on, on all replicas. Below "
             "monitor.min_tokens per replica a version is not judged. The newest version without a line: the trainer "
             "calls report_mismatch no more, and what is shown here is old. Truncated ones (top_p, top_k, min_p) "
             "are not judged at all.",
             [
+                Query(f"sum by (version) (rollout_mismatch_tokens_total{{{REPLICA}}})", "v{{version}}"),
                 Query(
-                    f"sum by (version, source) (rollout_mismatch_tokens_total{{{REPLICA}}})", "v{{version}} {{source}}"
-                ),
-                Query(
-                    f"sum by (version, source) (rollout_mismatch_sequences_total{{{REPLICA}}})",
-                    "sequences of v{{version}} {{source}}",
+                    f"sum by (version) (rollout_mismatch_sequences_total{{{REPLICA}}})",
+                    "sequences of v{{version}}",
                     right=True,
                 ),
                 Query(
@@ -86,7 +84,7 @@ KL = Row(
             "none",
             "Per replica. All lines should lie on one another: a replica that stands out did not load what the others "
             "did. Replace it, and discard its rollouts.",
-            [Query(f"{statistic('k3')} and {AT_NEWEST}", "{{replica}} {{source}}")],
+            [Query(f"{statistic('k3')} and {AT_NEWEST}", "{{replica}}")],
             warn_above=SUSPECT_K3,
         ),
         Panel(
@@ -109,8 +107,8 @@ KL = Row(
             "temperature or tokenizer.",
             [
                 Query(
-                    f"{statistic('abs_diff', 'version, replica, source, quantile')} and {AT_NEWEST}",
-                    "q{{quantile}} {{replica}} {{source}}",
+                    f"{statistic('abs_diff', 'version, replica, quantile')} and {AT_NEWEST}",
+                    "q{{quantile}} {{replica}}",
                 )
             ],
             logarithmic=True,
@@ -129,7 +127,7 @@ KL = Row(
             "k3 of the newest version, its worst replica, on the left; tokens per second on the right. Precision "
             "buys throughput: when k3 rises at the same throughput nothing was gained, look at the version.",
             [
-                Query(f"max by (source) ({statistic('k3')} and {AT_NEWEST})", "k3 by {{source}}"),
+                Query(f"max({statistic('k3')} and {AT_NEWEST})", "k3"),
                 Query(
                     f"sum({rate('ray_rollout_completion_tokens_total', APPLICATION)})", "tokens to clients", right=True
                 ),

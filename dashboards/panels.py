@@ -23,7 +23,7 @@ AT_NEWEST = f'on (version) count_values("version", rollout_latest_version{{{SERV
 APPLICATION = 'application=~"$application"'
 """Selects what processes count."""
 ENGINE = f'{APPLICATION}, deployment="engine", replica=~"$replica"'
-"""Selects what engine replicas count. The shadow follows versions, too, and counts the same."""
+"""Selects what engine replicas count."""
 VLLM = 'ReplicaId=~"$replica"'
 """Selects vLLM's own."""
 OR_NOTHING_YET = " or vector(0)"

@@ -28,7 +28,7 @@ option changes."""
 
 
 def build(config: ServiceConfig) -> Application:
-    """Build the application: gateway → engines; with the ingest, the monitor and optionally a shadow.
+    """Build the application: gateway → engines; with the ingest and the monitor.
 
     First creates the model if ``model.create`` is set. Pins the commit of a model on the Hugging Face hub. Raises
     ModelNotDownloaded, or ValueError for invalid ``engine.extra`` or ``engine.env``.
@@ -66,7 +66,6 @@ def build(config: ServiceConfig) -> Application:
         **scaling_options(config.scaling),
     ).bind(config, ingest)
     monitor = _deployment(config, "monitor.deployment.MonitorReplica", "monitor").bind(config)
-    shadow = _shadow(config).bind(config, ingest, monitor) if config.shadow.share else None
     several = config.scaling.gateways > 1  # a single one keeps sessions itself
     sessions = _deployment(config, "sessions.deployment.SessionsReplica", "sessions").bind(config) if several else None
     # when another configuration is deployed, the next gateways serve before these are removed; engines and the ingest
@@ -78,7 +77,7 @@ def build(config: ServiceConfig) -> Application:
         num_replicas=config.scaling.gateways,
         max_surge_percent=100,
     )
-    return gateway.bind(config, engine, ingest, monitor, shadow, sessions)
+    return gateway.bind(config, engine, ingest, monitor, sessions)
 
 
 def _deployment(config: ServiceConfig, cls: str, name: str, **options: object) -> Deployment:
@@ -96,16 +95,6 @@ def _deployment(config: ServiceConfig, cls: str, name: str, **options: object) -
     )
     deployment: Deployment = decorate(f"rollout_service.{cls}")
     return deployment
-
-
-def _shadow(config: ServiceConfig) -> Deployment:
-    resources = {
-        "num_cpus": config.shadow.num_cpus,
-        "num_gpus": config.shadow.num_gpus,
-        "resources": config.weights.ingest_resources,  # it reads the log
-        "runtime_env": {"env_vars": engine_environment(config)},
-    }
-    return _deployment(config, "shadow.deployment.ShadowReplica", "shadow", ray_actor_options=resources)
 
 
 def scaling_options(scaling: ScalingConfig) -> dict[str, object]:

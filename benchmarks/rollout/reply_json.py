@@ -26,7 +26,7 @@ from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.timing import wall_seconds
 from rollout_service.client._generate import body_of, request_of, rollout_of
-from rollout_service.config import MonitorConfig, ShadowConfig
+from rollout_service.config import MonitorConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
@@ -34,7 +34,6 @@ from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.runtime.rpc import IngestCalls, MonitorCalls
-from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
 VOCABULARY, PROMPT_TOKENS = 151_936, 512
@@ -102,7 +101,6 @@ def services(engine: ReadyEngine) -> Services:
         http=httpx.AsyncClient(),
         monitor=monitor,
         feed=RolloutFeed(monitor, MonitorConfig(remember_tokens=0).remember_tokens),
-        shadow=ShadowFeed(None, ShadowConfig()),
     )
 
 

@@ -93,23 +93,11 @@ class Plan:
 
     @property
     def gpus_at_start(self) -> int:
-        """Return that number plus the GPUs of the ingest and a shadow, unless they use shares that replicas leave
-        free."""
-        config, more = self.config, 0
-        left = [1 - (config.scaling.num_gpus or 0)] * (
-            self.engine_gpus if config.engine.tensor_parallel_size == 1 else 0
-        )
-        for wanted in (
-            config.weights.ingest_num_gpus or 0,
-            (config.shadow.num_gpus or 0) if config.shadow.share else 0,
-        ):
-            shared = next((i for i, room in enumerate(left) if 0 < wanted <= room + 1e-6), None)
-            if shared is not None:
-                left[shared] -= wanted
-            elif wanted:
-                more += math.ceil(wanted)
-                left.append(math.ceil(wanted) - wanted)
-        return self.engine_gpus + more
+        """Return that number plus the GPUs of the ingest, unless it uses a share that replicas leave free."""
+        config = self.config
+        wanted = config.weights.ingest_num_gpus or 0
+        left = 1 - (config.scaling.num_gpus or 0) if config.engine.tensor_parallel_size == 1 else 0
+        return self.engine_gpus + (0 if wanted <= left + 1e-6 else math.ceil(wanted))
 
     def most_replicas(self, gpus: int) -> int:
         """Return the number of replicas that fit on that many GPUs, beside processes that need a GPU of their own."""
@@ -294,8 +282,8 @@ def _too_few(usable: int, plan: Plan) -> Finding:
     found = f"{usable} can be used, and {replicas} replicas of {tp} GPUs each need {tp * replicas}"
     advice = "engine.tensor_parallel_size and scaling.num_gpus, or scaling.min_replicas"
     if more := plan.gpus_at_start - plan.engine_gpus:
-        found += f"; what the ingest or the shadow asks for needs {more} more"
-        advice = f"weights.ingest_num_gpus: 0, shadow.share: 0; or {advice}"
+        found += f"; what the ingest asks for needs {more} more"
+        advice = f"weights.ingest_num_gpus: 0; or {advice}"
     return Finding(check="gpus", level="problem", found=found, advice=advice)
 
 

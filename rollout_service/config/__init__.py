@@ -8,7 +8,6 @@ from rollout_service.config.service import (
     MonitorConfig,
     ScalingConfig,
     ServiceConfig,
-    ShadowConfig,
     WeightsConfig,
 )
 
@@ -23,6 +22,5 @@ __all__ = [
     "QuantConfig",
     "ScalingConfig",
     "ServiceConfig",
-    "ShadowConfig",
     "WeightsConfig",
 ]

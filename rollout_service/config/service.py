@@ -354,35 +354,6 @@ class MonitorConfig(Config):
     """Minimum number of tokens that a replica must have sampled from a version before it is judged."""
 
 
-class ShadowConfig(Config):
-    """A reference engine with unquantized weights that scores a sample of finished rollouts again: docs/mismatch.md."""
-
-    share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the rollouts that are scored. 0: no shadow is started, and no unquantized weights are kept."""
-
-    num_cpus: float = Field(default=1, ge=0)
-    """CPUs that Ray reserves for the shadow."""
-
-    num_gpus: float | None = Field(default=None, ge=0)
-    """GPUs that Ray reserves for the shadow. None: ``engine.tensor_parallel_size`` if the engines are on GPUs, else
-    0."""
-
-    gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
-    """Share of its GPU's memory for weights and KV cache; the logits of whole prompts come on top. Not used on the
-    CPU."""
-
-    max_num_seqs: int = Field(default=16, ge=1)
-    """Maximum number of completions that it scores at once."""
-
-    max_queue_tokens: int = Field(default=1 << 18, ge=1)
-    """Maximum size in tokens of prompts and completions that wait for it in each gateway. Further ones are counted, not
-    scored."""
-
-    version_wait_s: float = Field(default=30.0, ge=0)
-    """Maximum time in seconds that completions of a newer version wait until the shadow has loaded it. Then they are
-    dropped."""
-
-
 def _network(value: object) -> object:
     if isinstance(value, IPv4Network | IPv6Network):
         return value
@@ -477,8 +448,6 @@ class ServiceConfig(Config):
     """Storage and upload of weight versions."""
     monitor: MonitorConfig = MonitorConfig()
     """Statistics of the mismatch."""
-    shadow: ShadowConfig = ShadowConfig()
-    """A reference engine to measure the mismatch without a trainer."""
     auth: AuthConfig = AuthConfig()
     """Access control of weights and engines."""
 
@@ -494,26 +463,13 @@ class ServiceConfig(Config):
 
     @model_validator(mode="after")
     def _gpus_are_those_of_an_engine(self) -> "ServiceConfig":
-        engines = self.engine.tensor_parallel_size
-        asked = {"scaling.num_gpus": self.scaling.num_gpus}
-        if self.shadow.share:
-            asked["shadow.num_gpus"] = self.shadow.num_gpus
-        for field, gpus in asked.items():
-            if gpus and (gpus > 1 if engines == 1 else gpus != engines):
-                raise ValueError(_wrong_gpus(field, gpus, engines, self.weights.ingest_num_gpus))
+        engines, gpus = self.engine.tensor_parallel_size, self.scaling.num_gpus
+        if gpus and (gpus > 1 if engines == 1 else gpus != engines):
+            raise ValueError(_wrong_gpus(gpus, engines, self.weights.ingest_num_gpus))
         share = self.weights.ingest_num_gpus
         if share and share > 1:
             raise ValueError(
                 f"weights.ingest_num_gpus={share:g}, and the ingest quantizes on one GPU: set it to 1 at most"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shadow_differs_from_the_engines(self) -> "ServiceConfig":
-        if self.shadow.share and self.quant.weights == "none":
-            raise ValueError(
-                f"shadow.share={self.shadow.share:g}, but quant.weights is none: the engines serve the unquantized "
-                "weights themselves; set it to 0, or quant.weights: fp8_block"
             )
         return self
 
@@ -553,14 +509,10 @@ class ServiceConfig(Config):
             gpus = 1 - share if engines == 1 and share < 1 else engines
         if self.quant.device == "cuda" and not share:
             raise ValueError("quant.device is cuda, and vLLM is built for the CPU here: set quant.device: auto")
-        shadow = self.shadow.num_gpus
-        if shadow is None:
-            shadow = engines if gpus else 0
         return self.model_copy(
             update={
                 "scaling": self.scaling.model_copy(update={"num_gpus": gpus}),
                 "weights": self.weights.model_copy(update={"ingest_num_gpus": share}),
-                "shadow": self.shadow.model_copy(update={"num_gpus": shadow}),
             }
         )
 
@@ -596,15 +548,15 @@ class ServiceConfig(Config):
         )
 
 
-def _wrong_gpus(field: str, gpus: float, engines: int, ingest: float | None) -> str:
+def _wrong_gpus(gpus: float, engines: int, ingest: float | None) -> str:
     if engines == 1:
         return (
-            f"{field}={gpus:g}, and engine.tensor_parallel_size is 1, so that an engine uses one GPU: set it to 1 or a "
-            f"share of one, or engine.tensor_parallel_size: {math.ceil(gpus)}"
+            f"scaling.num_gpus={gpus:g}, and engine.tensor_parallel_size is 1, so that an engine uses one GPU: set it "
+            f"to 1 or a share of one, or engine.tensor_parallel_size: {math.ceil(gpus)}"
         )
     message = (
-        f"{field}={gpus:g}, and engine.tensor_parallel_size={engines} takes {engines} whole GPUs, as Ray shares out a "
-        f"single one only: set it to {engines}, or leave it out"
+        f"scaling.num_gpus={gpus:g}, and engine.tensor_parallel_size={engines} takes {engines} whole GPUs, as Ray "
+        f"shares out a single one only: set it to {engines}, or leave it out"
     )
     if ingest:
         message += f"; weights.ingest_num_gpus={ingest:g} is then of another GPU, and with 0 the ingest uses the CPU"

@@ -75,7 +75,7 @@ class Engine(Protocol):
 
 
 class Coordinator(Protocol):
-    """The part of the ingest that ``WeightSync`` uses. The shadow replaces it by a watch of its log."""
+    """The part of the ingest that ``WeightSync`` uses."""
 
     async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState: ...
     async def report(self, status: ReplicaStatus) -> None: ...
@@ -224,13 +224,6 @@ class WeightSync:
             if self._life.error is not None and self._life.target is None:  # not a version that waits for KV scales
                 raise LogCorrupt(self._life.error)
             await asyncio.sleep(0.05)
-
-    def holds(self, version: int) -> bool:
-        """Return True if this replica serves the log's current version of that number. Raises LogCorrupt."""
-        head = self._log.log.head()
-        if head is None or self.version != version or head.version < version:
-            return False
-        return self._life.serves(head) if head.version == version else version in self._log.log.versions()
 
     def check_health(self) -> None:
         """Raise EngineFailed if following has ended. Such a replica would become stale unnoticed."""

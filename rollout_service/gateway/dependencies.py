@@ -28,11 +28,9 @@ from rollout_service.runtime.rpc import (
     ingest_client,
     monitor_client,
     session_client,
-    shadow_client,
 )
 from rollout_service.runtime.tls import PinnedCertificates
 from rollout_service.sessions.store import Sessions
-from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
@@ -64,8 +62,6 @@ class Services:
     monitor: MonitorCalls
     feed: RolloutFeed
     """Reports rollouts to the monitor."""
-    shadow: ShadowFeed
-    """Selects rollouts to be scored by the shadow engine."""
     pinned: PinnedCertificates = field(default_factory=PinnedCertificates)
     """The certificates that ``http`` trusts."""
     aliases: tuple[str, ...] = ()
@@ -96,7 +92,6 @@ class Services:
         engine: DeploymentHandle,
         ingest: DeploymentHandle,
         monitor: DeploymentHandle,
-        shadow: DeploymentHandle | None,
         sessions: DeploymentHandle | None,
     ) -> "Services":
         """Read the model's properties and the token.
@@ -104,7 +99,6 @@ class Services:
         Args:
             config: the service's configuration.
             engine, ingest, monitor: handles of the deployments.
-            shadow: None if there is no shadow deployment.
             sessions: None to keep sessions in this process.
         """
         model = ServedModel.of(config.model)
@@ -133,7 +127,6 @@ class Services:
             pinned=pinned,
             monitor=calls_monitor,
             feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
-            shadow=ShadowFeed(None if shadow is None else shadow_client(shadow), config.shadow),
             aliases=config.model.aliases,
             sessions=Sessions() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,

@@ -66,7 +66,6 @@ class GatewayReplica:
         engine: DeploymentHandle,
         ingest: DeploymentHandle,
         monitor: DeploymentHandle,
-        shadow: DeploymentHandle | None,
         sessions: DeploymentHandle | None,
     ) -> None:
         log_with_serve()
@@ -80,7 +79,7 @@ class GatewayReplica:
             )
         config = with_model_here(config)
         chats = LazyServing(config)
-        made = Services.create(config, engine, ingest, monitor, shadow, sessions)
+        made = Services.create(config, engine, ingest, monitor, sessions)
         self._services = replace(made, chats=chats)
         chats.make_if_configured(self._services)
         self._open = OpenRequests()

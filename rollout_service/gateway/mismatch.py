@@ -11,7 +11,7 @@ from rollout_service.errors import InvalidRequest, NotFound, NotReady, RolloutSe
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.routes import GuardedRoute, body_of, read_body
 from rollout_service.protocol.base import WeightVersion
-from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable
 from rollout_service.protocol.mismatch_report import REPORT_BYTES, MismatchReport
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.web.errors import documented
@@ -37,10 +37,9 @@ async def table(
     services: Here,
     version: Annotated[WeightVersion | None, Query()] = None,
     replica: str | None = None,
-    source: MismatchSource | None = None,
 ) -> MismatchTable:
-    """Return the statistics per version, replica and source, and merged over replicas."""
-    return await _answer(services.monitor.table(version, replica, source), ANSWER_S)
+    """Return the statistics per version and replica, and merged over replicas."""
+    return await _answer(services.monitor.table(version, replica), ANSWER_S)
 
 
 async def with_suspicions(versions: Sequence[WeightStatus], services: Services) -> tuple[WeightStatus, ...]:

@@ -287,5 +287,4 @@ async def roll_out(
         rollout = rollout.model_copy(update={"truncated_sampling": True})
     describe(rollout)
     services.feed.note(rollout)
-    services.shadow.note(rollout, sampling)
     return rollout

@@ -21,7 +21,6 @@ from rollout_service.metrics.process import count_converted, counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.writer import VersionWriter
 
 if TYPE_CHECKING:
@@ -61,15 +60,10 @@ class Conversion:
         writer: VersionWriter,
         convert: Convert,
         executor: Executor,
-        copy: UnquantizedCopy | None = None,
     ) -> None:
-        """
-        Args:
-            convert: ``Converter.convert``, or an equivalent for tensors that come as they are stored.
-            copy: receives the unconverted tensors, for a shadow.
-        """
+        """``convert``: ``Converter.convert``, or an equivalent for tensors that come as they are stored."""
         self._version, self._writer, self._converts = version, writer, convert
-        self._executor, self._copy = executor, copy
+        self._executor = executor
         self._tasks: list[Future[None]] = []
         self._waiting: deque[Sequence[str]] = deque()
         """Batches of ``begin_together`` that no thread has begun. A replacement starts another queue."""
@@ -115,7 +109,7 @@ class Conversion:
 
         ``plans``: plans for batches in GPU memory; None: tensors are converted one by one.
         """
-        if plans is None or self.gpu is None or self._copy is not None or not isinstance(group.memory, GpuMemory):
+        if plans is None or self.gpu is None or not isinstance(group.memory, GpuMemory):
             return self.begin(group.names, lambda _: group.read(), group.executor)
         self._tasks.append((group.executor or self._executor).submit(self._convert_planned, group, group.memory, plans))
         return self._tasks[-1]
@@ -166,8 +160,6 @@ class Conversion:
     def renumber(self, version: int) -> None:
         """Change the version number."""
         self._version = version
-        if self._copy is not None:
-            self._copy.renumber(version)
 
     async def finish(
         self, *, tied: TiedHead | None = None, check: Callable[[Iterable[StoredTensor]], None] | None = None
@@ -189,32 +181,17 @@ class Conversion:
         assert self._stored is not None
         return self._stored
 
-    def committed(self, digest: str) -> None:
-        """Commit the unquantized copy, if there is one, after the version was committed under that digest."""
-        if self._copy is not None:
-            self._copy.commit(digest)
-
     async def stop(self) -> None:
         """Stop converting, and close the files."""
         # a running conversion cannot be cancelled, and must not write once its file is closed
         running = [task for task in self._tasks if not task.cancel()]
         await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
-        self._close()
+        self._writer.close()
 
     def stop_and_wait(self) -> None:
         """Do the same without an event loop."""
         wait([task for task in self._tasks if not task.cancel()])
-        self._close()
-
-    def remove_copy(self) -> None:
-        """Remove the unquantized copy, unless it was committed."""
-        if self._copy is not None:
-            self._copy.remove_files()
-
-    def _close(self) -> None:
         self._writer.close()
-        if self._copy is not None:
-            self._copy.close()
 
     def _submit(self, work: Callable[..., None], *args: object) -> None:
         self._tasks.append(self._executor.submit(work, *args))
@@ -276,12 +253,11 @@ class Conversion:
         return {}
 
     def _write(self, read: Callable[[], Iterable[Named]], in_turns: bool = False) -> None:
-        # threads that write an unquantized copy wait for a disk, so they do not take turns
-        turn = self._turn if in_turns and self._copy is None else None
+        turn = self._turn if in_turns else None
         began = time.perf_counter()
         tensors = read()  # a delta's are decoded here
         read_s = time.perf_counter() - began
-        tensors = self._noted(tensors if self._copy is None else self._copy.taken(tensors))
+        tensors = self._noted(tensors)
         gpu = self.gpu
         verdicts = Verdicts() if self._writer.has_rooms else None
         convert = partial(self._converts, to_cpu=verdicts is None, verdicts=verdicts)

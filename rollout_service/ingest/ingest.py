@@ -67,7 +67,6 @@ from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.rollback import require_kept, stage_again
-from rollout_service.store.unquantized import UnquantizedLog, remove_unquantized
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.store.version_summary import VersionSummary, unconfirmed
 
@@ -97,7 +96,6 @@ class Ingest:
         )
         # tensors that are read together have at most that size, mostly less
         self._converter = Converter(self._trainer_recipe, device=config.quant.device, batch_bytes=GPU_BYTES)
-        self._unquantized = UnquantizedLog(self._log.root, self._model) if config.shadow.share else None
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
             config.weights,
@@ -106,7 +104,6 @@ class Ingest:
             self._plan,
             self._converter,
             self._recipe,
-            self._unquantized,
             self._labels,
         )
         self._lock = WriterLock(self._log.root)
@@ -162,8 +159,6 @@ class Ingest:
             raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
 
     async def _start(self) -> None:
-        if not self._config.shadow.share:
-            await asyncio.to_thread(remove_unquantized, self._log.root)
         await asyncio.to_thread(self._uploads.open)
         newest = own_newest(self._log, self._model, self._recipe, self._config)
         self._fleet.start()
@@ -483,7 +478,7 @@ class Ingest:
             record = staged.complete_record().model_copy(update={"timings": staged.timings})
             await self._append(manifest, record, request.mode)
             count_received(staged.transport, staged.received_bytes, manifest.total_bytes, staged.timings)
-            await self._uploads.committed_now(version, manifest.digest)
+            await self._uploads.committed_now(version)
             await self._remove_old()
 
     @counted_commit
@@ -516,8 +511,6 @@ class Ingest:
                 await asyncio.to_thread(remove_tree, self._log.staging(version))
                 raise
             logger.info("version %d is version %d again", version, to)
-            if self._unquantized is not None:
-                await asyncio.to_thread(self._unquantized.roll_back, to, version, manifest.digest)
             await self._uploads.overtaken_by(version)
             await self._remove_old()
             return version

@@ -50,7 +50,6 @@ from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.part_space import DirectSpace, PartSpace
-from rollout_service.store.unquantized import UnquantizedCopy
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import LogMemory, VersionWriter
 
@@ -87,7 +86,6 @@ class UploadSession:
         executor: Executor,
         source: WeightSource | None = None,
         space: PartSpace | None = None,
-        copy: UnquantizedCopy | None = None,
         memory: LogMemory | None = None,
         delta: DeltaOfVersion | None = None,
         gpu_executor: Executor | None = None,
@@ -97,7 +95,6 @@ class UploadSession:
             layout: the layout of every version of the model.
             source: has all tensors; None: they come in parts, or through ``convert``.
             space: storage for received parts; None: only files.
-            copy: receives the unconverted tensors, for a shadow.
             memory: memory of a log in memory.
             delta: produces the tensors from the parts, and is closed when the session ends; None: the parts hold the
                 tensors.
@@ -122,11 +119,10 @@ class UploadSession:
         self.space = space or DirectSpace(0)
         """Storage for received parts."""
         writer = self._laid_out(layout)
-        self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor, copy)
+        self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor)
         self._delta = delta
         reads_on_gpu = delta is None and self._conversion.gpu is not None
-        # threads that write an unquantized copy wait for a disk, so more threads help
-        self._gpu_executor = gpu_executor if reads_on_gpu and copy is None else None
+        self._gpu_executor = gpu_executor if reads_on_gpu else None
         self._parts, self._read = self._reading(writer)
         self.touched_at = time.monotonic()
         """Time of the last arrival on this process's monotonic clock: the wall clock may be set."""
@@ -208,7 +204,6 @@ class UploadSession:
             self._conversion.stop_and_wait()
             remove_tree(self._folders[0])
             self._unmap_removed()
-            self._conversion.remove_copy()
             raise
         if self._parts.digests:  # only the files tell when an earlier ingest received them
             self.touched_at = time.monotonic() - max(0.0, time.time() - max(found))
@@ -433,9 +428,8 @@ class UploadSession:
                 {"version": self.begin.version, "digests": [present, meant]},
             )
 
-    def committed(self, digest: str) -> None:
-        """Commit the unquantized copy and remove the trainer's bytes, after the version was committed under that
-        digest."""
+    def committed(self) -> None:
+        """Remove the trainer's bytes after the version was committed."""
         self.in_log = True
         if self.num_parts:
             logger.info(
@@ -444,7 +438,6 @@ class UploadSession:
                 self._stored_at - self._received_at,
             )  # fmt: skip
         self._close_delta()
-        self._conversion.committed(digest)
         self._remove_files()
 
     def status(self) -> WeightStatus:
@@ -480,7 +473,6 @@ class UploadSession:
         remove_tree(folder)
         self.space.release_all(parts, self._parts.nbytes)
         self._unmap_removed()
-        self._conversion.remove_copy()
 
     def _unmap_removed(self) -> None:
         """Unmap removed files, whose memory is otherwise not freed."""

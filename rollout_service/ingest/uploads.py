@@ -59,7 +59,6 @@ from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
-from rollout_service.store.unquantized import UnquantizedLog
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
 
@@ -86,16 +85,14 @@ class Uploads:
         plan: QuantPlan,
         converter: Converter,
         recipe: Recipe,
-        unquantized: UnquantizedLog | None = None,
         labels: VersionLabels | None = None,
     ) -> None:
         """
         Args:
             recipe: the recipe that the converter follows, as stored in versions.
-            unquantized: None if no shadow needs unquantized versions.
             labels: the log's labels, for messages.
         """
-        self._unquantized, self._labels = unquantized, labels or VersionLabels(log)
+        self._labels = labels or VersionLabels(log)
         self._config, self._log, self._model, self._plan = config, log, model, plan
         self._converter, self._recipe = converter, recipe
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
@@ -378,10 +375,10 @@ class Uploads:
         if self._staged.get(staged.begin.version) is staged:
             await self.discard(staged.begin.version)
 
-    async def committed_now(self, version: int, digest: str) -> None:
+    async def committed_now(self, version: int) -> None:
         """Clean up after a commit: remove the rest of the upload, and older staged versions."""
         staged = self._staged.pop(version)
-        await asyncio.to_thread(staged.committed, digest)
+        await asyncio.to_thread(staged.committed)
         await self.overtaken_by(version)
 
     async def overtaken_by(self, version: int) -> None:
@@ -393,8 +390,6 @@ class Uploads:
 
     async def recover(self) -> None:
         """Resume what an earlier ingest had staged; remove what can no longer be committed."""
-        if self._unquantized is not None:
-            await asyncio.to_thread(self._unquantized.recover, self._log)
         staging = uploads_folder(self._log.root)
         folders = sorted(staging.iterdir()) if staging.is_dir() else []
         for parts in (path for path in folders if path.name.endswith(".parts")):
@@ -518,7 +513,6 @@ class Uploads:
                 self._executor,
                 source,
                 self._space,
-                None if self._unquantized is None else self._unquantized.begin(begin.version, table),
                 self.memory,
                 delta,
                 self._gpu_executor,

@@ -34,13 +34,11 @@ class MismatchTokens(Protocol):
     @property
     def replica_id(self) -> str | None: ...
     @property
-    def source(self) -> str: ...
-    @property
     def tokens(self) -> int: ...
 
 
 class MismatchStatistics(MismatchTokens, Protocol):
-    """One row of ``GET /v1/mismatch``: tokens that a replica sampled with a version, compared with their scorer."""
+    """One row of ``GET /v1/mismatch``: tokens that a replica sampled with a version, compared with the trainer."""
 
     @property
     def sequences(self) -> int: ...
@@ -81,7 +79,7 @@ def exposition(
     live = {status.replica_id for status in state.fleet.replicas}
     _mismatch(samples, _current(tuple(mismatch), live))
     for row in _current(tuple(truncated), live):
-        samples.add(table.MISMATCH_TRUNCATED, row.tokens, row.version, row.replica_id, row.source)
+        samples.add(table.MISMATCH_TRUNCATED, row.tokens, row.version, row.replica_id)
     registry = CollectorRegistry()
     registry.register(samples)
     registry.register(VllmGauges(state.fleet.replicas))
@@ -192,7 +190,7 @@ def _current(rows: Sequence[_Row], live: set[str]) -> list[_Row]:
 def _mismatch(samples: _Samples, rows: Sequence[MismatchStatistics]) -> None:
     suspect: dict[tuple[int, str | None], list[float]] = {}
     for row in rows:
-        labels = row.version, row.replica_id, row.source
+        labels = row.version, row.replica_id
         samples.add(table.MISMATCH_TOKENS, row.tokens, *labels)
         samples.add(table.MISMATCH_SEQUENCES, row.sequences, *labels)
         samples.add(table.MISMATCH_K1, row.k1, *labels)

@@ -97,18 +97,6 @@ SESSION_TURNS = _process(
     "Turns of sessions: first, continued (from the tokens of an earlier turn), or why a branch began (docs/agents.md).",
 )  # fmt: skip
 
-# --- shadow, if there is one
-
-SHADOW_COMPLETIONS = _process(
-    "shadow_completions_total", "counter", "", ("outcome",),
-    "Completions chosen for the shadow: scored, or why not (truncated, sampling, mixed, version, full, lost, "
-    "failed; docs/mismatch.md).",
-)  # fmt: skip
-SHADOW_QUEUE = _process(
-    "shadow_queue_tokens", "gauge", "tokens", (),
-    "Prompts and completions that wait in a gateway for the shadow; at shadow.max_queue_tokens they are not scored.",
-)  # fmt: skip
-
 # --- engine replica
 
 UPDATES = _process(
@@ -286,9 +274,9 @@ KV_UNFIT = _service(
     "Layers whose keys or values FP8 cannot keep, by the same measurement. GET /v1/fleet names them.",
 )  # fmt: skip
 
-# --- mismatch, per version, replica and source (the scorer: trainer, shadow); lr = scored - sampled logprob
+# --- mismatch, per version and replica; lr = the trainer's - the sampled logprob
 
-_ROW = ("version", "replica", "source")
+_ROW = ("version", "replica")
 MISMATCH_TOKENS = _service("mismatch_tokens_total", "counter", "tokens", _ROW, "Tokens measured.")
 MISMATCH_TRUNCATED = _service(
     "mismatch_truncated_tokens_total", "counter", "tokens", _ROW,
@@ -325,7 +313,7 @@ MISMATCH_ABS_DIFF = _service(
 )
 VERSION_SUSPECT = _service(
     "version_suspect", "gauge", "", ("version", "replica"),
-    "1 if a replica's mismatch with this version is above a threshold, from any source; 0 if measured and below.",
+    "1 if a replica's mismatch with this version is above a threshold; 0 if measured and below.",
 )  # fmt: skip
 SUSPECT_SINCE = _service(
     "version_suspect_timestamp_seconds", "gauge", "seconds", ("version", "replica"), "Since when, in Unix time."

@@ -52,4 +52,4 @@ class Judge:
 
 
 def _name(key: Key) -> str:
-    return f"weight version {key.version} on replica {key.replica_id}, scored by the {key.source},"
+    return f"weight version {key.version} on replica {key.replica_id}"

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollout_service.config import MonitorConfig
-from rollout_service.correction.ratios import compare
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.recent import RecentRollouts
 from rollout_service.monitor.scoring import Scored, found, missing, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
-from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchSource, MismatchTable, Suspicion
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.mismatch_report import MismatchReport
 from rollout_service.protocol.recent_rollout import RecentRollout
 
@@ -53,21 +52,6 @@ class Monitor:
             scored = await asyncio.to_thread(score, report, remembered, self._config.ratio_bound)
             return self._count(report, scored)
 
-    async def observe(
-        self,
-        source: MismatchSource,
-        version: int,
-        replica_id: str,
-        rollout_logprobs: Sequence[Sequence[float]],
-        reference_logprobs: Sequence[Sequence[float]],
-    ) -> None:
-        """Count whole sequences that ``version`` sampled on one replica and ``source`` scored.
-
-        Logprobs are natural logs, a list for each sequence. Raises the ValueErrors of ``correction.batch.as_batch``.
-        """
-        statistics = await asyncio.to_thread(self._statistics, rollout_logprobs, reference_logprobs)
-        self._add(Key(version, replica_id, source), statistics)
-
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
         """Store rollouts for reports that contain only request ids."""
         self._recent.remember(rollouts)
@@ -80,21 +64,17 @@ class Monitor:
                 while missing(report, self._recent):
                     await self._told.wait()
 
-    async def rows(
-        self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
-    ) -> list[MismatchRow]:
-        """Return the statistics of each version, replica and source, oldest version first. Filters: None: all."""
-        return self._table.rows(lambda key: _matches(key, version, replica_id, source))
+    async def rows(self, version: int | None = None, replica_id: str | None = None) -> list[MismatchRow]:
+        """Return the statistics of each version and replica, oldest version first. Filters: None: all."""
+        return self._table.rows(lambda key: _matches(key, version, replica_id))
 
-    async def table(
-        self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
-    ) -> MismatchTable:
+    async def table(self, version: int | None = None, replica_id: str | None = None) -> MismatchTable:
         """Return the rows, and the same merged over replicas."""
-        merged = self._table.merged(lambda key: _matches(key, version, replica_id, source))
+        merged = self._table.merged(lambda key: _matches(key, version, replica_id))
         return MismatchTable(
-            rows=tuple(await self.rows(version, replica_id, source)),
+            rows=tuple(await self.rows(version, replica_id)),
             versions=tuple(merged),
-            truncated=tuple(self._table.truncated(lambda key: _matches(key, version, replica_id, source))),
+            truncated=tuple(self._table.truncated(lambda key: _matches(key, version, replica_id))),
         )
 
     async def per_replica(self) -> MismatchTable:
@@ -104,11 +84,6 @@ class Monitor:
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         """Return the suspicions by version."""
         return self._table.suspicions()
-
-    def _statistics(self, rollout: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> Statistics:
-        ratios = compare(reference, rollout, None)
-        tokens = ratios.log_ratio[ratios.selected].cpu()
-        return Statistics.of(tokens, ratios.log_ratio.sum(-1)[ratios.rows].cpu(), self._config.ratio_bound)
 
     def _count(self, report: MismatchReport, scored: Scored) -> MismatchReceipt:
         taken = [self._add(key, statistics) for key, statistics in scored.statistics.items()]
@@ -133,9 +108,5 @@ class Monitor:
         return entry is not None
 
 
-def _matches(key: Key, version: int | None, replica_id: str | None, source: MismatchSource | None) -> bool:
-    return (
-        (version is None or key.version == version)
-        and (replica_id is None or key.replica_id == replica_id)
-        and (source is None or key.source == source)
-    )
+def _matches(key: Key, version: int | None, replica_id: str | None) -> bool:
+    return (version is None or key.version == version) and (replica_id is None or key.replica_id == replica_id)

@@ -118,7 +118,7 @@ def _collect(
     for version, replica_id, start, end in spans:
         tokens = log_ratio[start:end][selected[start:end]]
         if len(tokens):
-            parts[Key(version, replica_id, "trainer")].append(tokens)
+            parts[Key(version, replica_id)].append(tokens)
     for key, tokens_of in parts.items():
         groups[key].tokens += tokens_of
         if len(parts) == 1:

@@ -6,7 +6,7 @@ import torch
 from datasketches import req_floats_sketch
 
 from rollout_service.correction.ratios import bounded, chi2, k3, mult_prob_error
-from rollout_service.protocol.mismatch import MismatchRow, MismatchSource
+from rollout_service.protocol.mismatch import MismatchRow
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 SKETCH_K = 12
@@ -93,15 +93,12 @@ class Statistics:
         self.sums = self.sums + other.sums
         self._abs_diff.merge(other._abs_diff)
 
-    def row(
-        self, version: int, replica_id: str | None, source: MismatchSource, suspect_since: float | None = None
-    ) -> MismatchRow:
+    def row(self, version: int, replica_id: str | None, suspect_since: float | None = None) -> MismatchRow:
         """Return the displayed row. At least one token is required."""
         sums = self.sums
         return MismatchRow(
             version=version,
             replica_id=replica_id,
-            source=source,
             tokens=sums.tokens,
             sequences=sums.sequences,
             k1=sums.k1 / sums.tokens,

@@ -1,11 +1,11 @@
-"""Statistics per (version, replica, source), of bounded size."""
+"""Statistics per (version, replica), of bounded size."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollout_service.monitor.statistics import Statistics
-from rollout_service.protocol.mismatch import MismatchRow, MismatchSource, NotJudged, Suspicion
+from rollout_service.protocol.mismatch import MismatchRow, NotJudged, Suspicion
 
 ROWS_PER_VERSION = 512
 """Maximum number of rows of a version; the least recently used row is dropped. Replicas that crash and restart have new
@@ -13,11 +13,10 @@ names."""
 
 
 class Key(NamedTuple):
-    """Version and replica of a row's tokens, and their scorer."""
+    """Version and replica of a row's tokens."""
 
     version: int
     replica_id: str
-    source: MismatchSource
 
 
 @dataclass
@@ -91,7 +90,6 @@ class VersionTable:
                 sums = entry.statistics.sums
                 suspicion = Suspicion(
                     replica_id=key.replica_id,
-                    source=key.source,
                     since=entry.suspect_since,
                     tokens=sums.tokens,
                     k3=sums.mean_k3,
@@ -101,18 +99,17 @@ class VersionTable:
         return suspect
 
     def merged(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
-        """Return one row per version and source, merged over all selected replicas (``replica_id`` None), oldest
-        first."""
-        joined: dict[tuple[int, MismatchSource], Entry] = {}
+        """Return one row per version, merged over all selected replicas (``replica_id`` None), oldest first."""
+        joined: dict[int, Entry] = {}
         for key, entry in self._entries():
             if wanted(key) and entry.statistics.sums.tokens:
-                into = joined.setdefault((key.version, key.source), Entry())
+                into = joined.setdefault(key.version, Entry())
                 into.statistics.merge(entry.statistics)
                 since = [at for at in (into.suspect_since, entry.suspect_since) if at is not None]
                 into.suspect_since = min(since, default=None)
         return [
-            entry.statistics.row(version, None, source, entry.suspect_since)
-            for (version, source), entry in sorted(joined.items(), key=lambda item: item[0])
+            entry.statistics.row(version, None, entry.suspect_since)
+            for version, entry in sorted(joined.items(), key=lambda item: item[0])
         ]
 
     def _entries(self) -> Iterator[tuple[Key, Entry]]:

@@ -1,17 +1,12 @@
 """The mismatch between engines and trainer, as the monitor reports it. Its input is in ``mismatch_report``."""
 
-from typing import Literal
-
 from rollout_service.protocol.base import Frozen
-
-MismatchSource = Literal["trainer", "shadow"]
 
 
 class Suspicion(Frozen):
-    """Reason why a version is suspect: the logprobs of one replica differ too much from those of the scorer."""
+    """Reason why a version is suspect: the logprobs of one replica differ too much from the trainer's."""
 
     replica_id: str
-    source: MismatchSource
     since: float
     """Unix time in seconds."""
     tokens: int
@@ -21,7 +16,7 @@ class Suspicion(Frozen):
 
 
 class MismatchRow(Frozen):
-    """Distance of sampled tokens' logprobs from the scorer's, with ``lr = scored − sampled`` and ``ρ = exp(lr)``.
+    """Distance of sampled tokens' logprobs from the trainer's, with ``lr = trainer − sampled`` and ``ρ = exp(lr)``.
 
     The formulas and clamps (±20) are those of ``rollout_service.correction``; docs/mismatch.md explains them.
     """
@@ -29,8 +24,6 @@ class MismatchRow(Frozen):
     version: int
     replica_id: str | None
     """The replica that sampled the tokens; None: all replicas merged."""
-    source: MismatchSource
-    """The scorer of the tokens."""
     tokens: int
     sequences: int
     """Sequences that one version sampled from end to end; ``chi2_seq`` covers these."""
@@ -61,7 +54,6 @@ class NotJudged(Frozen):
 
     version: int
     replica_id: str
-    source: MismatchSource
     tokens: int
 
 
@@ -69,7 +61,7 @@ class MismatchTable(Frozen):
     """All mismatch statistics, oldest version first."""
 
     rows: tuple[MismatchRow, ...]
-    """Rows per version, replica and source."""
+    """Rows per version and replica."""
     versions: tuple[MismatchRow, ...]
     """The same rows merged over replicas."""
     truncated: tuple[NotJudged, ...] = ()

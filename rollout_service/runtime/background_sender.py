@@ -35,15 +35,13 @@ class BackgroundSender(Generic[_Item]):
         batch_tokens: int,
         send_s: float,
         sent: Callable[[], None] = lambda: None,
-        queued: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """``send`` gets one batch at a time, of at most ``batch_tokens``; a single item may be larger.
 
         ``dropped`` gets a number of items and the reason: the queue of ``room_tokens`` was full, or the batch did not
-        arrive within ``send_s`` seconds. ``sent`` is called after each successful batch, ``queued`` with the queue's
-        size in tokens whenever it changes.
+        arrive within ``send_s`` seconds. ``sent`` is called after each successful batch.
         """
-        self._send, self._dropped, self._sent, self._queued = send, dropped, sent, queued
+        self._send, self._dropped, self._sent = send, dropped, sent
         self._room_tokens, self._batch_tokens, self._send_s = room_tokens, batch_tokens, send_s
         self._queue: deque[_Item] = deque()
         self._queued_tokens = 0
@@ -55,7 +53,7 @@ class BackgroundSender(Generic[_Item]):
             self._dropped(1, FULL)
             return
         self._queue.append(item)
-        self._count(item.cost_tokens)
+        self._queued_tokens += item.cost_tokens
         if self._sender is None or self._sender.done():
             # not in the request's context: Serve cancels calls made in a request's context along with it
             self._sender = asyncio.get_running_loop().create_task(self._empty(), context=contextvars.Context())
@@ -82,9 +80,5 @@ class BackgroundSender(Generic[_Item]):
         while self._queue and tokens + self._queue[0].cost_tokens <= self._batch_tokens:
             batch.append(self._queue.popleft())
             tokens += batch[-1].cost_tokens
-        self._count(-tokens)
+        self._queued_tokens -= tokens
         return batch
-
-    def _count(self, tokens: int) -> None:
-        self._queued_tokens += tokens
-        self._queued(self._queued_tokens)

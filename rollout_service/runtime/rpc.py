@@ -25,12 +25,11 @@ from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Rol
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
-from rollout_service.protocol.mismatch import MismatchReceipt, MismatchSource, MismatchTable, Suspicion
+from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Suspicion
 from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.protocol.scoring import ScoreCall
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import (
@@ -130,21 +129,11 @@ class EngineCalls(Protocol):
 
 
 class MonitorCalls(Protocol):
-    """The monitor, for gateways and the shadow; see ``monitor/monitor.py``."""
+    """The monitor, for gateways; see ``monitor/monitor.py``."""
 
     async def report(self, body: bytes, wait_s: float = 0.0) -> MismatchReceipt: ...
-    async def observe(
-        self,
-        source: MismatchSource,
-        version: int,
-        replica_id: str,
-        rollout_logprobs: Sequence[Sequence[float]],
-        reference_logprobs: Sequence[Sequence[float]],
-    ) -> None: ...
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None: ...
-    async def table(
-        self, version: int | None = None, replica_id: str | None = None, source: MismatchSource | None = None
-    ) -> MismatchTable: ...
+    async def table(self, version: int | None = None, replica_id: str | None = None) -> MismatchTable: ...
     async def per_replica(self) -> MismatchTable: ...
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]: ...
 
@@ -162,12 +151,6 @@ class SessionCalls(Protocol):
     async def close(self, session_id: str) -> None: ...
 
 
-class ShadowCalls(Protocol):
-    """The shadow, for gateways; see ``shadow/deployment.py``."""
-
-    async def score(self, calls: Sequence[ScoreCall]) -> None: ...
-
-
 def ingest_client(handle: DeploymentHandle) -> IngestCalls:
     """Return a client for the handle of the ingest's deployment."""
     return cast(IngestCalls, _Client(handle, "ingest"))
@@ -176,11 +159,6 @@ def ingest_client(handle: DeploymentHandle) -> IngestCalls:
 def monitor_client(handle: DeploymentHandle) -> MonitorCalls:
     """Return a client for the handle of the monitor's deployment."""
     return cast(MonitorCalls, _Client(handle, "monitor"))
-
-
-def shadow_client(handle: DeploymentHandle) -> ShadowCalls:
-    """Return a client for the handle of the shadow's deployment."""
-    return cast(ShadowCalls, _Client(handle, "shadow"))
 
 
 def session_client(handle: DeploymentHandle) -> SessionCalls:

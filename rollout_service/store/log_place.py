@@ -87,8 +87,7 @@ def bytes_in_memory(config: ServiceConfig) -> int:
     plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
     version = sum(model.stored_bytes(name, plan) for name in model.stored)
     upload = 2 * model.elements  # BF16
-    unquantized = 3 * upload if config.shadow.share else 0
-    return (max(2, config.weights.keep_versions) + 1) * version + upload + unquantized
+    return (max(2, config.weights.keep_versions) + 1) * version + upload
 
 
 def _free_bytes(shared_memory: Path) -> int:

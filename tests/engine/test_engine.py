@@ -223,7 +223,7 @@ async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_
         assert (await cuts.differences(counted=False)).mean() > FP8_MEAN
 
 
-@pytest.mark.slow  # every run of the tests compares a BF16 engine with an FP8 one: the shadow in test_serve_run.py
+@pytest.mark.slow
 async def test_so_does_one_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = await committed(tmp_path, "none", "bfloat16")
     async with running_engine(config, monkeypatch) as engine:

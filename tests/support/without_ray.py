@@ -4,14 +4,13 @@ from typing import cast
 
 import httpx
 
-from rollout_service.config import ServiceConfig, ShadowConfig
+from rollout_service.config import ServiceConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.runtime.rpc import EngineCalls, IngestCalls
-from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 
 
@@ -29,5 +28,4 @@ def services_of(ingest: Ingest, config: ServiceConfig, authorizer: Authorizer, h
         http=http,
         monitor=monitor,
         feed=RolloutFeed(monitor, 0),
-        shadow=ShadowFeed(None, ShadowConfig()),
     )

@@ -174,11 +174,11 @@ class TestApplication:
         assert asked_for() == expected
 
     def test_deployments_get_1s_health_checks_and_the_drain_timeout(self) -> None:
-        sections = {"scaling": {"drain_timeout_s": 12}, "shadow": {"share": 0.1}, "model": {"path": "anywhere"}}
+        sections = {"scaling": {"drain_timeout_s": 12}, "model": {"path": "anywhere"}}
         gateway = build(ServiceConfig.model_validate(sections))
         bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
         deployments = {each._bound_deployment.name: each._bound_deployment._deployment_config for each in bound}
-        assert deployments.keys() == {"gateway", "engine", "ingest", "monitor", "shadow"}
+        assert deployments.keys() == {"gateway", "engine", "ingest", "monitor"}
         for config in deployments.values():
             assert config.health_check_period_s <= 1
             assert config.graceful_shutdown_timeout_s == 12

@@ -40,7 +40,7 @@ WITH_TORCH_FOR_CUDA = {"cuda"}
 LAYERS = (
     *("errors", "protocol", "compat", "gpu", "tracing", "runtime", "serve_callbacks"),
     *("config", "quant", "model", "store", "metrics", "fleet", "kv_scales", "engine"),
-    *("correction", "web", "ingest", "monitor", "shadow", "sessions", "client", "gateway"),
+    *("correction", "web", "ingest", "monitor", "sessions", "client", "gateway"),
     *("app", "local", "cli"),
 )
 """The package's parts, lowest first: each imports only those before it."""

@@ -193,14 +193,12 @@ class TestGpus:
             ({}, 1),
             ({"scaling": {"num_gpus": 1}}, 2),
             ({"scaling": {"min_replicas": 3}}, 3),
-            ({"shadow": {"share": 0.1, "num_gpus": 1}}, 2),
-            ({"scaling": {"num_gpus": 0.5}, "shadow": {"share": 0.1, "num_gpus": 0.4}}, 1),
             ({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": 2}}, 3),
             (TWO_GPUS, 2),
         ],
-        ids=["shared", "whole", "several", "shadow", "all on one", "beside two", "two"],
+        ids=["shared", "whole", "several", "beside two", "two"],
     )
-    def test_what_the_ingest_and_a_shadow_need_counts(self, sections: dict[str, Any], needed: int) -> None:
+    def test_the_gpus_of_the_ingest_count(self, sections: dict[str, Any], needed: int) -> None:
         wanted = plan(**sections)
         assert wanted.gpus_at_start == needed
         assert "gpus" not in levels(checks.gpu_findings([gpu(i) for i in range(needed)], WITH_CUDA, wanted))
@@ -208,7 +206,7 @@ class TestGpus:
     def test_a_gpu_that_only_the_ingest_lacks_is_told(self) -> None:
         beside = plan(engine={"tensor_parallel_size": 2}, scaling={"num_gpus": 2})
         found = only(checks.gpu_findings([gpu(), gpu(1)], WITH_CUDA, beside), "gpus")
-        assert found.found.endswith("need 2; what the ingest or the shadow asks for needs 1 more")
+        assert found.found.endswith("need 2; what the ingest asks for needs 1 more")
         assert found.advice.startswith("weights.ingest_num_gpus: 0")
 
     def test_a_torch_without_cuda(self) -> None:

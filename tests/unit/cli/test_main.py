@@ -171,7 +171,7 @@ class TestConfig:
             ),
         )
         assert result.exit_code == 1 and result.stdout == ""
-        sections = "model, quant, engine, kv_cache, chat, scaling, weights, monitor, shadow, auth"
+        sections = "model, quant, engine, kv_cache, chat, scaling, weights, monitor, auth"
         assert f"modle: unknown field; there are {sections}" in result.stderr
         assert "weights.rot: unknown field; there are root, " in result.stderr
         assert "engine.max_model_len: Input should be greater than 1, not 0" in result.stderr

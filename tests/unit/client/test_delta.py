@@ -23,8 +23,6 @@ from rollout_service.protocol.delta_parts import encode_header
 from rollout_service.protocol.upload import CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.runtime.memory import Memory
-from rollout_service.store.log import WeightLog
-from rollout_service.store.unquantized import unquantized_root
 from rollout_service.store.upload_record import UploadRecord, read_record
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
@@ -157,19 +155,6 @@ class TestSameVersion:
             assert base_of(service, 2) == 1
             await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="service")
             await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="trainer")
-
-    async def test_a_shadow_has_none_of_these_versions_as_of_all_that_the_trainer_quantizes(
-        self, model: Path, tmp_path: Path, weights: Tensors
-    ) -> None:
-        shadow: dict[str, object] = {"share": 0.05}
-        async with (
-            real_ingest(model, tmp_path / "log", shadow=shadow) as service,
-            RolloutClient(service.url) as client,
-        ):
-            for version in (1, 2):
-                await push(client, version, stepped(weights, version))
-            assert base_of(service, 2) == 1
-        assert WeightLog(unquantized_root(tmp_path / "log")).versions() == [0]
 
     @pytest.mark.parametrize("head", ["left out", "sent"])
     async def test_a_head_that_is_the_embedding(self, tied_model: Path, tmp_path: Path, head: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
-from rollout_service.config import MonitorConfig, ShadowConfig
+from rollout_service.config import MonitorConfig
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.fleet.dispatch import Dispatcher
@@ -21,7 +21,6 @@ from rollout_service.protocol import truncation
 from rollout_service.protocol.mismatch import MismatchReceipt
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.truncation import TruncatedSamplingWarning
-from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.fakes import EchoEngine
 from tests.unit.monitor.reports import rollout
@@ -50,7 +49,6 @@ def transport(monitor: Monitor) -> httpx.ASGITransport:
         http=httpx.AsyncClient(),
         monitor=handle,
         feed=RolloutFeed(handle, 0),
-        shadow=ShadowFeed(None, ShadowConfig()),
     )
     return httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
 

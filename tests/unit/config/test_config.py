@@ -85,8 +85,7 @@ class TestSections:
             ({"monitor": {"keep_versions": 0}}, "monitor.keep_versions"),
             ({"monitor": {"ratio_bound": 1}}, "monitor.ratio_bound"),
             ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
-            ({"shadow": {"share": 1.5}}, "shadow.share"),
-            ({"shadow": {"max_queue_tokens": 0}}, "shadow.max_queue_tokens"),
+            ({"shadow": {"share": 0.5}}, "shadow"),
         ],
     )
     def test_a_value_out_of_range_is_refused_by_field(self, args: dict[str, Any], where: str) -> None:
@@ -136,10 +135,6 @@ class TestFieldsThatGoTogether:
         for dtype in ("auto", "fp8_e4m3"):
             ServiceConfig.model_validate({"kv_cache": {"dtype": dtype, "scales_policy": "calibrate"}})
 
-    def test_a_shadow_of_unquantized_engines_is_refused(self) -> None:
-        message = message_of({"quant": {"weights": "none"}, "shadow": {"share": 0.05}})
-        assert "shadow.share=0.05" in message and "quant.weights is none" in message
-
     def test_a_fixed_fleet_is_allowed(self) -> None:
         assert (
             ServiceConfig.model_validate({"scaling": {"min_replicas": 4, "max_replicas": 4}}).scaling.max_replicas == 4
@@ -178,37 +173,35 @@ class TestFieldsThatGoTogether:
         assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}, **sections})
 
 
-def gpus_of(on_gpus: bool, **sections: dict[str, Any]) -> tuple[float | None, float | None, float | None]:
-    """What an engine, the ingest and a shadow ask Ray for."""
+def gpus_of(on_gpus: bool, **sections: dict[str, Any]) -> tuple[float | None, float | None]:
+    """What an engine and the ingest ask Ray for."""
     config = ServiceConfig.model_validate(sections).with_gpus(on_gpus)
-    return config.scaling.num_gpus, config.weights.ingest_num_gpus, config.shadow.num_gpus
+    return config.scaling.num_gpus, config.weights.ingest_num_gpus
 
 
 class TestGpus:
     def test_left_out_they_are_those_of_an_engine(self) -> None:
-        assert gpus_of(True) == (0.9, 0.1, 1)
-        assert gpus_of(True, engine={"tensor_parallel_size": 4}) == (4, 0, 4)
-        assert gpus_of(True, quant={"weights": "none"}) == (1, 0, 1)
+        assert gpus_of(True) == (0.9, 0.1)
+        assert gpus_of(True, engine={"tensor_parallel_size": 4}) == (4, 0)
+        assert gpus_of(True, quant={"weights": "none"}) == (1, 0)
 
     def test_on_the_cpu_there_are_none(self) -> None:
-        assert gpus_of(False) == gpus_of(False, engine={"tensor_parallel_size": 2}) == (0, 0, 0)
+        assert gpus_of(False) == gpus_of(False, engine={"tensor_parallel_size": 2}) == (0, 0)
         with pytest.raises(ValueError, match=r"quant\.device is cuda, and vLLM is built for the CPU"):
             gpus_of(False, quant={"device": "cuda"})
 
     def test_those_that_are_given_stay(self) -> None:
-        assert gpus_of(True, weights={"ingest_num_gpus": 0.25}) == (0.75, 0.25, 1)
-        assert gpus_of(True, weights={"ingest_num_gpus": 1}) == (1, 1, 1)
-        assert gpus_of(True, scaling={"num_gpus": 0.5}, shadow={"num_gpus": 0.4}) == (0.5, 0, 0.4)
-        assert gpus_of(True, scaling={"num_gpus": 0}) == (0, 0, 0)
-        assert gpus_of(False, scaling={"num_gpus": 0.9}, weights={"ingest_num_gpus": 0.1}) == (0.9, 0.1, 1)
+        assert gpus_of(True, weights={"ingest_num_gpus": 0.25}) == (0.75, 0.25)
+        assert gpus_of(True, weights={"ingest_num_gpus": 1}) == (1, 1)
+        assert gpus_of(True, scaling={"num_gpus": 0.5}) == (0.5, 0)
+        assert gpus_of(True, scaling={"num_gpus": 0}) == (0, 0)
+        assert gpus_of(False, scaling={"num_gpus": 0.9}, weights={"ingest_num_gpus": 0.1}) == (0.9, 0.1)
 
     @pytest.mark.parametrize("gpus", [0.9, 1, 1.9, 3])
     def test_several_gpus_of_an_engine_are_whole_ones(self, gpus: float) -> None:
-        for section in ("scaling", "shadow"):
-            sections = {"engine": {"tensor_parallel_size": 2}, section: {"num_gpus": gpus}}
-            message = message_of(sections | {"shadow": {"share": 0.1, **sections.get("shadow", {})}})
-            assert f"{section}.num_gpus={gpus:g}, and engine.tensor_parallel_size=2 takes 2 whole GPUs" in message
-            assert "set it to 2, or leave it out" in message and "ingest" not in message
+        message = message_of({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": gpus}})
+        assert f"scaling.num_gpus={gpus:g}, and engine.tensor_parallel_size=2 takes 2 whole GPUs" in message
+        assert "set it to 2, or leave it out" in message and "ingest" not in message
 
     def test_an_ingest_s_share_is_of_another_gpu_then(self) -> None:
         engine = {"engine": {"tensor_parallel_size": 2}, "weights": {"ingest_num_gpus": 0.1}}

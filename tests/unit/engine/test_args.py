@@ -18,7 +18,6 @@ from rollout_service.config.engine import QuantConfig
 from rollout_service.engine.args import default_graph_sizes, engine_args, not_converted
 from rollout_service.engine.plugin import CPU_CHANNEL, STAGING_KEY
 from rollout_service.model.served_model import ServedModel
-from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
 
 BY_CHANNEL = {
@@ -194,7 +193,6 @@ def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path: Path, mo
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     assert engine_args(masks, (), has_tokenizer=False).return_sampling_mask
     assert not engine_args(_config(tmp_path), (), has_tokenizer=False).return_sampling_mask
-    assert not engine_args(shadow_config(masks), (), has_tokenizer=False).return_sampling_mask
 
 
 def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_the_cpu(
@@ -207,7 +205,6 @@ def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_th
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     assert engine_args(asked, (), has_tokenizer=False).enable_return_routed_experts
     assert not engine_args(_config(tmp_path), (), has_tokenizer=False).enable_return_routed_experts
-    assert not engine_args(shadow_config(asked), (), has_tokenizer=False).enable_return_routed_experts
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=r"engine.return_routed_experts is true, and .* has no experts"):
         engine_args(asked, (), has_tokenizer=False)

@@ -15,7 +15,6 @@ from rollout_service.engine.batch_invariance import refuse_batch_invariance
 from rollout_service.engine.environment import engine_environment
 from rollout_service.engine.extra import INSTEAD, check_extra, with_extra
 from rollout_service.engine.plugin import PARTIAL_PENALTIES
-from rollout_service.shadow.deployment import shadow_config
 from tests.support.models import make_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -141,10 +140,6 @@ class TestOverrides:
         with pytest.raises(ValueError, match="give an object"):
             check_extra(config_of(extra={"hf_overrides": "yarn"}))
 
-    def test_a_shadow_has_the_positions_and_nothing_else(self) -> None:
-        config = config_of(extra={"hf_overrides": {"rope_parameters": YARN}, "speculative_config": NGRAM})
-        assert shadow_config(config).engine.extra == {"hf_overrides": {"rope_parameters": YARN}}
-
 
 class TestEnvironment:
     def test_variables_reach_the_engine_s_processes(self) -> None:
@@ -164,10 +159,9 @@ class TestEnvironment:
         with pytest.raises(ValueError, match=f"engine.env.{name}.*{why}"):
             engine_environment(config_of(env={name: "0"}))
 
-    @pytest.mark.parametrize("others", [{"scaling": {"max_replicas": 2}}, {"shadow": {"share": 0.5}}])
-    def test_cpu_engines_of_one_machine_get_no_cores_of_their_own(self, others: dict[str, object]) -> None:
+    def test_cpu_engines_of_one_machine_get_no_cores_of_their_own(self) -> None:
         alone = config_of()
-        several = ServiceConfig.model_validate({**alone.model_dump(), **others})
+        several = ServiceConfig.model_validate({**alone.model_dump(), "scaling": {"max_replicas": 2}})
         assert BIND not in engine_environment(alone)
         assert engine_environment(several)[BIND] == "nobind"
         chosen = several.model_copy(update={"engine": several.engine.model_copy(update={"env": {BIND: "2-5"}})})

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_service.config import MonitorConfig, ShadowConfig
+from rollout_service.config import MonitorConfig
 from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
@@ -16,7 +16,6 @@ from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.model.tiny import character_tokenizer, make_tiny_qwen3
 from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
-from rollout_service.shadow.feed import ShadowFeed
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.chats import URL, ScriptedEngine, config_of
 from tests.unit.gateway.fakes import EchoEngine
@@ -46,7 +45,6 @@ def services(engine: EchoEngine, monitor: Monitor) -> Services:
         http=httpx.AsyncClient(),
         monitor=monitor,
         feed=RolloutFeed(monitor, MonitorConfig().remember_tokens),
-        shadow=ShadowFeed(None, ShadowConfig()),
     )
 
 

@@ -80,7 +80,7 @@ async def test_without_a_state_the_scrape_fails_with_503(services: Services) -> 
 async def test_the_mismatch_is_there_if_the_monitor_answers(services: Services) -> None:
     replica = ReplicaStatus(replica_id="r1", version=41, state="ready")
     state = STATE.model_copy(update={"fleet": STATE.fleet.model_copy(update={"replicas": (replica,)})})
-    await services.monitor.observe("shadow", 41, "r1", [[-1.0, -1.0]], [[-1.5, -1.5]])
+    await services.monitor.report(body(full([-1.5] * 2, [-1.0] * 2, [span(41, 0, 2)])))
     found = metrics_of(await get(services, Ingest(state)))
     assert found["rollout_mismatch_k1"] == 0.5
 

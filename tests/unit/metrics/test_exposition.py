@@ -25,7 +25,6 @@ class Row:
 
     version: int
     replica_id: str | None = "a"
-    source: str = "trainer"
     suspect_since: float | None = None
     tokens: int = 5000
     sequences: int = 40
@@ -79,7 +78,7 @@ def samples(of: ServiceState, *rows: MismatchStatistics, truncated: tuple[NotJud
 
 
 def not_judged(version: int, replica_id: str) -> NotJudged:
-    return NotJudged(version=version, replica_id=replica_id, source="trainer", tokens=5)
+    return NotJudged(version=version, replica_id=replica_id, tokens=5)
 
 
 def values(found: list[Sample], name: str) -> dict[tuple[str, ...], float]:
@@ -149,8 +148,8 @@ class TestServiceState:
         found = samples(state(replica("a", 9)), Row(9), Row(9, replica_id=None))
         assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
 
-    def test_a_version_is_suspect_on_a_replica_if_any_source_says_so(self) -> None:
-        rows = [Row(9, "a"), Row(9, "a", "shadow", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
+    def test_a_version_is_suspect_on_the_replica_that_is(self) -> None:
+        rows = [Row(9, "a", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
         found = samples(state(replica("a", 9), replica("b", 9)), *rows)
         flags = {
             (s.labels["version"], s.labels["replica"]): s.value for s in found if s.name == "rollout_version_suspect"

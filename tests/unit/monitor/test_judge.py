@@ -12,7 +12,7 @@ from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Entry, Key
 from tests.unit.monitor.batches import statistics_of
 
-KEY = Key(12, "engine#3", "shadow")
+KEY = Key(12, "engine#3")
 LOGGER = "rollout_service.monitor.judge"
 
 
@@ -67,9 +67,9 @@ def test_a_suspect_replica_and_its_recovery_are_each_logged_once(
         judged(off_by(0.0), entry)
         judged(off_by(0.0), entry)
     turned, cleared = [record.getMessage() for record in caplog.records]
-    assert "weight version 12 on replica engine#3, scored by the shadow, is suspect since 20" in turned
+    assert "weight version 12 on replica engine#3 is suspect since 20" in turned
     assert "k3 0.1487 (threshold 0.01)" in turned and "over 100 tokens" in turned
-    assert "weight version 12 on replica engine#3, scored by the shadow, is not suspect any more" in cleared
+    assert "weight version 12 on replica engine#3 is not suspect any more" in cleared
 
 
 def test_a_good_row_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:

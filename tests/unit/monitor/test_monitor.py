@@ -1,4 +1,4 @@
-"""The monitor as the gateway and the shadow see it."""
+"""The monitor as the gateway calls it."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ class TestReport:
         assert (receipt.tokens, receipt.too_old_tokens, receipt.repeated) == (2, 0, False)
         table = await monitor.table()
         (row,), (merged,) = table.rows, table.versions
-        assert (row.version, row.replica_id, row.source, row.tokens) == (3, "r1", "trainer", 2)
+        assert (row.version, row.replica_id, row.tokens) == (3, "r1", 2)
         assert merged.model_dump(exclude={"replica_id"}) == row.model_dump(exclude={"replica_id"})
         assert (
             row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
@@ -75,27 +75,14 @@ class TestReport:
 
 
 class TestTable:
-    async def test_what_a_shadow_scored_has_rows_of_its_own(self, monitor: Monitor) -> None:
-        await monitor.report(body(full([-1.0], [-1.5])))
-        await monitor.observe("shadow", 3, "r1", [[-1.0, -2.0], [-0.5]], [[-1.25, -2.0], [-0.5]])
-        sources = {row.source: (row.tokens, row.sequences, row.k1) for row in await monitor.rows(version=3)}
-        assert sources["trainer"] == (1, 1, -0.5)
-        assert sources["shadow"] == (3, 2, 0.25 / 3)
-        assert [row.source for row in (await monitor.table(source="shadow")).versions] == ["shadow"]
-
-    @pytest.mark.parametrize("source", ["trainer", "shadow"])
-    async def test_what_is_suspect_names_the_replica_and_who_scored_it(self, monitor: Monitor, source: str) -> None:
+    async def test_what_is_suspect_names_the_replica(self, monitor: Monitor) -> None:
         right, wrong = [-1.0] * 4, [-1.5] * 4
-        if source == "trainer":
-            await monitor.report(body(full(right, wrong)))
-            await monitor.report(body(full(right, right), replica_id="r2"))
-        else:
-            await monitor.observe("shadow", 3, "r1", [wrong], [right])
-            await monitor.observe("shadow", 3, "r2", [right], [right])
+        await monitor.report(body(full(right, wrong)))
+        await monitor.report(body(full(right, right), replica_id="r2"))
         suspicions = await monitor.suspicions()
         (suspicion,) = suspicions.pop(3)
         assert suspicions == {}
-        assert (suspicion.replica_id, suspicion.source, suspicion.tokens) == ("r1", source, 4)
+        assert (suspicion.replica_id, suspicion.tokens) == ("r1", 4)
         rows = {row.replica_id: row.suspect_since for row in await monitor.rows()}
         assert rows == {"r1": suspicion.since, "r2": None}
         assert [row.suspect_since for row in (await monitor.table()).versions] == [suspicion.since]
@@ -105,7 +92,6 @@ class TestTable:
         await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
         assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
         assert [row.replica_id for row in await monitor.rows(version=1)] == ["r1"]
-        assert await monitor.rows(source="shadow") == []
 
 
 class TestTruncated:
@@ -119,7 +105,7 @@ class TestTruncated:
         table = await monitor.table()
         assert table.rows == table.versions == ()
         assert [not_judged.model_dump() for not_judged in table.truncated] == [
-            {"version": 3, "replica_id": "r1", "source": "trainer", "tokens": 5}
+            {"version": 3, "replica_id": "r1", "tokens": 5}
         ]
         await monitor.report(body(full(model, sampled)))
         assert list(await monitor.suspicions()) == [3]

@@ -16,11 +16,11 @@ from tests.unit.monitor.batches import BATCH, LOGPROB, Batch, expected, log_rati
 
 
 def row_of(statistics: Statistics) -> MismatchRow:
-    return statistics.row(7, "r1", "trainer")
+    return statistics.row(7, "r1")
 
 
 def moments(row: MismatchRow) -> dict[str, float]:
-    return row.model_dump(exclude={"version", "replica_id", "source", "quantiles", "suspect_since"})
+    return row.model_dump(exclude={"version", "replica_id", "quantiles", "suspect_since"})
 
 
 def near(values: dict[str, float]) -> dict[str, object]:

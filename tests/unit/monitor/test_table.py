@@ -9,7 +9,7 @@ TWO = statistics_of([[(-1.0, -1.0), (-2.0, -1.0)]])
 
 
 def add(table: VersionTable, version: int, replica_id: str = "a", statistics: Statistics = ONE) -> bool:
-    return table.add(Key(version, replica_id, "trainer"), statistics) is not None
+    return table.add(Key(version, replica_id), statistics) is not None
 
 
 def test_only_the_newest_versions_are_kept_with_all_replicas() -> None:
@@ -31,30 +31,23 @@ def test_a_version_that_is_older_than_all_kept_is_not_taken() -> None:
     assert [row.version for row in table.rows()] == [6, 7]
 
 
-def test_reports_are_joined_per_replica_and_source() -> None:
+def test_reports_are_joined_per_replica() -> None:
     table = VersionTable(keep_versions=2)
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
     add(table, 1, "a", TWO)
-    table.add(Key(1, "a", "shadow"), ONE)
-    assert [(row.replica_id, row.source, row.tokens) for row in table.rows()] == [
-        ("a", "shadow", 1),
-        ("a", "trainer", 3),
-        ("b", "trainer", 2),
-    ]
+    assert [(row.replica_id, row.tokens) for row in table.rows()] == [("a", 3), ("b", 2)]
 
 
-def test_rows_are_merged_per_version_and_source_and_not_changed() -> None:
+def test_rows_are_merged_per_version_and_not_changed() -> None:
     table = VersionTable(keep_versions=2)
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
-    table.add(Key(1, "a", "shadow"), ONE)
     for _ in range(2):
-        shadow, trainer = table.merged()
-        assert (shadow.replica_id, shadow.source, shadow.tokens) == (None, "shadow", 1)
-        assert (trainer.replica_id, trainer.source, trainer.tokens) == (None, "trainer", 3)
-        assert trainer.k1 == (-0.5 + 0.0 + 1.0) / 3
-        assert trainer.abs_diff_max == 1.0
+        (merged,) = table.merged()
+        assert (merged.replica_id, merged.tokens) == (None, 3)
+        assert merged.k1 == (-0.5 + 0.0 + 1.0) / 3
+        assert merged.abs_diff_max == 1.0
 
 
 def test_only_what_is_wanted_is_shown() -> None:

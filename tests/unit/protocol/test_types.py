@@ -41,11 +41,10 @@ ROLLOUT = Rollout(
     ),
     replica_id="engine#1",
 )
-SUSPICION = Suspicion(replica_id="engine#1", source="shadow", since=1.5e9, tokens=9, k3=0.5, prob_error=1.2)
+SUSPICION = Suspicion(replica_id="engine#1", since=1.5e9, tokens=9, k3=0.5, prob_error=1.2)
 ROW = MismatchRow(
     version=3,
     replica_id=None,
-    source="trainer",
     tokens=9,
     sequences=0,
     k1=-0.1,

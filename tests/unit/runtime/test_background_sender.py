@@ -25,7 +25,6 @@ class Told:
 
     batches: list[list[str]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)
-    queued: list[int] = field(default_factory=list)
     arrived: int = 0
     in_a_request: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -47,7 +46,6 @@ def sender(told: Told, room: int = 100, batch: int = 4, send_s: float = 60.0) ->
         told.send,
         lambda count, why: told.dropped.append((count, why)),
         sent=told.note_arrival,
-        queued=told.queued.append,
         room_tokens=room,
         batch_tokens=batch,
         send_s=send_s,
@@ -63,7 +61,6 @@ async def test_batches_keep_order_and_size_unless_one_item_is_larger() -> None:
     await box.flushed(60)
     assert told.batches == [["a", "b"], ["c"], ["d"], ["e"]]
     assert told.arrived == 4 and told.dropped == []
-    assert max(told.queued) == 15 and told.queued[-1] == 0
 
 
 async def test_overflow_is_dropped_and_items_in_flight_take_no_room() -> None:

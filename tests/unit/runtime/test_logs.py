@@ -98,7 +98,6 @@ from rollout_service.config import ServiceConfig
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.runtime.logs import log_with_serve
-from rollout_service.shadow.deployment import ShadowReplica
 from rollout_service.ingest.deployment import IngestReplica
 from rollout_service.ingest.upload_server import UploadServer
 
