@@ -19,7 +19,6 @@ from rollout_service.gateway import (
     metrics,
     mismatch,
     models,
-    server_info,
     sleep,
     update_weights,
     vllm_weights,
@@ -40,7 +39,7 @@ from rollout_service.web.errors import install_error_handlers
 logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, completions, openai, sessions, models),
-    *(weights, update_weights, vllm_weights, server_info, mismatch, control, sleep, metrics),
+    *(weights, update_weights, vllm_weights, mismatch, control, sleep, metrics),
     *(sglang, areal),
 )
 """All route modules: data routes, routes that need authorization, metrics, and the APIs of other servers."""

@@ -3,8 +3,7 @@
 They serve trainers that drive vLLM this way: TRL 1.16 (``trl/generation/vllm_client.py``, ``experimental/async_grpo``),
 SkyRL 0.4.0 (``weight_sync/control_plane.py``) and vLLM 0.32's ``HTTPVLLMWeightSyncClient``. Paths, bodies and replies
 follow vLLM: ``entrypoints/rl/online/api_router.py`` and ``entrypoints/serve/dev``. ``ingest/weight_transfer.py``
-implements them. ``POST /update_weights`` and ``GET /server_info`` are in files of their own, because other servers have
-routes of these names.
+implements them. ``POST /update_weights`` is in a file of its own, because prime-rl has a route of that name.
 
 During a broadcast no route answers 503 or 500, because TRL would repeat the call. It answers 409 if the ingest cannot
 reply.
@@ -28,6 +27,7 @@ from rollout_service.errors import (
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.readiness import known_fleet
 from rollout_service.gateway.routes import GuardedRoute
+from rollout_service.gateway.sglang.info import server_info as sglang_server_info
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.weight_transfer import FinishUpdate, StartUpdate, TransferInit
@@ -123,8 +123,14 @@ async def get_world_size(services: Here, include_dp: bool = True) -> dict[str, i
     return {"world_size": 1}
 
 
-async def vllm_server_info(services: Services) -> dict[str, object]:
-    """Return the fields of vLLM's configuration that trainers read, and the state of the weight transfer."""
+@router.get("/server_info", responses=documented(InvalidRequest))
+async def server_info(services: Here, config_format: Literal["text", "json"] | None = None) -> dict[str, object]:
+    """Return vLLM's ``vllm_config`` and the state of the weight transfer with ``config_format=json``, which only vLLM's
+    clients send. Return SGLang's arguments without it."""
+    if config_format is None:
+        return await sglang_server_info(services)
+    if config_format == "text":
+        raise InvalidRequest("GET /server_info: config_format=text is not implemented: ask for json")
     transfer = await services.ingest.weight_transfer()
     model = {
         "model": services.name,

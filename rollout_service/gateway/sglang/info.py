@@ -20,7 +20,7 @@ open_router = APIRouter(tags=["sglang"], route_class=DataRoute)
 async def server_info(services: Here) -> dict[str, object]:
     """Return the service as one SGLang server: the arguments that apply here, and the load of each engine.
 
-    The newer route ``GET /server_info`` is in ``gateway/server_info.py``.
+    The newer route ``GET /server_info`` is in ``gateway/vllm_weights.py``.
     """
     fleet = await known_fleet(services.ingest, services.not_running)
     return {
