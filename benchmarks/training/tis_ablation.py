@@ -355,6 +355,7 @@ def run_all(name: str, todo: list[tuple[str, int]], options: AblationOptions, se
     try:
         overrides = laid_over(setup.sections, SERVICES[name], {"weights": {"root": folder}})
         with running_service(setup.deployment, overrides) as service, SyncRolloutClient(service.url) as client:
+            raise_at_sigterm()  # again: ray.init puts a handler of its own there, which aborts this process
             ablation = Ablation(service, client, setup, options)
             for arm, seed in todo:
                 say(f"{TITLES[arm]}, seed {seed}")
