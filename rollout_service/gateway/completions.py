@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field, model_validator
 
-from rollout_service.errors import InvalidRequest
 from rollout_service.fleet.detokenizer import TokenStrings
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
@@ -26,8 +25,8 @@ from rollout_service.gateway.prompts import (
     DATA_ERRORS,
     check_prompts,
     model_name,
-    roll_out_prompt,
-    tokenize,
+    read_prompts,
+    roll_out_all,
 )
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import (
@@ -50,7 +49,6 @@ from rollout_service.protocol.generate import (
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import (
-    MOST_COMPLETIONS,
     CommonSampling,
     Sampling,
     StopString,
@@ -58,7 +56,6 @@ from rollout_service.protocol.sampling import (
     StopTokens,
     without_repetition,
 )
-from rollout_service.runtime.tasks import raise_first_failure
 
 router = APIRouter(tags=["completions"], route_class=PromptsRoute)
 
@@ -186,21 +183,13 @@ async def completions(
     model = model_name(body.model, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     sampling, options = body.sampling(), body.options(x_session_id)
-    prompts = await _prompts(body, services)
+    prompts = await read_prompts(body.prompt, body.n, services, body.add_special_tokens)
     check_prompts(prompts, sampling, services)
     common = {"id": identity, "object": "text_completion", "created": int(time.time()), "model": model}
     if body.stream:
         return await event_stream(_chunks(prompts, common, body, sampling, options, services))
-    async with raise_first_failure() as group:
-        tasks = [
-            group.create_task(
-                roll_out_prompt(
-                    i, prompts, sampling, services, options.model_copy(update={"request_id": f"{identity}-{i}"})
-                )
-            )
-            for i in range(len(prompts))
-        ]
-    rollouts = [task.result() for task in tasks]
+    names = [f"{identity}-{i}" for i in range(len(prompts))]
+    rollouts = await roll_out_all(prompts, sampling, services, options, names)
     choices = []
     for i, rollout in enumerate(rollouts):
         for c in rollout.completions:
@@ -282,24 +271,6 @@ class _Choice:
         told, begin = _logprobs(made, self._names), self._characters
         self._characters += sum(map(len, told["tokens"]))
         return told | {"text_offset": [begin + offset for offset in told["text_offset"]]}
-
-
-async def _prompts(body: CompletionRequest, services: Services) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt. Raises InvalidRequest for more completions than one request may have."""
-    prompts = (body.prompt,) if isinstance(body.prompt, str) else body.prompt
-    ids = tuple(token for token in prompts if isinstance(token, int))
-    if ids or not prompts:
-        return [ids]
-    if len(prompts) * body.n > MOST_COMPLETIONS:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} completions, and one request may have "
-            f"{MOST_COMPLETIONS}: send the prompts in several",
-            {"prompts": len(prompts), "n": body.n, "limit": MOST_COMPLETIONS},
-        )
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts:
-        return await tokenize(texts, services, body.add_special_tokens)
-    return [prompt for prompt in prompts if isinstance(prompt, tuple)]
 
 
 class _TokenIds:

@@ -25,6 +25,7 @@ from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import FEW, MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling
+from rollout_service.runtime.tasks import raise_first_failure
 from rollout_service.tracing import describe
 from rollout_service.web.errors import documented
 
@@ -159,18 +160,51 @@ def of_prompt(error: _Error, indices: Sequence[int], count: int) -> _Error:
     return type(error)(message, {**error.detail, "prompts": list(indices[:MOST_COMPLETIONS])})
 
 
-async def roll_out_prompt(
-    index: int,
+async def read_prompts(
+    given: str | Sequence[int | str | tuple[int, ...]],
+    n: int,
+    services: Services,
+    add_special_tokens: bool | None = None,
+) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt of a request, which is one or several, as text or token ids.
+
+    Raises InvalidRequest for more completions than one request may have.
+    """
+    prompts = (given,) if isinstance(given, str) else given
+    ids = tuple(token for token in prompts if isinstance(token, int))
+    if ids or not prompts:
+        return [ids]
+    if len(prompts) * n > MOST_COMPLETIONS:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={n} are {len(prompts) * n} completions, and one request may have "
+            f"{MOST_COMPLETIONS}: send the prompts in several",
+            {"prompts": len(prompts), "n": n, "limit": MOST_COMPLETIONS},
+        )
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        return await tokenize(texts, services, add_special_tokens)
+    return [prompt for prompt in prompts if isinstance(prompt, tuple)]
+
+
+async def roll_out_all(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     services: Services,
     options: RolloutOptions,
-) -> Rollout:
-    """Call ``roll_out`` for one of several prompts. Errors name the prompt's index."""
-    try:
-        return await roll_out(prompts[index], sampling, services, options)
-    except RolloutServiceError as error:
-        raise of_prompt(error, [index], len(prompts)) from error
+    names: Sequence[str | None],
+) -> list[Rollout]:
+    """Call ``roll_out`` for all prompts at once. Errors name the prompt's index. ``names``: their request ids."""
+
+    async def roll_out_one(index: int) -> Rollout:
+        try:
+            named = options.model_copy(update={"request_id": names[index]})
+            return await roll_out(prompts[index], sampling, services, named)
+        except RolloutServiceError as error:
+            raise of_prompt(error, [index], len(prompts)) from error
+
+    async with raise_first_failure() as group:
+        tasks = [group.create_task(roll_out_one(index)) for index in range(len(prompts))]
+    return [task.result() for task in tasks]
 
 
 def within_context(prompt_tokens: int, sampling: Sampling, max_model_len: int) -> Sampling:

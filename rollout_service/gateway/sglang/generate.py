@@ -6,10 +6,9 @@ from typing import Annotated, Literal, Self
 from fastapi import APIRouter, Header
 from pydantic import Field, ValidationError, model_validator
 
-from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.generate import spans
-from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, roll_out_prompt, text_of, tokenize
+from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all, text_of
 from rollout_service.gateway.sglang.replies import DataRoute
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.generate import RolloutOptions, TokenIds
@@ -25,7 +24,6 @@ from rollout_service.protocol.sampling import (
     refuse_many_unknown,
     without_idle_nulls,
 )
-from rollout_service.runtime.tasks import raise_first_failure
 
 router = APIRouter(tags=["sglang"], route_class=DataRoute)
 
@@ -156,46 +154,20 @@ async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey
     A completion interrupted by an update, a pause or a lost replica is returned with the finish reason "abort".
     """
     began = time.monotonic()
-    prompts = await _prompts(body, services)
-    sampling = body.sampling_params.sampling()
+    sampling, given = body.sampling_params.sampling(), body.input_ids if body.text is None else body.text
+    prompts = await read_prompts(given or (), sampling.n, services)
     check_prompts(prompts, sampling, services)
     options = RolloutOptions(session_id=routing_key or None, priority=body.priority, on_abort="return")
-    async with raise_first_failure() as group:
-        tasks = [
-            group.create_task(
-                roll_out_prompt(i, prompts, sampling, services, _named(options, body.rid, i, len(prompts)))
-            )
-            for i in range(len(prompts))
-        ]
+    several = body.rid is not None and len(prompts) > 1
+    names = [f"{body.rid}-{i}" if several else body.rid for i in range(len(prompts))]
+    rollouts = await roll_out_all(prompts, sampling, services, options, names)
     elapsed_s = time.monotonic() - began
     made = [
         _completion(rollout, completion, sampling, body.return_logprob, services, elapsed_s)
-        for rollout in (task.result() for task in tasks)
+        for rollout in rollouts
         for completion in rollout.completions
     ]
     return made if body.is_batch or sampling.n > 1 else made[0]
-
-
-def _named(options: RolloutOptions, rid: str | None, index: int, prompts: int) -> RolloutOptions:
-    name = rid if rid is None or prompts == 1 else f"{rid}-{index}"
-    return options.model_copy(update={"request_id": name})
-
-
-async def _prompts(body: SglangGenerate, services: Services) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt. Raises InvalidRequest for none, or for more completions than one request may
-    have."""
-    given = body.input_ids if body.text is None else body.text
-    number = len(given) if body.is_batch and given is not None else 1
-    if not 1 <= number * body.sampling_params.n <= MOST_COMPLETIONS:
-        raise InvalidRequest(
-            f"{number} prompts with n={body.sampling_params.n}: a request asks for 1 to {MOST_COMPLETIONS} completions",
-            {"prompts": number, "n": body.sampling_params.n, "limit": MOST_COMPLETIONS},
-        )
-    if body.text is not None:
-        return await tokenize([body.text] if isinstance(body.text, str) else body.text, services)
-    ids = body.input_ids or ()
-    several = [prompt for prompt in ids if isinstance(prompt, tuple)]
-    return several or [tuple(token for token in ids if isinstance(token, int))]
 
 
 def _completion(

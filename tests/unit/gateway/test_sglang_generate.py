@@ -212,7 +212,7 @@ async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tok
     [
         ({"input_ids": None}, "give either input_ids or text"),
         ({"text": "1"}, "give either input_ids or text"),
-        ({"input_ids": []}, "0 prompts with n=1"),
+        ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": [[5]] * 4097}, "4097 prompts with n=1"),
         ({"stream": True}, "stream"),
         ({"logprob_start_len": 0}, "logprob_start_len"),
