@@ -90,10 +90,11 @@ def shipped(result: Json) -> str:
 
 
 def trained(result: Json) -> str:
-    """Of ``trainers.trl``: this service beside TRL's own server in BF16."""
-    ours, own = (one(result["cases"], trainer="trl", side=side) for side in ("ours", "own"))
+    """Of ``trainers.trl`` and ``trainers.verl``: this service beside the trainer's own engine in BF16."""
+    ours, own = (one(result["cases"], side=side) for side in ("ours", "own"))
+    name, engine = {"trl": ("TRL", "server"), "verl": ("verl", "engine")}[ours["trainer"]]
     return (
-        f"TRL's GRPO, {ours['model']}: a step in {ours['median_step_s']:.2f} s, with its own server "
+        f"{name}'s GRPO, {ours['model']}: a step in {ours['median_step_s']:.2f} s, with its own {engine} "
         f"{own['median_step_s']:.2f}; weights served after {ours['median_sync_s']:.2f} s, {own['median_sync_s']:.2f}"
     )
 

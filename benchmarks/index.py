@@ -99,6 +99,13 @@ BENCHMARKS = (
         before="python -m benchmarks.trainers.trl --prepare",
         result="trainers",
     ),
+    Benchmark(
+        "trainers.verl",
+        headlines.trained,
+        "--side ours",
+        before="python -m benchmarks.trainers.verl --prepare",
+        awaited=True,
+    ),
     Benchmark("autoscaling", headlines.autoscaling),
     Benchmark("faults", headlines.faults),
     Benchmark("soak", headlines.soak),

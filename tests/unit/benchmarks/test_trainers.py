@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common.processes import process
-from benchmarks.trainers import pretraining, report, trl
+from benchmarks.trainers import pretraining, report, sides, trl, verl
 from benchmarks.trainers.addition import DIGITS, MAX_TOKENS, Problem, problems, reward
 from benchmarks.trainers.trl_training import Steps
 
@@ -120,38 +120,41 @@ def test_a_step_is_written_with_its_mismatch_and_tokens() -> None:
 
 def test_half_a_line_is_no_step_yet(tmp_path: Path) -> None:
     (tmp_path / "steps").write_text(json.dumps(LINE) + "\n" + '{"step": 2')
-    assert trl.read_steps(tmp_path / "steps") == [LINE]
-    assert trl.read_steps(tmp_path / "none") == []
+    assert sides.read_steps(tmp_path / "steps") == [LINE]
+    assert sides.read_steps(tmp_path / "none") == []
 
 
 def test_medians_leave_out_the_first_steps() -> None:
-    lines = [LINE | {"step": step, "step_s": 9.0 if step <= trl.WARM_UP else 2.0} for step in range(1, 9)]
-    found = trl.summarize(lines)
+    lines = [LINE | {"step": step, "step_s": 9.0 if step <= sides.WARM_UP else 2.0} for step in range(1, 9)]
+    found = sides.summarize(lines)
     assert (found["steps"], found["median_step_s"], found["first_reward"]) == (8, 2.0, 0.25)
-    assert trl.summarize(lines[:1])["median_step_s"] == 9.0
-    assert trl.summarize([]) == {"steps": 0}
+    assert sides.summarize(lines[:1])["median_step_s"] == 9.0
+    assert sides.summarize([]) == {"steps": 0}
 
 
-def cases() -> list[dict[str, Any]]:
+def cases(trainer: str) -> list[dict[str, Any]]:
     lines = [LINE | {"step": step} for step in range(1, 6)]
-    common = {"trainer": "trl", "model": "0.2b", "start": {"server_s": 60.0}, "curves": trl.curves(lines)}
-    return [{**common, "side": side, **trl.summarize(lines)} for side in ("own", "ours")]
+    common = {"trainer": trainer, "model": "0.2b", "start": {"server_s": 60.0}, "curves": sides.curves(lines)}
+    return [{**common, "side": side, **sides.summarize(lines)} for side in ("own", "ours")]
 
 
-def test_a_report_has_a_column_for_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, figure = tmp_path / "trl.md", tmp_path / "trl.png"
-    monkeypatch.setattr(report, "PAGE", page)
-    monkeypatch.setattr(report, "FIGURE", figure)
-    page.write_text(f"before\n<!-- made by {report.PART} -->\n<!-- end of {report.PART} -->\nafter\n")
-    report.write(cases(), "two")
+@pytest.mark.parametrize(("trainer", "engine"), [("trl", "TRL's server"), ("verl", "verl's engine")])
+def test_a_report_has_a_column_for_each_side(
+    trainer: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, figure, part = tmp_path / f"{trainer}.md", tmp_path / f"{trainer}.png", report.part(trainer)
+    monkeypatch.setattr(report, "PAGES", tmp_path)
+    page.write_text(f"before\n<!-- made by {part} -->\n<!-- end of {part} -->\nafter\n")
+    report.write([*cases("trl"), *cases("verl")], trainer, "two")
     head, _, step, *_ = page.read_text().splitlines()[2:]
-    assert head == "| 0.2b, two | this service, FP8 | TRL's server, BF16 |"
+    assert head == f"| 0.2b, two | this service, FP8 | {engine}, BF16 |"
     assert step == "| a step, seconds | 2.00 | 2.00 |"
     assert figure.stat().st_size > 1000
 
 
-def test_the_page_has_room_for_the_report() -> None:
-    assert report.PAGE.read_text().count(f"<!-- made by {report.PART} -->\n") == 1
+@pytest.mark.parametrize("trainer", report.NAMES)
+def test_the_page_has_room_for_the_report(trainer: str) -> None:
+    assert (report.PAGES / f"{trainer}.md").read_text().count(f"<!-- made by {report.part(trainer)} -->\n") == 1
 
 
 def test_each_side_has_its_own_server_and_the_same_trainer(tmp_path: Path) -> None:
@@ -160,6 +163,31 @@ def test_each_side_has_its_own_server_and_the_same_trainer(tmp_path: Path) -> No
     own = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", str(tmp_path), "--port", "8000"]
     assert trl.server_command("own", asked) == own
     assert trl.server_command("own-fp8", asked) == [*own, "--quantization", "fp8"]
+
+
+def test_verl_has_the_engine_and_its_gpu_or_the_service(tmp_path: Path) -> None:
+    asked = verl.VerlOptions(folder=tmp_path, out=tmp_path, set=("data.seed=1",))
+    (tmp_path / "questions.parquet").touch()
+    ours, own, fp8 = (verl.processes(asked, side, verl.Training()) for side in ("ours", "own", "own-fp8"))
+    assert (ours.server, own.server) == (trl.server_command("ours", trl.TrlOptions(folder=tmp_path)), None)
+    differing = {option for option in ours.command if option not in own.command}
+    assert differing == {
+        "actor_rollout_ref.rollout.name=rollout_service",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=rollout_service",
+        "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.rollout_service.url=http://127.0.0.1:8000",
+    }
+    assert set(fp8.command) - set(own.command) == {"actor_rollout_ref.rollout.quantization=fp8"}
+    assert ours.command[-1] == own.command[-1] == "data.seed=1"
+
+
+def test_a_step_is_read_from_verl_s_log() -> None:
+    data = dict.fromkeys(verl.FROM_VERL.values(), 0.25)
+    data |= {"timing_s/step": 2.0, "timing_s/update_weights": 0.5, "response_length/mean": 100.0, "other": 1.0}
+    line = verl.step_of({"step": 3, "data": data}, completions=8)
+    assert (line["step"], line["train_s"], line["tokens"], line["tokens_per_s"]) == (3.0, 1.25, 800, 3200.0)
+    assert sides.summarize([line])["last_reward"] == 0.25
+    with pytest.raises(KeyError, match="timing_s/gen"):
+        verl.step_of({"step": 3, "data": {"timing_s/step": 2.0, "timing_s/update_weights": 0.5}}, completions=8)
 
 
 def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:

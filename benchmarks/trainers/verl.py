@@ -1,0 +1,202 @@
+"""verl's GRPO with separate trainer and engine, unmodified: through this service, and with verl's own vLLM server.
+
+    python -m benchmarks.trainers.verl --prepare --folder F        makes the model: two minutes on a GPU; needs TRL
+    python -m benchmarks.trainers.verl --side ours --folder F      then --side own, and --side own-fp8
+    python -m benchmarks.trainers.verl --report                    docs/trainers/verl.png and the table of its page
+
+Two GPUs, the first two of CUDA_VISIBLE_DEVICES: the trainer has one, the engine the other. Each side is a case of
+benchmarks/results/<machine>/trainers_verl.json. The environment has requirements/clients/verl.txt beside this service
+and, for verl's own side, cupy-cuda13x. ``--set`` hands one of verl's options on.
+"""
+
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.common.command import Options, run
+from benchmarks.common.paths import PROJECT
+from benchmarks.trainers.addition import MAX_TOKENS, problems
+from benchmarks.trainers.sides import (
+    Line,
+    Run,
+    SideOptions,
+    folder_of,
+    perform,
+    service_command,
+    steps_of,
+)
+
+NUM_QUESTIONS = 4096
+PARTS = PROJECT / "benchmarks/trainers/verl_parts.py"
+FROM_VERL = {
+    "step_s": "timing_s/step",
+    "sync_s": "timing_s/update_weights",
+    "rollout_s": "timing_s/gen",
+    "reward": "critic/score/mean",
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+    "mean_tokens": "response_length/mean",
+    "cut_off": "response_length/clip_ratio",
+    "k3": "rollout_corr/k3_kl",
+    "probability_error": "training/rollout_probs_diff_mean",
+    "ratio_min": "rollout_corr/rollout_is_min",
+    "ratio_mean": "rollout_corr/rollout_is_mean",
+    "ratio_max": "rollout_corr/rollout_is_max",
+}
+"""Name here → name in verl's logs."""
+RESULT = "trainers_verl"
+Side = Literal["ours", "own", "own-fp8"]
+
+
+class VerlOptions(SideOptions):
+    """What is done."""
+
+    side: Side | None = None
+    """Whose engine: this service's, verl's, or verl's with its own FP8."""
+    limit_s: float = 330.0
+    """Seconds of one side, start included; what has been trained by then is the result."""
+    set: tuple[str, ...] = ()
+    """Another option of verl, as verl takes it: name=value."""
+
+
+class Training(Options):
+    """What is trained; all sides train the same prompts in the same order."""
+
+    steps: int = 40
+    """Optimizer steps, each with rollouts of its own weights."""
+    prompts: int = 16
+    """Of a step."""
+    completions: int = 8
+    """Of a prompt."""
+    micro_batch_tokens: int = 32768
+    """Tokens that the trainer computes at once."""
+    max_tokens: int = MAX_TOKENS
+    """Of a completion."""
+    learning_rate: float = 2e-5
+    """Constant."""
+
+
+def main(asked: VerlOptions, training: Training) -> None:
+    """Make the model, run one side, or report."""
+    perform(asked, "verl", RESULT, partial(processes, asked, asked.side, training) if asked.side else None)
+
+
+def processes(asked: VerlOptions, side: Side, training: Training) -> Run:
+    """Return the processes of a side, and write the questions beside the model."""
+    folder, questions = folder_of(asked, "verl", side), asked.folder.absolute() / "questions.parquet"
+    write_questions(questions)
+    return Run(
+        trainer="verl",
+        side=side,
+        result=RESULT,
+        settings={**training.model_dump(), "set": list(asked.set)},
+        folder=folder,
+        server=service_command(asked) if side == "ours" else None,
+        is_server_first=True,
+        command=[
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *trainer_options(asked, training, questions),
+            *engine_options(side, asked),
+            *asked.set,
+        ],
+        environment={
+            "VERL_FILE_LOGGER_PATH": str(steps_of(folder)),
+            # at INFO verl 0.9.1 fails with hybrid_engine=False: it logs with an argument that logging does not take
+            "VERL_LOGGING_LEVEL": "WARNING",
+            "VERL_USE_EXTERNAL_MODULES": "benchmarks.trainers.without_trl",
+        },
+        line=partial(step_of, completions=training.prompts * training.completions),
+    )
+
+
+def write_questions(file: Path) -> None:
+    """Write the questions as verl reads them, unless they are there."""
+    if file.exists():
+        return
+    from datasets import Dataset
+
+    rows = [
+        {
+            "data_source": "addition",
+            "prompt": [{"role": "user", "content": problem.question}],
+            "reward_model": {"style": "rule", "ground_truth": str(problem.total)},
+        }
+        for problem in itertools.islice(problems(2), NUM_QUESTIONS)
+    ]
+    Dataset.from_list(rows).to_parquet(file)
+
+
+def trainer_options(asked: VerlOptions, training: Training, questions: Path) -> list[str]:
+    """Return verl's options that are the same for every side: its defaults, but for sizes and what is not installed."""
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    return [
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "trainer.v1.separate_async.num_warmup_batches=0",  # each step trains on rollouts of its own weights
+        f"trainer.v1.sampler.custom_sampler.path={PARTS}",
+        "trainer.v1.sampler.custom_sampler.name=PromptReplayBuffer",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.total_training_steps={training.steps}",
+        "trainer.val_before_train=False",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,file]",
+        f"data.train_files={questions}",
+        f"data.val_files={questions}",
+        f"data.train_batch_size={training.prompts}",
+        "data.max_prompt_length=256",
+        f"data.max_response_length={training.max_tokens}",
+        "data.shuffle=False",
+        "data.dataloader_num_workers=0",
+        f"reward.custom_reward_function.path={PARTS}",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.rollout_correction.rollout_is=token",
+        "actor_rollout_ref.hybrid_engine=False",
+        f"{model}.path={asked.folder.absolute()}",
+        f"+{model}.override_config.attn_implementation=sdpa",  # verl's default, FlashAttention 2, is not installed
+        f"{model}.use_remove_padding=False",  # needs FlashAttention 2, too
+        f"{model}.enable_gradient_checkpointing=False",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.optim.lr={training.learning_rate}",
+        f"{actor}.ppo_mini_batch_size={training.prompts}",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu={training.micro_batch_tokens}",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"actor_rollout_ref.rollout.n={training.completions}",
+        "+ray_kwargs.ray_init.address=local",  # not the service's Ray, which runs on the same host
+        "+ray_kwargs.ray_init.include_dashboard=False",
+    ]
+
+
+def engine_options(side: Side, asked: VerlOptions) -> list[str]:
+    """Return what each side's documentation has users write."""
+    rollout = "actor_rollout_ref.rollout"
+    one = [f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.tensor_model_parallel_size=1"]
+    if side == "ours":
+        return [
+            *one,
+            f"{rollout}.name=rollout_service",
+            f"{rollout}.checkpoint_engine.backend=rollout_service",
+            f"+{rollout}.checkpoint_engine.engine_kwargs.rollout_service.url={asked.url}",
+        ]
+    quantized = [f"{rollout}.quantization=fp8"] if side == "own-fp8" else []
+    return [*one, f"{rollout}.name=vllm", f"{rollout}.checkpoint_engine.backend=nccl", *quantized]
+
+
+def step_of(written: dict[str, Any], *, completions: int) -> Line:
+    """Return a step of verl's log. Raises KeyError if verl did not log one of its numbers."""
+    line = {name: float(written["data"][key]) for name, key in FROM_VERL.items()}
+    tokens = round(line["mean_tokens"] * completions)
+    return {
+        "step": float(written["step"]),
+        **line,
+        "train_s": line["step_s"] - line["sync_s"] - line["rollout_s"],
+        "tokens": tokens,
+        "tokens_per_s": tokens / line["rollout_s"],
+    }
+
+
+if __name__ == "__main__":
+    run(main)
