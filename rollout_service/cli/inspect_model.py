@@ -44,8 +44,6 @@ class TensorKind(Frozen):
     """Stored dtype."""
     why_not: str
     """Reason why it is not quantized; empty if it is."""
-    is_vocabulary: bool
-    """True for the embedding or output head, whose rows tensor parallelism divides."""
 
 
 class ModelReport(Frozen):
@@ -66,9 +64,6 @@ class ModelReport(Frozen):
     """Modules that could be quantized and are not, by the names that vLLM compares with."""
     attention: AttentionStatus
     """Attention kernels of an engine on a Hopper GPU."""
-    kv_bytes_per_token: int | None
-    """Size of a token in an FP8 KV cache, in bytes on each GPU, if all layers keep all tokens. None: unknown for this
-    model."""
 
     @property
     def bf16_bytes(self) -> int:
@@ -109,7 +104,6 @@ def inspect_model(
         layout=TABLE if model.layout is None else model.layout.source,
         not_converted=plan.not_converted,
         attention=_attention(folder, quant, tensor_parallel_size),
-        kv_bytes_per_token=_kv_bytes_per_token(model, tensor_parallel_size),
     )
 
 
@@ -200,21 +194,9 @@ def _kinds(model: ServedModel, plan: QuantPlan, tensor_parallel_size: int, exper
             stored_bytes=model.stored_bytes(names[0], plan) * len(names),
             dtype=_dtype(names[0], model, plan),
             why_not=why_not,
-            is_vocabulary=names[0] in (model.embedding, model.head),
         )
         for (label, shape, why_not), names in groups.items()
     ]
-
-
-def _kv_bytes_per_token(model: ServedModel, gpus: int) -> int | None:
-    """Return the bytes of keys and values of whole heads, or of one latent vector, which every GPU has."""
-    config = model.config.get_text_config()
-    if latent := getattr(config, "kv_lora_rank", None):
-        return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim))
-    if model.heads is None or len(model.attention) != config.num_hidden_layers:  # some layers have another memory
-        return None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // model.heads.query
-    return int(len(model.attention) * 2 * -(-model.heads.kv // gpus) * head_dim)
 
 
 def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:

@@ -1,4 +1,4 @@
-"""``rollout-service log``: list, verify, prune and roll back a log of weight versions on disk."""
+"""``rollout-service log``: list, verify and roll back a log of weight versions on disk."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollout_service.store.log import WeightLog
     from rollout_service.store.manifest import Manifest
 
-HELP = "List, check and prune a log of weight versions on disk, weights.root of a service, or go back in it."
+HELP = "List and check a log of weight versions on disk, weights.root of a service, or go back in it."
 app = typer.Typer(
     help=HELP,
     no_args_is_help=True,
@@ -86,32 +86,6 @@ def verify(
                 typer.echo(f"version {number}: {manifest.total_bytes} bytes are as they were committed")
     if damaged:
         fail(f"{damaged} of {len(versions)} versions in {path} are damaged")
-
-
-@command(app)
-def gc(
-    path: Root,
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest versions stay.")] = 2,
-) -> None:
-    """Remove all but the newest versions in PATH, and files left over from crashes. Staged uploads stay.
-
-    Refuses while a service writes the log: the service knows which versions its replicas read, and removes the others
-    itself (weights.keep_versions).
-    """
-    from rollout_service.errors import RolloutServiceError
-    from rollout_service.store.durable_io import WriterLock
-
-    log = _opened(path)
-    try:
-        with WriterLock(path).acquire(0):
-            log.remove_uncommitted()
-            versions = log.versions()
-            for number in versions[:-keep]:
-                log.drop(number)
-                typer.echo(f"version {number} is removed")
-            typer.echo(f"{len(versions[-keep:])} versions are kept")
-    except (RolloutServiceError, OSError) as error:
-        fail(error)
 
 
 @command(app)

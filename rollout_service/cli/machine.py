@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 
 from rollout_service.engine.environment import is_vllm_for_cpu
 from rollout_service.gpu import nvidia_smi
@@ -102,25 +101,8 @@ def why_not_bound(host: str, port: int) -> str | None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            return f"taken by {listener(port)}" if error.errno == errno.EADDRINUSE else str(error)
+            return "taken by another process" if error.errno == errno.EADDRINUSE else str(error)
     return None
-
-
-def listener(port: int) -> str:
-    """Describe the process that listens on a TCP port, as far as this user may know."""
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            if connection.pid is None:
-                return "a process of another user"
-            try:
-                process = psutil.Process(connection.pid)
-                command = " ".join(" ".join(process.cmdline()).split()) or process.name()
-            except psutil.NoSuchProcess:
-                continue
-            except psutil.AccessDenied:
-                command = "of another user"
-            return f"process {connection.pid} ({command[:60]})"
-    return "a process that is not seen from here"
 
 
 def installed(distribution: str) -> str | None:
@@ -129,25 +111,3 @@ def installed(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def pins(distribution: str, extra: str = "") -> dict[str, Requirement]:
-    """Return the pinned requirements of an installed package, by name; empty for one that is not installed."""
-    try:
-        lines = metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return {}
-    required = (Requirement(line) for line in lines)
-    return {
-        each.name: each
-        for each in required
-        if str(each.specifier).startswith("==") and (each.marker is None or each.marker.evaluate({"extra": extra}))
-    }
-
-
-def python_required() -> str:
-    """Return the Python versions that the service supports; empty if it is not installed as a package."""
-    try:
-        return str(metadata.metadata("rollout-service")["Requires-Python"] or "")
-    except metadata.PackageNotFoundError:
-        return ""

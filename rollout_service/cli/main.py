@@ -149,14 +149,6 @@ class Indivisible(StrEnum):
     keep_bf16 = "keep_bf16"
 
 
-class Device(StrEnum):
-    """Device on which ``inspect --fp8-kv`` computes."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 @command(app)
 def inspect(
     model: Annotated[
@@ -174,63 +166,21 @@ def inspect(
     indivisible: Annotated[
         Indivisible, typer.Option(help="As quant.indivisible: what to do with layers that no whole blocks fit.")
     ] = Indivisible.error,
-    gpu_gb: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB",
-            min=1,
-            help="Also show what such a GPU holds, a billion bytes each: weights, KV cache, sequences.",
-        ),
-    ] = None,
-    gpu_share: Annotated[
-        float, typer.Option(min=0.01, max=1, help="With --gpu-gb: the engine's part, engine.gpu_memory_utilization.")
-    ] = 0.9,
-    length: Annotated[
-        int, typer.Option(min=1, help="With --gpu-gb: tokens of a sequence, prompt and completion.")
-    ] = 4096,
-    fp8_kv: Annotated[
-        bool,
-        typer.Option(
-            "--fp8-kv",
-            help="Instead, measure whether FP8 is accurate enough for keys and values. Reads the weights, a layer at a "
-            "time, and says which kv_cache.dtype to set.",
-        ),
-    ] = False,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="With --fp8-kv: JSON lines of token ids, as kv_cache.calibration.prompts. Else random."
-        ),
-    ] = None,
-    device: Annotated[
-        Device, typer.Option(help="With --fp8-kv: where it computes; auto: a GPU, if any.")
-    ] = Device.auto,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show how MODEL is quantized: which tensors become FP8 or INT8, which do not and why, and their sizes.
 
-    Reads config.json only; no weights are needed, and none downloaded, except for --fp8-kv. Fails, with the names of
-    the layers, if MODEL does not divide into FP8 blocks.
+    Reads config.json only; no weights are needed, and none downloaded. Fails, with the names of the layers, if MODEL
+    does not divide into FP8 blocks.
     """
-    from pydantic import TypeAdapter
     from rich.console import Console
 
-    if fp8_kv:
-        of_plan = skip or indivisible != Indivisible.error or weights != Weights.fp8_block
-        if tp != 1 or expert_parallel or of_plan or gpu_gb is not None:
-            others = "--tp, --expert-parallel, --weights, --skip, --indivisible and --gpu-gb"
-            fail(f"{others} are not for --fp8-kv, which measures: leave them out")
-        _inspect_kv(model, revision, prompts, device, json)
-        return
-    if prompts is not None or device != Device.auto:
-        fail("--prompts and --device say how --fp8-kv measures: add it, or leave them out")
     if expert_parallel and tp == 1:
         fail("--expert-parallel shares out experts over GPUs: say over how many with --tp, or leave it out")
 
     from rollout_service.config import ModelConfig, QuantConfig
 
     try:
-        from rollout_service.cli.inspect_memory import inspect_memory, print_memory
         from rollout_service.cli.inspect_model import inspect_model, print_report
     except ModuleNotFoundError as error:
         fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
@@ -240,38 +190,10 @@ def inspect(
         report = inspect_model(source, quant, tp, expert_parallel)
     except (OSError, ValueError) as error:
         fail(error)
-    memory = None if gpu_gb is None else inspect_memory(report, gpu_gb, gpu_share, length)
-    if json:
-        found = report.model_dump(mode="json") | ({} if memory is None else {"memory": memory.model_dump(mode="json")})
-        typer.echo(TypeAdapter(dict[str, object]).dump_json(found, indent=2))
-        return
-    print_report(report, Console())
-    if memory is not None:
-        print_memory(memory, Console())
-
-
-def _inspect_kv(model: Path, revision: str | None, prompts: Path | None, device: Device, json: bool) -> None:
-    from rich.console import Console
-
-    from rollout_service.config import ModelConfig, ServiceConfig
-    from rollout_service.errors import RolloutServiceError
-
-    try:
-        from rollout_service.cli.inspect_kv import inspect_kv, layers_shown, print_kv_report
-        from rollout_service.model.hub import pinned, with_model_here
-    except ModuleNotFoundError as error:
-        fail(f"inspect needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
-    try:
-        source = ServiceConfig(model=ModelConfig(path=model, revision=revision))
-        folder = with_model_here(pinned(source), weights=True).model.path
-        with layers_shown(Console(stderr=True)) as progress:
-            report = inspect_kv(folder, prompts=prompts, device=device.value, progress=progress)
-    except (OSError, ValueError, RolloutServiceError) as error:
-        fail(error)
     if json:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        print_kv_report(report, Console())
+        print_report(report, Console())
 
 
 @command(app)
@@ -285,7 +207,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this machine, and print what to set: packages, GPUs, memory, disks and ports.
+    """Check this machine, and print what to set: GPUs, memory, disks, ports and certificates.
 
     Changes nothing. Exits with 1 if a problem would keep the service from starting.
     """

@@ -84,7 +84,7 @@ class KVCacheConfig(Config):
     dtype: Literal["auto", "fp8_e4m3", "bfloat16"] = "auto"
     """``auto``: FP8, or BF16 if FP8 is not accurate enough for the model's keys or values. The first replica measures
     that, and restarts its engine if necessary. ``fp8_e4m3``: such a model is refused at start, with the names of its
-    layers. ``rollout-service inspect MODEL --fp8-kv`` measures it in advance."""
+    layers."""
 
     scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
     """Scales of a weight version that comes without any. ``calibrate``: replicas measure them before they serve it, and
@@ -160,8 +160,7 @@ class EngineConfig(Config):
     milliseconds. ``host``: pinned memory, one buffer for all replicas of a node; the pause lasts as long as the PCIe
     copy, 0.2 s for 10 GB. ``none``: the version is checked, and read from the files again during the pause. ``auto``:
     ``device`` if that takes at most 40% of the KV cache, else ``host``, or ``none`` without enough host memory. The
-    engine's log and ``rollout-service inspect --gpu-gb`` show the choice and the cost of each. On the CPU, memory is
-    allocated for each version and released."""
+    engine's log shows the choice and its cost. On the CPU, memory is allocated for each version and released."""
 
     enable_sleep_mode: bool = False
     """Let ``POST /sleep`` release the engines' memory for a trainer on the same GPUs, and ``POST /wake_up`` restore it

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.scales import FP8_MAX, TENSORS, LayerScales
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
@@ -44,12 +43,6 @@ def unfit_layers(errors: Mapping[str, LayerError], limits: ErrorLimits | None = 
     limits = limits or ErrorLimits()
     found = {layer: _reasons(error, limits) for layer, error in errors.items()}
     return {layer: "; ".join(reasons) for layer, reasons in found.items() if reasons}
-
-
-def require_fit(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> None:
-    """Raise InvalidRequest with the names of the layers for whose keys or values FP8 is not accurate enough."""
-    if unfit := unfit_layers(errors, limits):
-        raise InvalidRequest(f"{why_unfit(unfit, len(errors))}. Keep the KV cache in BF16", {"layers": unfit})
 
 
 def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:

@@ -26,10 +26,7 @@ from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import (
     Amax,
     KVScales,
-    LayerScales,
     ScaledFrom,
-    largest_of_ranks,
-    layer_scales,
     scales_from_amax,
 )
 from rollout_service.protocol.kv_scales import LayerError
@@ -47,7 +44,7 @@ class Observation:
     Recomputation under gradient checkpointing happens outside the forward pass and is not counted again.
     """
 
-    def __init__(self, model: PreTrainedModel, measured_with: KVScales | ScaledFrom | None) -> None:
+    def __init__(self, model: PreTrainedModel, measured_with: KVScales | None) -> None:
         self.layers = attention_layers(model)
         """Attention module → its name in the checkpoint."""
         self._measured_with = measured_with
@@ -57,7 +54,7 @@ class Observation:
         self._current: dict[str, torch.Tensor] | None = None
         self._mask: torch.Tensor | None = None
         self._counted: torch.Tensor | None = None
-        if isinstance(measured_with, KVScales):
+        if measured_with is not None:
             measured_with.require_layers(list(self.layers.values()))
 
     def amax(self) -> dict[str, Amax]:
@@ -146,29 +143,20 @@ class Observation:
         self._counted = counts_q.sum()
         if self._measured_with is not None:
             if name not in self._errors:
-                self._errors[name] = ErrorSums(self._scales_of(name))
+                self._errors[name] = ErrorSums(self._measured_with.layers[name])
             scaling = scaling if scaling is not None else q.shape[-1] ** -0.5
             self._errors[name].add(q, k, v, counts_q, counts_k, scaling)
 
-    def _scales_of(self, name: str) -> LayerScales:
-        """Return the scales against which a layer's errors are measured; called in its first pass."""
-        if isinstance(self._measured_with, KVScales):
-            return self._measured_with.layers[name]
-        assert self._measured_with is not None and self._current is not None
-        largest = largest_of_ranks([{name: [self._current[name].tolist()]}])
-        return layer_scales(largest, self._measured_with)[name]
-
 
 @contextmanager
-def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | ScaledFrom | None = None) -> Iterator[Observation]:
+def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | None = None) -> Iterator[Observation]:
     """Observe every forward pass of ``model`` within the context: training or not, any attention kernel, under FSDP2.
 
     Each call of the model is a micro-batch. Positions that a 2-D ``attention_mask`` masks do not count.
 
     Args:
         model: a transformers causal language model, or a module that contains one.
-        measured_with: scales whose errors are measured in the same passes. A ``ScaledFrom``: the scales that it
-            computes from the first pass, layer by layer.
+        measured_with: scales whose errors are measured in the same passes.
 
     Raises InvalidRequest without such a model, for latent attention, whose cache does not hold k and v, and during
     another observation.

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.base import Frozen
@@ -47,8 +45,6 @@ class Provenance(Frozen):
 class KVScales(Frozen):
     """Scales of every attention layer of a model."""
 
-    format: Literal[1] = 1
-    """Version of the JSON file's format; other versions are refused."""
     model: str
     """The model of these scales: a fingerprint or a path, as the trainer names it."""
     layers: dict[str, LayerScales] = Field(min_length=1)
@@ -69,19 +65,6 @@ class KVScales(Frozen):
                 f"unknown {unknown[:5]}. Calibrate with the model that is served",
                 {"missing": missing, "unknown": unknown},
             )
-
-    def save(self, path: Path) -> None:
-        """Write the scales as JSON. Raises OSError."""
-        path.write_text(self.model_dump_json(indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> "KVScales":
-        """Read a file that ``save`` wrote. Raises OSError, and InvalidRequest for an invalid file."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors()[:5])
-            raise InvalidRequest(f"{path} holds no KV scales of format 1: {problems}", {"path": str(path)}) from error
 
 
 class ScaledFrom(Frozen):

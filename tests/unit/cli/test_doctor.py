@@ -3,8 +3,6 @@
 import io
 import json
 import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +18,6 @@ from rollout_service.local import free_port
 
 
 @pytest.fixture
-def never() -> Iterator[threading.Event]:
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
 def deployment(tmp_path: Path) -> Path:
     """The shipped one for the CPU, on a port that nobody has."""
     document = read_document(CPU)
@@ -37,32 +28,23 @@ def deployment(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_check_that_hangs_is_a_problem_and_holds_up_nobody(never: threading.Event) -> None:
-    def hangs(_: Plan) -> list[Finding]:
-        never.wait()
-        return []
-
+def test_a_check_that_fails_is_a_warning_and_the_next_one_runs() -> None:
     def fails(_: Plan) -> list[Finding]:
         raise OSError("stale file handle")
 
     def works(_: Plan) -> list[Finding]:
         return [Finding(check="works", level="ok", found="yes")]
 
-    found = examine(Plan.of(read_document(CPU)), [hangs, works, fails], limit_s=0.05)
-    assert [(finding.check, finding.level) for finding in found] == [
-        ("hangs", "problem"),
-        ("works", "ok"),
-        ("fails", "warning"),
-    ]
-    assert found[0].found == "no answer within 0.05 s" and "stale file handle" in found[2].found
+    found = examine(Plan.of(read_document(CPU)), [fails, works])
+    assert [(finding.check, finding.level) for finding in found] == [("fails", "warning"), ("works", "ok")]
+    assert "stale file handle" in found[0].found
 
 
 def test_every_subject_is_there_and_the_exit_status_fits(deployment: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", str(deployment), "--json"])
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
     port = f"port {read_document(deployment)['http_options']['port']}"
-    subjects = {"model", "python", "ray", "torch", "gpu", "memory", "/dev/shm", "weights.root", port, "port 8265"}
-    assert subjects <= findings.keys()
+    assert {"model", "gpu", "memory", "weights.root", port} <= findings.keys()
     assert findings[port]["level"] == "ok"
     assert result.exit_code == any(finding["level"] == "problem" for finding in findings.values())
 
@@ -73,7 +55,7 @@ def test_a_port_that_is_taken_is_a_problem(deployment: Path) -> None:
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", str(deployment)])
     assert result.exit_code == 1
     [line] = [line for line in result.stdout.splitlines() if f"port {port}" in line]
-    assert line.startswith("problem") and "taken by process" in line
+    assert line.startswith("problem") and "taken by another process" in line
     assert "Problems that keep the service from starting: 1" in result.stdout
 
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
-from rollout_service.cli.inspect_memory import inspect_memory, print_memory
 from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
 from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.protocol.tensors import QuantWeights
@@ -124,39 +123,6 @@ def test_experts_that_gpus_cannot_have_as_many_of_are_told(tmp_path: Path) -> No
 def test_a_wide_terminal_shows_every_column(qwen3_30b_a3b: Path) -> None:
     heading = " ".join(printed(inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2), 200)[1].split())
     assert heading == "tensors count shape shard in BF16 stored stored as"
-
-
-class TestMemory:
-    def test_tokens_are_those_that_were_measured_in_80_gb(self, qwen3_30b_a3b: Path) -> None:
-        """A bare engine without an area had 956 k tokens in 80 GB (docs/performance.md)."""
-        memory = inspect_memory(inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig()), 80, 1.0, 4096)
-        assert memory.weights_bytes == pytest.approx(31.17e9, rel=0.001)
-        assert memory.kv_bytes_per_token == 48 * 2 * 4 * 128
-        device, host = memory.fits
-        assert host.is_auto and host.tokens == pytest.approx(956_000, rel=0.02)
-        assert device.tokens == host.tokens - memory.weights_bytes // 49152 and not device.is_auto
-        assert host.sequences == host.tokens // 4096
-
-    def test_two_gpus_have_half_of_everything_divided(self, qwen3_30b_a3b: Path) -> None:
-        one, two = (
-            inspect_memory(inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), tp), 80, 0.9, 4096)
-            for tp in (1, 2)
-        )
-        routers_and_norms = 2 * 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2 * 2048
-        assert two.weights_bytes == (one.weights_bytes - routers_and_norms) // 2 + routers_and_norms
-        assert two.kv_bytes_per_token == 48 * 2 * 2 * 128
-
-    def test_kv_heads_are_repeated_on_more_gpus_than_there_are(self, tmp_path: Path) -> None:
-        report = inspect_model(ModelConfig(path=make_model(tmp_path, "llama")), QuantConfig(indivisible="keep_bf16"), 4)
-        assert report.kv_bytes_per_token == 2 * 2 * 1 * 64
-
-    def test_a_model_that_does_not_fit_has_no_tokens(self, qwen3_30b_a3b: Path) -> None:
-        memory = inspect_memory(inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig()), 32, 0.9, 4096)
-        assert [fit.tokens for fit in memory.fits] == [0, 0]
-        console = Console(file=io.StringIO(), width=120)
-        print_memory(memory, console)
-        assert isinstance(console.file, io.StringIO)
-        assert console.file.getvalue().count("does not fit") == 2
 
 
 class TestSmallFiles:

@@ -56,20 +56,6 @@ def test_rollback_to_a_damaged_version_fails(log: WeightLog, to: int) -> None:
     assert log.versions() == [0, 1, 2, 3]
 
 
-def test_gc_keeps_the_newest(log: WeightLog) -> None:
-    result = run("gc", log.root, "--keep", 3)
-    assert result.exit_code == 0 and log.versions() == [1, 2, 3]
-    assert run("gc", log.root).exit_code == 0 and log.versions() == [2, 3]
-    assert run("gc", log.root, "--keep", 0).exit_code == 2
-
-
-def test_gc_refuses_while_a_service_writes_the_log(log: WeightLog) -> None:
-    with WriterLock(log.root).acquire(0):
-        result = run("gc", log.root)
-    assert result.exit_code == 1 and "is being written by process" in result.stderr
-    assert log.versions() == [0, 1, 2, 3]
-
-
 def test_rollback_makes_an_older_version_the_newest(log: WeightLog) -> None:
     log.commit(stage(log, 4).replace(label="run/step-4"), "keep")
     result = run("rollback", log.root, "--to", 1)
@@ -108,7 +94,7 @@ def test_rollback_leaves_a_staged_upload_alone(log: WeightLog) -> None:
     assert log.versions() == [0, 1, 2, 3, 5] and (log.root / "staging" / "4.parts").is_dir()
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "gc"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_a_folder_that_is_no_log_is_an_error(tmp_path: Path, command: str) -> None:
     result = run(command, tmp_path)
     assert result.exit_code == 1 and "is not a log of weight versions" in result.stderr

