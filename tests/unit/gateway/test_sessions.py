@@ -1,5 +1,6 @@
 """Sessions over HTTP: agents with unchanged SDKs, and the tokens that a trainer reads afterwards."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import anthropic
@@ -9,7 +10,7 @@ import openai
 import pytest
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
-from rollout_service.errors import NotFound, VersionConflict
+from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
@@ -18,6 +19,39 @@ from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, i
 
 END, UNSPOKEN = VOCABULARY.index(EOS), VOCABULARY.index(BOS)
 NEXT = "\nuser: more\nassistant: "
+MORE: dict[str, Any] = {"role": "user", "content": "more"}
+ADD: Any = {"type": "function", **TOOL["function"], "strict": False}
+
+
+@dataclass
+class Agent:
+    """An agent on one of OpenAI's two APIs, with its unchanged SDK."""
+
+    sdk: openai.AsyncOpenAI
+    api: str
+    stream: bool = False
+
+    async def say(self, history: list[Any], *, tools: bool = False, **options: Any) -> list[Any]:
+        """Return the reply's messages or items, as agents send them back."""
+        if self.api == "responses":
+            asked = {"model": "tiny", "input": history, **({"tools": [ADD]} if tools else {}), **options}
+            if not self.stream:
+                return list((await self.sdk.responses.create(**asked)).output)
+            async with self.sdk.responses.stream(**asked) as events:
+                return list((await events.get_final_response()).output)
+        asked = {"model": "tiny", "messages": history, **({"tools": [TOOL]} if tools else {}), **options}
+        if self.stream:
+            async with self.sdk.chat.completions.stream(**asked) as events:
+                reply = await events.get_final_completion()
+        else:
+            reply = await self.sdk.chat.completions.create(**asked)
+        return [reply.choices[0].message.model_dump(exclude_none=True)]
+
+    def result_of(self, reply: list[Any]) -> dict[str, Any]:
+        """Return the result of the reply's tool call."""
+        if self.api == "responses":
+            return {"type": "function_call_output", "call_id": reply[-1].call_id, "output": "2"}
+        return {"role": "tool", "tool_call_id": reply[-1]["tool_calls"][0]["id"], "content": "2"}
 
 
 @pytest.fixture
@@ -26,9 +60,20 @@ async def session(chat_http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 @pytest.fixture
-def agent(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> openai.AsyncOpenAI:
+def sdk(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> openai.AsyncOpenAI:
     base_url = URL + session["openai_path"]
     return openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", http_client=chat_http, max_retries=0)
+
+
+@pytest.fixture(params=["chat", "responses"])
+def agent(request: pytest.FixtureRequest, sdk: openai.AsyncOpenAI) -> Agent:
+    return Agent(sdk, request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def any_agent(request: pytest.FixtureRequest, agent: Agent) -> Agent:
+    agent.stream = request.param
+    return agent
 
 
 async def turns(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
@@ -36,14 +81,12 @@ async def turns(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> tuple[
     return found["turns"], found["paths"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 async def test_the_next_turn_goes_on_from_the_models_own_tokens(
-    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, stream: bool
+    any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
 ) -> None:
     scripted.tokens = (*ids("he"), UNSPOKEN, *ids("llo"), END)  # a token that its text does not show
-    reply = await said(agent, HELLO, stream)
-    assert reply == {"role": "assistant", "content": "hello"}
-    await said(agent, [*HELLO, reply, {"role": "user", "content": "more"}], stream)
+    reply = await any_agent.say(HELLO)
+    await any_agent.say([*HELLO, *reply, MORE])
     first, second = scripted.calls
     assert second.prompt_token_ids == (*ids(PROMPT), *scripted.tokens, *ids(NEXT))
     assert first.session_id == second.session_id == session["session_id"]
@@ -51,21 +94,52 @@ async def test_the_next_turn_goes_on_from_the_models_own_tokens(
     assert paths == [[0, 1]] and [turn["parent"] for turn in kept] == [None, 0]
     assert [tuple(turn["prompt_token_ids"]) for turn in kept] == [c.prompt_token_ids for c in scripted.calls]
     for turn in kept:
-        assert tuple(turn["token_ids"]) == scripted.tokens and len(turn["logprobs"]) == len(scripted.tokens)
+        assert turn["message"] == {"role": "assistant", "content": "hello"} and turn["finish_reason"] == "stop"
+        assert tuple(turn["token_ids"]) == scripted.tokens and turn["logprobs"] == [-0.5] * 7
         assert [(s["version"], s["start"], s["end"], s["replica_id"]) for s in turn["spans"]] == [
             (3, 0, 1, "r1"),
             (4, 1, 7, "r1"),
         ]
 
 
-async def said(agent: openai.AsyncOpenAI, messages: list[Any], stream: bool) -> dict[str, Any]:
-    """The reply, as agents send it back."""
-    if not stream:
-        reply = await agent.chat.completions.create(model="tiny", messages=messages)
-        return {"role": "assistant", "content": reply.choices[0].message.content}
-    chunks = await agent.chat.completions.create(model="tiny", messages=messages, stream=True)
-    text = [choice.delta.content or "" async for chunk in chunks for choice in chunk.choices]
-    return {"role": "assistant", "content": "".join(text)}
+async def test_changed_history_begins_a_branch(
+    agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    reply = await agent.say(HELLO)
+    await agent.say([*HELLO, *reply, MORE])
+    await agent.say([*HELLO, {"role": "assistant", "content": "bye"}, MORE])
+    assert scripted.calls[2].prompt_token_ids == (*ids(PROMPT), *ids("bye"), END, *ids(NEXT))
+    kept, paths = await turns(chat_http, session)
+    assert paths == [[0, 1], [2]] and kept[2]["parent"] is None
+
+
+async def test_a_tool_call_and_its_result_are_turns(
+    any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+) -> None:
+    scripted.text = 'so<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # other spaces than a template's
+    reply = await any_agent.say(HELLO, tools=True)
+    await any_agent.say([*HELLO, *reply, any_agent.result_of(reply)], tools=True)
+    first, second = scripted.calls
+    before = (*first.prompt_token_ids, *ids(scripted.text), END)
+    assert second.prompt_token_ids == (*before, *ids("\ntool: 2\nassistant: "))
+    kept, paths = await turns(chat_http, session)
+    assert paths == [[0, 1]] and kept[0]["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def call_of(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize("arguments", ['["a"]', "null", "3", '"a"', "{a}", '{"a": "'])
+async def test_arguments_that_are_no_object_are_continued(
+    any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, arguments: str
+) -> None:
+    scripted.text = call_of(arguments)
+    reply = await any_agent.say(HELLO, tools=True)
+    await any_agent.say([*HELLO, *reply, MORE], tools=True)
+    first, second = scripted.calls
+    assert second.prompt_token_ids == (*first.prompt_token_ids, *ids(scripted.text), END, *ids(NEXT))
+    assert (await turns(chat_http, session))[1] == [[0, 1]]
 
 
 async def test_the_client_gives_an_agent_its_address(chat_http: httpx.AsyncClient, chatting: Services) -> None:
@@ -73,7 +147,7 @@ async def test_the_client_gives_an_agent_its_address(chat_http: httpx.AsyncClien
     async with RolloutClient(URL, transport=transport) as client:
         async with client.session("mine") as session:
             agent = openai.AsyncOpenAI(base_url=session.openai_base_url, api_key="EMPTY", http_client=chat_http)
-            await said(agent, HELLO, stream=False)
+            await Agent(agent, "chat").say(HELLO)
             assert session.anthropic_base_url == f"{URL}/v1/sessions/mine"
             [[turn]] = (await session.trajectory()).branches()
             assert turn.prompt_token_ids == ids(PROMPT) and turn.message == {"role": "assistant", "content": "hello"}
@@ -98,69 +172,13 @@ def test_the_blocking_client_gives_a_blocking_agent_its_address(chatting: Servic
         session.close()  # once more
 
 
-async def test_changed_history_begins_a_branch(
-    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
-    reply = await said(agent, HELLO, stream=False)
-    more = {"role": "user", "content": "more"}
-    await said(agent, [*HELLO, reply, more], stream=False)
-    await said(agent, [*HELLO, {**reply, "content": "bye"}, more], stream=False)
-    assert scripted.calls[2].prompt_token_ids == (*ids(PROMPT), *ids("bye"), END, *ids(NEXT))
-    kept, paths = await turns(chat_http, session)
-    assert paths == [[0, 1], [2]] and kept[2]["parent"] is None
-
-
-async def test_a_tool_call_and_its_result_are_turns(
-    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
-    scripted.text = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # other spaces than a template's
-    asked: Any = {"model": "tiny", "tools": [TOOL]}
-    reply = (await agent.chat.completions.create(messages=HELLO, **asked)).choices[0].message
-    assert reply.tool_calls is not None
-    result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "2"}
-    history = [*HELLO, reply.model_dump(exclude_none=True), result]
-    await agent.chat.completions.create(messages=history, **asked)
-    first, second = scripted.calls
-    before = (*first.prompt_token_ids, *ids(scripted.text), END)
-    assert second.prompt_token_ids == (*before, *ids("\ntool: 2\nassistant: "))
-    assert (await turns(chat_http, session))[1] == [[0, 1]]
-
-
-def call_of(arguments: str) -> str:
-    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("arguments", ['["a"]', "null", "3", '"a"', "{a}", '{"a": "'])
-async def test_arguments_that_are_no_object_are_continued(
-    agent: openai.AsyncOpenAI,
-    chat_http: httpx.AsyncClient,
-    session: Any,
-    scripted: ScriptedEngine,
-    arguments: str,
-    stream: bool,
-) -> None:
-    scripted.text = call_of(arguments)
-    asked: Any = {"model": "tiny", "tools": [TOOL]}
-    if stream:
-        async with agent.chat.completions.stream(messages=HELLO, **asked) as events:
-            reply = (await events.get_final_completion()).choices[0].message
-    else:
-        reply = (await agent.chat.completions.create(messages=HELLO, **asked)).choices[0].message
-    more = {"role": "user", "content": "more"}
-    await agent.chat.completions.create(messages=[*HELLO, reply.model_dump(exclude_none=True), more], **asked)
-    first, second = scripted.calls
-    assert second.prompt_token_ids == (*first.prompt_token_ids, *ids(scripted.text), END, *ids(NEXT))
-    assert (await turns(chat_http, session))[1] == [[0, 1]]
-
-
 async def test_a_cut_call_that_an_agent_rewrites_branches(
-    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+    sdk: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
 ) -> None:
     scripted.text = call_of('{"a": 1}') + call_of('{"a": 1}')
     scripted.cut_after = len(scripted.text) - len(": 1}}</tool_call>")
     asked: Any = {"model": "tiny", "tools": [TOOL]}
-    async with agent.chat.completions.stream(messages=HELLO, **asked) as events:
+    async with sdk.chat.completions.stream(messages=HELLO, **asked) as events:
         async for _ in events:
             pass
         reply = events.current_completion_snapshot.choices[0].message.model_dump(exclude_none=True)
@@ -169,7 +187,7 @@ async def test_a_cut_call_that_an_agent_rewrites_branches(
     cut["arguments"] = '{"INVALID_JSON": "{\\"a\\""}'  # as pydantic-ai sends it back
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in reply["tool_calls"]]
     history: list[Any] = [*HELLO, reply, *results]
-    answer = await agent.chat.completions.with_raw_response.create(messages=history, **asked)
+    answer = await sdk.chat.completions.with_raw_response.create(messages=history, **asked)
     assert answer.headers["X-Session-Branch"] == "other_history"
     kept, paths = await turns(chat_http, session)
     assert paths == [[0], [1]] and [turn["branch"] for turn in kept] == [None, "other_history"]
@@ -192,9 +210,9 @@ async def test_anthropics_sdk_talks_in_a_session(
 
 
 async def test_an_agent_finds_models_and_counts_tokens_at_its_address(
-    agent: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+    sdk: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
 ) -> None:
-    assert [model.id for model in (await agent.models.list()).data] == ["tiny", "org/tiny"]
+    assert [model.id for model in (await sdk.models.list()).data] == ["tiny", "org/tiny"]
     path = session["anthropic_path"] + "/v1/messages/count_tokens"
     counted = await chat_http.post(path, json={"model": "tiny", "messages": HELLO})
     assert counted.json()["input_tokens"] == len(PROMPT)
@@ -202,12 +220,16 @@ async def test_an_agent_finds_models_and_counts_tokens_at_its_address(
     assert (await chat_http.get("/v1/sessions/none/v1/models")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat/completions", {"messages": HELLO}), ("responses", {"input": HELLO})],
+    ids=["chat", "responses"],
+)
 async def test_the_header_names_an_open_session_or_only_a_replica(
-    chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
+    chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, path: str, body: dict[str, Any]
 ) -> None:
     for name in (session["session_id"], "another"):
-        body = {"model": "tiny", "messages": HELLO}
-        reply = await chat_http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": name})
+        reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body}, headers={"X-Session-ID": name})
         assert reply.status_code == 200
     assert [call.session_id for call in scripted.calls] == [session["session_id"], "another"]
     assert len((await turns(chat_http, session))[0]) == 1
@@ -224,3 +246,84 @@ async def test_a_session_ends_when_it_is_deleted(chat_http: httpx.AsyncClient, s
         await chat_http.post(f"{path}/v1/chat/completions", json={"model": "tiny", "messages": HELLO}),
     ):
         assert reply.status_code == 404 and reply.json()["error"]["type"] == "NotFound"
+
+
+class TestResponses:
+    """Turns of OpenAI's Responses API, whose replies are items."""
+
+    @pytest.fixture
+    def agent(self, sdk: openai.AsyncOpenAI) -> Agent:
+        return Agent(sdk, "responses")
+
+    @pytest.mark.parametrize("tools", [False, True], ids=["no tools", "tools"])
+    async def test_a_reply_without_text_is_a_message(
+        self, any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, tools: bool
+    ) -> None:
+        scripted.text = ""
+        reply = await any_agent.say(HELLO, tools=tools)
+        assert [(item.type, item.role, item.content, item.status) for item in reply] == [
+            ("message", "assistant", [], "completed")
+        ]
+        await any_agent.say([*HELLO, *reply, MORE], tools=tools)
+        first, second = scripted.calls
+        assert second.prompt_token_ids == (*first.prompt_token_ids, END, *ids(NEXT))
+        assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+    @pytest.mark.parametrize(("text", "content"), [("", []), ("hello", "hello")], ids=["no text", "text as a string"])
+    async def test_a_reply_in_a_long_form_is_continued(
+        self,
+        agent: Agent,
+        chat_http: httpx.AsyncClient,
+        session: Any,
+        scripted: ScriptedEngine,
+        text: str,
+        content: Any,
+    ) -> None:
+        scripted.tokens = (UNSPOKEN, *ids(text), END)
+        await agent.say(HELLO)
+        reply = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": content}
+        await agent.say([*HELLO, reply, MORE])
+        assert scripted.calls[1].prompt_token_ids == (*ids(PROMPT), *scripted.tokens, *ids(NEXT))
+        assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+    async def test_chats_and_responses_share_a_session(
+        self, agent: Agent, chat_http: httpx.AsyncClient, session: Any
+    ) -> None:
+        await agent.say([{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}])
+        await Agent(agent.sdk, "chat").say([*HELLO, {"role": "assistant", "content": "hello"}, MORE])
+        assert (await turns(chat_http, session))[1] == [[0, 1]]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_refused_turn_is_no_turn(
+        self, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, stream: bool
+    ) -> None:
+        scripted.error = Overloaded("full")
+        body = {"model": "tiny", "input": "hi", "stream": stream}
+        reply = await chat_http.post(session["openai_path"] + "/responses", json=body)
+        assert reply.status_code == 503 and reply.json()["error"]["type"] == "Overloaded"
+        assert (await turns(chat_http, session))[0] == []
+
+    async def test_there_must_be_such_a_session(self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine) -> None:
+        reply = await chat_http.post("/v1/sessions/none/v1/responses", json={"model": "tiny", "input": "hi"})
+        assert reply.status_code == 404 and "no session none" in reply.json()["error"]["message"]
+        assert not scripted.calls
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("previous_response_id", "resp_1", "previous_response_id: responses are not kept here"),
+        ("store", True, "store: responses are not kept here"),
+        ("background", True, "background: responses are not kept here"),
+        ("previous_input_messages", [{"role": "user", "content": "hi"}], "previous_input_messages: responses are"),
+        ("tools", [{"type": "web_search"}], "tools: web_search: this service runs no tools"),
+        ("tools", [ADD, {"type": "code_interpreter", "container": {"type": "auto"}}], "tools: code_interpreter: this"),
+    ],
+)
+async def test_what_needs_a_servers_store_or_tools_is_refused(
+    chat_http: httpx.AsyncClient, scripted: ScriptedEngine, field: str, value: object, named: str
+) -> None:
+    reply = await chat_http.post("/v1/responses", json={"model": "tiny", "input": "hi", field: value})
+    assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+    assert reply.json()["error"]["detail"] == {"not_implemented": [named.split(": ")[field == "tools"]]}
+    assert not scripted.calls

@@ -46,21 +46,6 @@ class TestChat:
         assert ends == [None] * (len(ends) - 1) + ["stop"]
         assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 6
 
-    async def test_the_sdk_puts_a_tool_call_together(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
-        scripted.text = CALL
-        async with sdk.chat.completions.stream(model="tiny", messages=HELLO, tools=[TOOL]) as stream:
-            reply = await stream.get_final_completion()
-        [choice] = reply.choices
-        assert choice.message.content == "so" and choice.finish_reason == "tool_calls"
-        assert choice.message.tool_calls is not None
-        [call] = choice.message.tool_calls
-        assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1}
-
-    async def test_each_of_several_choices_ends(self, sdk: openai.AsyncOpenAI) -> None:
-        async with sdk.chat.completions.stream(model="tiny", messages=HELLO, n=3) as stream:
-            reply = await stream.get_final_completion()
-        assert [(choice.message.content, choice.finish_reason) for choice in reply.choices] == [("hello", "stop")] * 3
-
 
 class TestResponses:
     async def test_events_come_in_openais_order(self, sdk: openai.AsyncOpenAI) -> None:
