@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ray
@@ -13,9 +12,7 @@ from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.model.hub import with_model_here
 from rollout_service.protocol.fleet import KVCacheChoice
-from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
-from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
-from rollout_service.protocol.weights import WeightStatus
+from rollout_service.protocol.weight_transfer import TransferStatus
 from rollout_service.runtime.drain import Drain
 from rollout_service.runtime.logs import log_with_serve
 from rollout_service.runtime.rpc import IngestCalls
@@ -63,43 +60,9 @@ class IngestReplica(Ingest):
         """See ``WeightTransfer.status``."""
         return self.transfer.status()
 
-    async def init_weight_transfer(self, init: TransferInit) -> None:
-        """See ``WeightTransfer.init``."""
-        await self.transfer.init(init)
-
-    async def start_weight_update(self) -> None:
-        """See ``WeightTransfer.start``."""
-        await self.transfer.start()
-
-    async def update_weights(self, announced: object) -> None:
-        """See ``WeightTransfer.update``."""
-        await self.transfer.update(announced)
-
-    async def finish_weight_update(self, label: str | None) -> WeightStatus:
-        """See ``WeightTransfer.finish``."""
-        return await self.transfer.finish(label)
-
-    async def shutdown_weight_transfer(self) -> None:
-        """See ``WeightTransfer.shutdown``."""
-        await self.transfer.shutdown()
-
-    async def measured_kv_scales(self, version: int, digest: str) -> KVScaleResult | None:
-        """See ``KVScaleCoordinator.measured``."""
-        return await self.kv.measured(version, digest)
-
-    async def publish_kv_scales(
-        self, version: int, replica_id: str, ranks: Sequence[KVMeasurement], digest: str
-    ) -> KVScaleResult:
-        """See ``KVScaleCoordinator.publish_result``."""
-        return await self.kv.publish_result(version, replica_id, ranks, digest)
-
     async def kv_cache_choice(self) -> KVCacheChoice | None:
         """See ``KVScaleCoordinator.kv_cache_choice``."""
         return self.kv.kv_cache_choice()
-
-    async def choose_kv_cache(self, choice: KVCacheChoice) -> KVCacheChoice:
-        """See ``KVScaleCoordinator.choose_kv_cache``."""
-        return await self.kv.choose_kv_cache(choice)
 
     async def check_health(self) -> None:
         """Raise if the listener or a background task has ended, or if this process has released the log in order to

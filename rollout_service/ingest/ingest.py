@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -39,9 +39,8 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
-from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, ReplicaStatus, SleepTag
+from rollout_service.protocol.fleet import LogPlace, PauseMode
 from rollout_service.protocol.ignored import IgnoredTensors
-from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.state import KVScalesState, ServiceState
 from rollout_service.protocol.upload import (
     Announcement,
@@ -51,12 +50,11 @@ from rollout_service.protocol.upload import (
     Listener,
     PathSource,
     RollBack,
-    SharedTensors,
     TrainerRecipe,
     UploadPlan,
     UploadTensor,
 )
-from rollout_service.protocol.weight_log import DesiredState, LogFile, Newest
+from rollout_service.protocol.weight_log import LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.runtime.rpc import Bucket
@@ -123,6 +121,18 @@ class Ingest:
         """Weight updates that a trainer broadcasts."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
         """KV scales: the measurements of replicas, and the dtype of the KV cache."""
+        # other processes call these methods of the parts through this object, see ``IngestCalls``
+        self.take_shared = self._uploads.take_shared
+        self.set_paused, self.is_paused = self._fleet.set_paused, self._fleet.is_paused
+        self.sleep, self.wake_up, self.is_sleeping = self._fleet.sleep, self._fleet.wake_up, self._fleet.is_sleeping
+        self.abort_running, self.until_awake = self._fleet.abort_running, self._fleet.until_awake
+        self.fleet, self.sync = self._fleet.fleet, self._fleet.sync
+        self.report, self.goodbye = self._fleet.report, self._fleet.goodbye
+        self.init_weight_transfer, self.shutdown_weight_transfer = self.transfer.init, self.transfer.shutdown
+        self.start_weight_update, self.update_weights = self.transfer.start, self.transfer.update
+        self.finish_weight_update = self.transfer.finish
+        self.measured_kv_scales, self.publish_kv_scales = self.kv.measured, self.kv.publish_result
+        self.choose_kv_cache = self.kv.choose_kv_cache
 
     async def start(self) -> None:
         """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.
@@ -276,10 +286,6 @@ class Ingest:
         """Drop a broadcast, if it is still staged."""
         await self._shielded.run(self._drop_broadcast(staged))
 
-    async def take_shared(self, version: int, batch: SharedTensors) -> None:
-        """See ``Uploads.take_shared``."""
-        await self._uploads.take_shared(version, batch)
-
     def staged(self, version: int) -> UploadSession:
         """Return the upload of ``version``. Raises NotFound."""
         return self._uploads.staged(version)
@@ -369,38 +375,6 @@ class Ingest:
 
     # --- operators
 
-    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
-        """See ``FleetCoordinator.set_paused``."""
-        await self._fleet.set_paused(paused, mode, timeout_s, on_abort)
-
-    async def abort_running(self, timeout_s: float) -> None:
-        """See ``FleetCoordinator.abort_running``."""
-        await self._fleet.abort_running(timeout_s)
-
-    async def is_paused(self) -> bool:
-        """See ``FleetCoordinator.is_paused``."""
-        return await self._fleet.is_paused()
-
-    async def sleep(self, mode: PauseMode, timeout_s: float) -> None:
-        """See ``FleetCoordinator.sleep``."""
-        await self._fleet.sleep(mode, timeout_s)
-
-    async def wake_up(self, tags: Collection[SleepTag], timeout_s: float) -> bool:
-        """See ``FleetCoordinator.wake_up``."""
-        return await self._fleet.wake_up(tags, timeout_s)
-
-    async def is_sleeping(self) -> bool:
-        """See ``FleetCoordinator.is_sleeping``."""
-        return await self._fleet.is_sleeping()
-
-    async def until_awake(self) -> bool:
-        """See ``FleetCoordinator.until_awake``."""
-        return await self._fleet.until_awake()
-
-    async def fleet(self) -> Fleet:
-        """See ``FleetCoordinator.fleet``."""
-        return await self._fleet.fleet()
-
     async def state(self) -> ServiceState:
         """Return the state for ``GET /metrics``. Raises NotReady before version 0 exists."""
         self._fleet.observe()
@@ -410,18 +384,6 @@ class Ingest:
         return await self._history.state(fleet, versions, kv_scales)
 
     # --- replicas
-
-    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState:
-        """See ``FleetCoordinator.sync``."""
-        return await self._fleet.sync(status, seen)
-
-    async def report(self, status: ReplicaStatus) -> None:
-        """See ``FleetCoordinator.report``."""
-        await self._fleet.report(status)
-
-    async def goodbye(self, replica_id: str) -> None:
-        """See ``FleetCoordinator.goodbye``."""
-        await self._fleet.goodbye(replica_id)
 
     async def newest(self) -> Newest:
         """Return the newest version and the identity of its log. Raises NotReady before version 0 exists."""
