@@ -30,7 +30,7 @@ from rollout_service.runtime.rpc import (
     session_client,
 )
 from rollout_service.runtime.tls import PinnedCertificates
-from rollout_service.sessions.store import Sessions
+from rollout_service.sessions.store import SessionStore
 from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
@@ -68,7 +68,7 @@ class Services:
     """Additional names of the model."""
     chats: "Chats | None" = None
     """Answers chat requests. None: chats are not available."""
-    sessions: SessionCalls = field(default_factory=Sessions)
+    sessions: SessionCalls = field(default_factory=SessionStore)
     """The sessions of agents."""
     returns_masks: bool = False
     """The setting ``engine.return_sampling_mask``."""
@@ -128,7 +128,7 @@ class Services:
             monitor=calls_monitor,
             feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
             aliases=config.model.aliases,
-            sessions=Sessions() if sessions is None else session_client(sessions),
+            sessions=SessionStore() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,
             returns_experts=config.engine.return_routed_experts,
             max_logprobs=model.vocab_size if config.engine.max_logprobs == -1 else config.engine.max_logprobs,

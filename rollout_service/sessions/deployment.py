@@ -3,11 +3,11 @@
 from rollout_service.config import ServiceConfig
 from rollout_service.runtime.drain import Drain
 from rollout_service.runtime.logs import log_with_serve
-from rollout_service.sessions.store import Sessions
+from rollout_service.sessions.store import SessionStore
 
 
-class SessionsReplica(Sessions):
-    """``Sessions`` in its own process. Sessions are kept in memory and are lost when the process ends."""
+class SessionsReplica(SessionStore):
+    """``SessionStore`` in its own process. Sessions are kept in memory and are lost when the process ends."""
 
     def __init__(self, config: ServiceConfig) -> None:
         log_with_serve()

@@ -83,7 +83,10 @@ class _Open:
 
 
 class SessionStore:
-    """Stores finished turns, and finds the turn that a conversation continues."""
+    """Stores finished turns, and finds the turn that a conversation continues.
+
+    It runs in the gateway if there is one gateway, else in its own deployment.
+    """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
@@ -93,7 +96,7 @@ class SessionStore:
         self._nbytes = 0
         self._expired_at = clock()
 
-    def open(self, wanted: OpenSession) -> str:
+    async def open(self, wanted: OpenSession) -> str:
         """Open a session and return its id. Raises VersionConflict if the id is in use, Overloaded at the limit."""
         self._expire()
         session_id = wanted.session_id or uuid.uuid4().hex
@@ -104,11 +107,11 @@ class SessionStore:
         self._open[session_id] = _Open(wanted.ttl_s, self._clock())
         return session_id
 
-    def num_turns(self, session_id: str) -> int:
+    async def num_turns(self, session_id: str) -> int:
         """Return the number of turns of a session. Raises NotFound."""
         return len(self._session(session_id).turns)
 
-    def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
+    async def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
         """Return the longest prefix of ``messages`` that ends with a recorded reply, or None if there is none.
 
         Raises NotFound. Raises Overloaded before sampling if the store could not take another turn.
@@ -129,7 +132,7 @@ class SessionStore:
         tokens = tuple(found.tokens_before(index) + kept.token_ids)
         return Prefix(turn=index, messages=count, token_ids=tokens, stop_reason=kept.stop_reason)
 
-    def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
+    async def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
         """Record the choices of one reply to ``messages``. Raises NotFound, or Overloaded if they exceed the limit."""
         found = self._session(session_id)
         kept = [found.kept(turn) for turn in turns]
@@ -141,12 +144,12 @@ class SessionStore:
         found.nbytes += nbytes
         self._nbytes += nbytes
 
-    def get(self, session_id: str) -> Session:
+    async def get(self, session_id: str) -> Session:
         """Return the session with all its turns. Raises NotFound."""
         found = self._session(session_id)
         return Session.of(session_id, [found.turn(index) for index in range(len(found.turns))])
 
-    def close(self, session_id: str) -> None:
+    async def close(self, session_id: str) -> None:
         """Delete a session. Raises NotFound."""
         self._session(session_id)
         self._nbytes -= self._open.pop(session_id).nbytes
@@ -156,7 +159,9 @@ class SessionStore:
         """The bytes of all turns of all sessions."""
         return self._nbytes
 
-    def __len__(self) -> int:
+    @property
+    def num_open(self) -> int:
+        """The number of open sessions."""
         return len(self._open)
 
     def _session(self, session_id: str) -> _Open:
@@ -183,37 +188,5 @@ class SessionStore:
             self._nbytes -= self._open.pop(name).nbytes
 
 
-class Sessions:
-    """Async interface of ``SessionStore``. It runs in the gateway if there is one gateway, else in its own
-    deployment."""
-
-    def __init__(self) -> None:
-        self._store = SessionStore()
-
-    async def open(self, wanted: OpenSession) -> str:
-        """Call ``SessionStore.open``."""
-        return self._store.open(wanted)
-
-    async def num_turns(self, session_id: str) -> int:
-        """Call ``SessionStore.num_turns``."""
-        return self._store.num_turns(session_id)
-
-    async def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
-        """Call ``SessionStore.prefix``."""
-        return self._store.prefix(session_id, messages, context)
-
-    async def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
-        """Call ``SessionStore.add``."""
-        self._store.add(session_id, messages, context, turns)
-
-    async def get(self, session_id: str) -> Session:
-        """Call ``SessionStore.get``."""
-        return self._store.get(session_id)
-
-    async def close(self, session_id: str) -> None:
-        """Call ``SessionStore.close``."""
-        self._store.close(session_id)
-
-
 if TYPE_CHECKING:
-    _: type[SessionCalls] = Sessions  # mypy: gateways call these methods
+    _: type[SessionCalls] = SessionStore  # mypy: gateways call these methods
