@@ -105,10 +105,15 @@ def processes(asked: VerlOptions, side: Side, training: Training) -> Run:
             "VERL_FILE_LOGGER_PATH": str(steps_of(folder)),
             # at INFO verl 0.9.1 fails with hybrid_engine=False: it logs with an argument that logging does not take
             "VERL_LOGGING_LEVEL": "WARNING",
-            "VERL_USE_EXTERNAL_MODULES": "benchmarks.trainers.without_trl",
+            "VERL_USE_EXTERNAL_MODULES": ",".join(external_modules(side)),
         },
         line=partial(step_of, completions=training.prompts * training.completions),
     )
+
+
+def external_modules(side: Side) -> list[str]:
+    """Return the modules that verl imports first: they adapt what is newer here than verl 0.9.1 knows."""
+    return ["benchmarks.trainers.without_trl", *([] if side == "ours" else ["benchmarks.trainers.vllm_for_verl"])]
 
 
 def write_questions(file: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import select
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.common import results
 from benchmarks.common.processes import process
 from benchmarks.trainers import pretraining, report, sides, trl, verl
 from benchmarks.trainers.addition import DIGITS, MAX_TOKENS, Problem, problems, reward
@@ -188,6 +190,45 @@ def test_a_step_is_read_from_verl_s_log() -> None:
     assert sides.summarize([line])["last_reward"] == 0.25
     with pytest.raises(KeyError, match="timing_s/gen"):
         verl.step_of({"step": 3, "data": {"timing_s/step": 2.0, "timing_s/update_weights": 0.5}}, completions=8)
+
+
+HEALTHY = """
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+ONE_STEP = "import sys; open('steps.jsonl', 'w').write(sys.argv[1] + chr(10))"
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sides.SideOptions:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(sides, "gpus", list)
+    (tmp_path / "pretraining.json").write_text('{"shape": "0.2b", "steps": 1, "seconds": 1.0, "right": 0.3}')
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return sides.SideOptions(folder=tmp_path, port=free.getsockname()[1])
+
+
+def test_a_side_is_measured_once_its_server_answers(asked: sides.SideOptions, tmp_path: Path) -> None:
+    server, trainer = ([sys.executable, "-c", code] for code in (HEALTHY, ONE_STEP))
+    commands = [*server, str(asked.port)], [*trainer, json.dumps(LINE)]
+    sides.measure(asked, sides.Run("verl", "own", "trainers", {}, tmp_path / "run", *commands, is_server_first=True))
+    (case,) = results.cases("trainers")
+    assert (case["ended"], case["steps"], case["curves"]["reward"]) == ("all steps were made", 1, [0.25])
+    assert case["start"].keys() == {"server_s", "first_step_s"}
+
+
+def test_a_trainer_without_a_step_is_an_error(asked: sides.SideOptions, tmp_path: Path) -> None:
+    run = sides.Run(
+        "verl", "own", "trainers", {}, tmp_path / "run", None, [sys.executable, "-c", "raise SystemExit(3)"]
+    )
+    with pytest.raises(RuntimeError, match="own: 0 steps: the trainer ended with status 3"):
+        sides.measure(asked, run)
+    assert results.cases("trainers") == []
 
 
 def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
