@@ -27,12 +27,6 @@ class QuantConfig(Config):
     Modules that vLLM fuses must be skipped together: ``*.qkv_proj`` or ``*.[qkv]_proj``, and ``*.mlp.experts`` for a
     layer's experts."""
 
-    num_first_layers_in_bf16: int = Field(default=0, ge=0)
-    """Number of layers at the beginning of the model that stay in BF16. Named as in NeMo-RL."""
-
-    num_last_layers_in_bf16: int = Field(default=0, ge=0)
-    """Number of layers at the end of the model that stay in BF16."""
-
     scales: Literal["fp32", "power_of_two"] = "fp32"
     """``fp32``: a block's largest weight becomes exactly the largest code. ``power_of_two``: scales are rounded up to a
     power of two (UE8M0), which Blackwell's kernels and DeepGEMM need and which costs some precision."""
@@ -40,10 +34,6 @@ class QuantConfig(Config):
     indivisible: Literal["error", "keep_bf16"] = "error"
     """Treatment of a layer whose shard on a GPU is not a whole number of 128×128 blocks: refuse to start, or leave it
     in BF16 with all layers fused with it. ``rollout-service inspect`` shows these layers."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device on which the ingest quantizes; ``auto``: a GPU if it sees one. Codes and scales have the same bits
-    everywhere."""
 
     @model_validator(mode="after")
     def _options_need_quantization(self) -> "QuantConfig":
@@ -190,10 +180,6 @@ class EngineConfig(Config):
 
     version_wait_s: float = Field(default=30.0, ge=0)
     """Maximum time in seconds that a request with ``min_weight_version`` waits for that version, then 425."""
-
-    load_limit_s: float = Field(default=1800.0, gt=0)
-    """Maximum time in seconds that an engine may be paused to load one version. Then the load is stuck, and the replica
-    is replaced."""
 
     max_attempts: int = Field(default=3, ge=1)
     """Maximum number of generations of a completion, if replicas abort it or die; refusals do not count."""

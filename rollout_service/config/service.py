@@ -332,9 +332,6 @@ class WeightsConfig(Config):
 class MonitorConfig(Config):
     """Statistics of the mismatch between engines and trainer, and thresholds for suspect versions."""
 
-    keep_versions: int = Field(default=64, ge=1)
-    """Number of versions whose statistics are kept, about 12 KB for each replica of each; the oldest are dropped."""
-
     remember_tokens: int = Field(default=1 << 22, ge=0)
     """Size in tokens of recent rollouts kept for reports that contain only their request ids, 4 bytes a token. A
     rollout and each of its completions count 256 tokens more. 0: none are kept, and reports must contain the rollouts'
@@ -418,9 +415,6 @@ class ChatConfig(Config):
     chat_template: Path | None = None
     """File with a Jinja template. None: that of the model's tokenizer."""
 
-    trust_request_chat_template: bool = False
-    """Accept templates in requests. They run in a sandbox, which limits neither time nor memory."""
-
     tool_parser: str | None = None
     """vLLM's ``--tool-call-parser``, e.g. ``hermes``: with it a model may choose to call tools. None: requests with
     tools must have ``tool_choice: "none"``."""
@@ -450,16 +444,6 @@ class ServiceConfig(Config):
     """Statistics of the mismatch."""
     auth: AuthConfig = AuthConfig()
     """Access control of weights and engines."""
-
-    @model_validator(mode="after")
-    def _cuda_needs_a_gpu(self) -> "ServiceConfig":
-        share = self.weights.ingest_num_gpus
-        if self.quant.device == "cuda" and not share and (share is not None or not self._ingest_beside_an_engine):
-            raise ValueError(
-                f"quant.device is cuda, but weights.ingest_num_gpus is {share or 0:g}, so that Ray shows the ingest no "
-                "GPU: set it, e.g. to 0.1, or quant.device: auto"
-            )
-        return self
 
     @model_validator(mode="after")
     def _gpus_are_those_of_an_engine(self) -> "ServiceConfig":
@@ -496,10 +480,7 @@ class ServiceConfig(Config):
 
     def with_gpus(self, on_gpus: bool) -> "ServiceConfig":
         """Return the configuration with the GPUs of each process filled in. ``on_gpus``: True if vLLM is built for
-        GPUs.
-
-        Raises ValueError if the ingest must quantize on a GPU and none is used.
-        """
+        GPUs."""
         engines, share, gpus = self.engine.tensor_parallel_size, self.weights.ingest_num_gpus, self.scaling.num_gpus
         if share is None:
             share = _INGEST_SHARE if on_gpus and self._ingest_beside_an_engine else 0
@@ -507,8 +488,6 @@ class ServiceConfig(Config):
             gpus = 0
         elif gpus is None:
             gpus = 1 - share if engines == 1 and share < 1 else engines
-        if self.quant.device == "cuda" and not share:
-            raise ValueError("quant.device is cuda, and vLLM is built for the CPU here: set quant.device: auto")
         return self.model_copy(
             update={
                 "scaling": self.scaling.model_copy(update={"num_gpus": gpus}),

@@ -41,16 +41,18 @@ from rollout_service.protocol.sampling_mask import pack
 
 logger = logging.getLogger(__name__)
 
+LOAD_LIMIT_S = 1800.0
+"""Maximum seconds for loading a version. The health check fails after that, and Serve replaces the replica."""
+
 
 class EngineAdapter:
     """One vLLM engine. Construct it inside the event loop that will use it; construction takes tens of seconds."""
 
-    def __init__(self, args: AsyncEngineArgs, *, load_limit_s: float = math.inf, exports: bool = True) -> None:
+    def __init__(self, args: AsyncEngineArgs, *, exports: bool = True) -> None:
         """Start the engine.
 
         Args:
             args: vLLM's arguments.
-            load_limit_s: maximum seconds for loading a version; the health check fails after that.
             exports: False to omit vLLM's metrics, for an engine that serves no requests.
         """
         self.scheduler = SchedulerLog()
@@ -65,7 +67,7 @@ class EngineAdapter:
         self._staging_addresses: tuple[str, ...] = ()
         self._half_loaded: str | None = None
         self._has_loaded = False
-        self._load_limit_s, self._loading_since = load_limit_s, math.inf
+        self._loading_since = math.inf
         self._generating: set[asyncio.Task[RequestOutput]] = set()
 
     @property
@@ -363,10 +365,10 @@ class EngineAdapter:
         """Raise EngineFailed if the engine is dead or broken, or if loading a version takes too long."""
         self._require_sound()
         loading_s = time.perf_counter() - self._loading_since
-        if loading_s > self._load_limit_s:
+        if loading_s > LOAD_LIMIT_S:
             raise EngineFailed(
-                f"a version has been loading for {loading_s:.0f} s: this replica is given up; if it was only slow, set "
-                f"engine.load_limit_s above {self._load_limit_s:g}"
+                f"a version has been loading for {loading_s:.0f} s, more than {LOAD_LIMIT_S:g} s: this replica is "
+                "replaced; look at the file system of weights.root"
             )
         try:
             await self._llm.check_health()

@@ -110,7 +110,7 @@ class EngineReplica:
         left_in_bf16 = not_converted(model, plan)
         args = engine_args(config, left_in_bf16, model.has_tokenizer)
         why = attention_of(config).why
-        self._engine = EngineAdapter(args, load_limit_s=config.engine.load_limit_s)
+        self._engine = EngineAdapter(args)
         self._progress = Progress(self._engine.made_since)
         try:
             await self._engine.connect()

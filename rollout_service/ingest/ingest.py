@@ -93,7 +93,7 @@ class Ingest:
             ignored=self._model.ignored,
         )
         # tensors that are read together have at most that size, mostly less
-        self._converter = Converter(self._trainer_recipe, device=config.quant.device, batch_bytes=GPU_BYTES)
+        self._converter = Converter(self._trainer_recipe, batch_bytes=GPU_BYTES)
         self._labels = VersionLabels(self._log)
         self._uploads = Uploads(
             config.weights,

@@ -14,7 +14,7 @@ from rollout_service.model.families import (
     require_whole_heads,
     shard_shape,
 )
-from rollout_service.model.names import collapse, kind, layer_of
+from rollout_service.model.names import collapse, kind
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, WEIGHT_FORMATS, WeightFormat
 
@@ -71,7 +71,7 @@ def plan(
     if heads is not None:
         require_whole_heads(heads, tensor_parallel_size)
     modules = engine_modules(linears) if layout is None else layout.engine_modules()
-    kept = _outer_layers(modules, config) | _skipped(modules, config.skip)
+    kept = _skipped(modules, config.skip)
     candidates = [module for module in modules if module.parts[0] not in kept]
     ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
     if not form.in_blocks:  # only blocks must divide: modules that cannot be sharded at all were refused above
@@ -96,23 +96,6 @@ def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, .
     if module.holds_experts or len(module.parts) == 1:
         return (module.name,)
     return (module.name, *module.parts)
-
-
-def _outer_layers(modules: list[EngineModule], config: QuantConfig) -> dict[str, str]:
-    """Return checkpoint modules of the first and last layers that ``config`` leaves in BF16 → reason."""
-    first, last = config.num_first_layers_in_bf16, config.num_last_layers_in_bf16
-    layers = {part: layer for module in modules for part in module.parts if (layer := layer_of(part)) is not None}
-    count = max(layers.values(), default=-1) + 1
-    if (first or last) and first + last >= count:
-        raise ValueError(
-            f"quant.num_first_layers_in_bf16 is {first} and quant.num_last_layers_in_bf16 {last}, which leaves none of "
-            f"{count} layers quantized: give smaller numbers, or set quant.weights: none"
-        )
-    outer = {
-        **dict.fromkeys(range(first), "quant.num_first_layers_in_bf16"),
-        **dict.fromkeys(range(count - last, count), "quant.num_last_layers_in_bf16"),
-    }
-    return {part: outer[layer] for part, layer in layers.items() if layer in outer}
 
 
 def _skipped(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str, str]:

@@ -18,6 +18,8 @@ from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, Mism
 from rollout_service.protocol.mismatch_report import MismatchReport
 from rollout_service.protocol.recent_rollout import RecentRollout
 
+KEEP_VERSIONS = 64
+"""Number of versions whose statistics are kept, about 12 KB for each replica of each."""
 REPORT_IDS = 10_000
 """Maximum number of reports whose receipts are remembered, to count each once."""
 
@@ -25,9 +27,9 @@ REPORT_IDS = 10_000
 class Monitor:
     """Mismatch statistics. Every public coroutine can be called through the deployment's handle."""
 
-    def __init__(self, config: MonitorConfig) -> None:
+    def __init__(self, config: MonitorConfig, keep_versions: int = KEEP_VERSIONS) -> None:
         self._config = config
-        self._table = VersionTable(config.keep_versions)
+        self._table = VersionTable(keep_versions)
         self._recent = RecentRollouts(config.remember_tokens)
         self._judge = Judge(config)
         self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()

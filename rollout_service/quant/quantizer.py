@@ -32,7 +32,7 @@ class Quantizer:
 
     def __init__(self, *, power_of_two: bool = False, device: Device = "auto", form: WeightFormat = FP8_BLOCK) -> None:
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("quant.device is cuda, but torch sees no GPU here: give this process one, or set auto")
+            raise ValueError("device is cuda, but torch sees no GPU here: give this process one, or use auto")
         self._power_of_two, self._form = power_of_two, form
         self._cpu_weights_to_gpu = device != "cpu" and torch.cuda.is_available()
 

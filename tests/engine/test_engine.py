@@ -415,10 +415,10 @@ async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(
     assert [span.version for c in await meanwhile for span in c.spans] == [1]
     await assert_what_runs_is_given_back(engine, version=1)
     await engine.pause("keep")
-    monkeypatch.setattr(engine, "_load_limit_s", 0.0)
+    monkeypatch.setattr("rollout_service.engine.adapter.LOAD_LIMIT_S", 0.0)
     loading = asyncio.create_task(engine.load(folder, 1))
     await asyncio.sleep(0)
-    with pytest.raises(EngineFailed, match=r"has been loading for 0 s: .* set engine\.load_limit_s above 0"):
+    with pytest.raises(EngineFailed, match="has been loading for 0 s, more than 0 s"):
         await engine.check_health()
     await loading
     await engine.check_health()

@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def service(model: Path) -> AsyncIterator[RealIngest]:
-    settings = {"quant": {"device": "cuda"}, "weights": {"ingest_num_gpus": 1}}
+    settings = {"weights": {"ingest_num_gpus": 1}}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         async with real_ingest(model, Path(in_memory) / "log", **settings) as running:
             yield running

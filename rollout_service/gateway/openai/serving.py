@@ -107,7 +107,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
         "chat_template": vllm.load_chat_template(chat.chat_template),
         "chat_template_content_format": "auto",
     }
-    trusted: dict[str, Any] = {"trust_request_chat_template": chat.trust_request_chat_template}
+    trusted: dict[str, Any] = {"trust_request_chat_template": False}
     parsers: dict[str, Any] = {
         "enable_auto_tools": chat.tool_parser is not None,
         "tool_parser": chat.tool_parser,

@@ -173,7 +173,7 @@ class TrainerMemory:
         if not isinstance(source, CudaIpcSource):
             return _HostMemory(self._host_memory(source), self._registered)
         if self._registered is None:
-            raise OSError("the ingest has no GPU: weights.ingest_num_gpus is 0, or quant.device is cpu")
+            raise OSError("the ingest has no GPU: weights.ingest_num_gpus is 0")
         page = self._host_memory(source)
         try:
             return GpuMemory(page, OtherGpuMemory(source.handle, source.handle_bytes), self._gpu_executor)

@@ -75,14 +75,12 @@ class TestSections:
             ({"quant": {"weights": "int4"}}, "quant.weights"),
             ({"quant": {"scales": "fp16"}}, "quant.scales"),
             ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
-            ({"quant": {"device": "cuda:1"}}, "quant.device"),
             ({"scaling": {"min_replicas": -1}}, "scaling.min_replicas"),
             ({"scaling": {"target_kv_usage": 1.1}}, "scaling.target_kv_usage"),
             ({"scaling": {"target_ongoing_requests": 64}}, "scaling.target_ongoing_requests"),
             ({"weights": {"part_bytes": 1}}, "weights.part_bytes"),
             ({"weights": {"keep_versions": 0}}, "weights.keep_versions"),
             ({"model": {"create": "llama"}}, "model.create"),
-            ({"monitor": {"keep_versions": 0}}, "monitor.keep_versions"),
             ({"monitor": {"ratio_bound": 1}}, "monitor.ratio_bound"),
             ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
             ({"shadow": {"share": 0.5}}, "shadow"),
@@ -95,7 +93,7 @@ class TestSections:
 class TestFieldsThatGoTogether:
     @pytest.mark.parametrize(
         "option",
-        [{"skip": ["*.o_proj"]}, {"scales": "power_of_two"}, {"indivisible": "keep_bf16"}, {"device": "cpu"}],
+        [{"skip": ["*.o_proj"]}, {"scales": "power_of_two"}, {"indivisible": "keep_bf16"}],
         ids=lambda option: next(iter(option)),
     )
     def test_an_option_of_quantization_makes_no_sense_without_it(self, option: dict[str, Any]) -> None:
@@ -111,7 +109,7 @@ class TestFieldsThatGoTogether:
         ServiceConfig.model_validate({"quant": {"weights": weights, "skip": ["*.o_proj"]}})
 
     def test_a_default_written_out_is_no_option_set(self) -> None:
-        written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error", "device": "auto"}
+        written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error"}
         assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
 
     def test_fewer_replicas_at_most_than_at_least_names_both(self) -> None:
@@ -160,18 +158,6 @@ class TestFieldsThatGoTogether:
         assert "engine.expert_parallel" in message and "engine.tensor_parallel_size is 1" in message
         ServiceConfig.model_validate({"engine": {"expert_parallel": True, "tensor_parallel_size": 2}})
 
-    @pytest.mark.parametrize(
-        "sections",
-        [
-            {"weights": {"ingest_num_gpus": 0}},
-            {"engine": {"tensor_parallel_size": 2}},
-            {"scaling": {"num_gpus": 0.9}},
-        ],
-        ids=["none", "two GPUs", "given"],
-    )
-    def test_quantizing_on_a_gpu_needs_one_for_the_ingest(self, sections: dict[str, Any]) -> None:
-        assert "weights.ingest_num_gpus is 0" in message_of({"quant": {"device": "cuda"}, **sections})
-
 
 def gpus_of(on_gpus: bool, **sections: dict[str, Any]) -> tuple[float | None, float | None]:
     """What an engine and the ingest ask Ray for."""
@@ -187,8 +173,6 @@ class TestGpus:
 
     def test_on_the_cpu_there_are_none(self) -> None:
         assert gpus_of(False) == gpus_of(False, engine={"tensor_parallel_size": 2}) == (0, 0)
-        with pytest.raises(ValueError, match=r"quant\.device is cuda, and vLLM is built for the CPU"):
-            gpus_of(False, quant={"device": "cuda"})
 
     def test_those_that_are_given_stay(self) -> None:
         assert gpus_of(True, weights={"ingest_num_gpus": 0.25}) == (0.75, 0.25)

@@ -70,20 +70,6 @@ class TestSkipped:
         linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
         assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
 
-    def test_first_and_last_layers_stay_in_bf16_whole(self) -> None:
-        linears = {name.replace(".0.", f".{layer}."): shape for layer in range(12) for name, shape in LINEARS.items()}
-        decided = plan(linears, QuantConfig(num_first_layers_in_bf16=2, num_last_layers_in_bf16=1, skip=("*.5.*",)))
-        assert {name.split(".")[2] for name in decided.quantized} == {*"2346789", "10"}
-        assert {name.split(".")[2] for name in decided.not_converted} == {*"015", "11"}
-        assert decided.kept["model.layers.1.mlp.up_proj"] == "quant.num_first_layers_in_bf16"
-        assert decided.kept["model.layers.11.mlp.up_proj"] == "quant.num_last_layers_in_bf16"
-
-    @pytest.mark.parametrize("layers", [1, 2])
-    def test_layers_in_bf16_that_leave_none_are_refused(self, layers: int) -> None:
-        linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in range(layers)}
-        with pytest.raises(ValueError, match=f"leaves none of {layers} layers quantized.*quant.weights: none"):
-            plan(linears, QuantConfig(num_first_layers_in_bf16=1, num_last_layers_in_bf16=1))
-
     def test_patterns_tell_upper_from_lower_case(self) -> None:
         with pytest.raises(ValueError, match=r"\*\.Down_Proj matches no linear module"):
             plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))

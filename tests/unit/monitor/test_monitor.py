@@ -17,7 +17,7 @@ from tests.unit.monitor.reports import body, full, rollout, span
 
 @pytest.fixture
 def monitor() -> Monitor:
-    return Monitor(MonitorConfig(keep_versions=2, min_tokens=4))
+    return Monitor(MonitorConfig(min_tokens=4), keep_versions=2)
 
 
 class TestReport:
