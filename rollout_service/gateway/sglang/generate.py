@@ -28,7 +28,14 @@ from rollout_service.protocol.sampling import (
 router = APIRouter(tags=["sglang"], route_class=DataRoute)
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
-_THEIRS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_OURS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+"""SGLang's names of sampling parameters, with this service's."""
+_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 RoutingKey = Annotated[str | None, Header(alias="X-SMG-Routing-Key", max_length=256)]
 """Header in which slime sends the session id."""
 
@@ -64,25 +71,9 @@ class SamplingParams(Frozen):
 
     def sampling(self) -> Sampling:
         """Return the parameters under this service's names. Raises ValueError for a value that ``Sampling`` refuses."""
-        return Sampling(
-            n=self.n,
-            max_tokens=self.max_new_tokens,
-            min_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            stop=(self.stop,) if isinstance(self.stop, str) else self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=self.ignore_eos,
-            seed=self.sampling_seed,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
-            include_stop_str_in_output=self.no_stop_trim,
-        )
+        fields = {_OURS.get(name, name): getattr(self, name) for name in SamplingParams.model_fields}
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return Sampling(**{**fields, "stop": stop, "stop_token_ids": self.stop_token_ids or ()})
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -3,7 +3,12 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
+from rollout_service.client import RolloutClient
 from rollout_service.errors import NotFound, RolloutServiceError
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.upload import CommitUpload
@@ -69,3 +74,15 @@ class FolderIngest:
         if self.error is not None:
             raise self.error
         return WeightStatus(version=number or 1, state="live")
+
+
+def http_to(services: Services, host: str = "127.0.0.1") -> httpx.AsyncClient:
+    """Return plain HTTP to a gateway, from a program on ``host``."""
+    transport = httpx.ASGITransport(create_app(services), client=(host, 1))
+    headers = {"Content-Type": "application/json"}  # of bodies that tests send as bytes
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
+
+
+def client_of(services: Services) -> RolloutClient:
+    """Return a client of a gateway."""
+    return RolloutClient("http://gateway", transport=httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1)))

@@ -7,11 +7,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_service.errors import NotReady
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.mismatch import MismatchTable
 from rollout_service.protocol.state import ServiceState
 from rollout_service.web.auth import Authorizer
+from tests.unit.gateway.fakes import http_to
 from tests.unit.monitor.reports import body, full, span
 
 STATE = ServiceState(
@@ -61,8 +61,7 @@ def metrics_of(reply: httpx.Response) -> dict[str, float]:
 async def get(services: Services, ingest: object) -> httpx.Response:
     """From another machine and without the token."""
     guarded = replace(services, ingest=ingest, authorizer=Authorizer("secret"))
-    transport = httpx.ASGITransport(create_app(guarded), client=("192.0.2.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_to(guarded, "192.0.2.1") as http:
         return await http.get("/metrics")
 
 

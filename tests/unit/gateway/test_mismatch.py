@@ -10,7 +10,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.mismatch import REPORT_BYTES
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Suspicion
 from rollout_service.protocol.weights import WeightStatus
-from tests.unit.gateway.test_weights import http_to
+from tests.unit.gateway.fakes import http_to
 from tests.unit.monitor.reports import body, full, span
 
 

@@ -7,17 +7,15 @@ import pytest
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.generate import RolloutOptions
-from tests.unit.gateway.fakes import EchoEngine, LabelIngest
+from tests.unit.gateway.fakes import EchoEngine, LabelIngest, http_to
 
 ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}
 
 
 async def post(services: Services, path: str, header: str | None = None, **fields: object) -> httpx.Response:
-    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
     headers = {} if header is None else {"X-Session-Id": header}
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_to(services) as http:
         return await http.post(path, json={**ROUTES[path], **fields}, headers=headers)
 
 

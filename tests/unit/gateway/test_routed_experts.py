@@ -3,21 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine
-from tests.unit.gateway.test_weights import http_to
+from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
 
 
 class RoutingEngine(EchoEngine):
@@ -66,8 +62,7 @@ async def test_they_come_with_each_choice_of_both_routes(
 
 
 async def test_the_client_gives_them_by_token(routing: Services) -> None:
-    transport = httpx.ASGITransport(create_app(routing), client=("127.0.0.1", 1))
-    async with RolloutClient("http://gateway", transport=transport) as client:
+    async with client_of(routing) as client:
         rollout = await client.generate([5, 6, 7], return_routed_experts=True, routed_experts_prompt_start=1)
         experts, known = rollout.routed_experts()
         tokens = 3 + len(rollout.completions[0].token_ids)
@@ -79,8 +74,7 @@ async def test_the_client_gives_them_by_token(routing: Services) -> None:
 
 
 async def test_a_stream_of_routed_experts_is_refused(routing: Services) -> None:
-    transport = httpx.ASGITransport(create_app(routing), client=("127.0.0.1", 1))
-    async with RolloutClient("http://gateway", transport=transport) as client:
+    async with client_of(routing) as client:
         with pytest.raises(InvalidRequest, match="leave out one of them"):
             await client.generate_stream([5, 6, 7], return_routed_experts=True).open()
 
@@ -98,7 +92,6 @@ async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_w
 
 
 async def test_a_start_beyond_the_prompt_is_refused(routing: Services) -> None:
-    transport = httpx.ASGITransport(create_app(routing), client=("127.0.0.1", 1))
-    async with RolloutClient("http://gateway", transport=transport) as client:
+    async with client_of(routing) as client:
         with pytest.raises(InvalidRequest, match=r"routed_experts_prompt_start=3 is beyond the prompt's 2 tokens"):
             await client.generate([5, 6], routed_experts_prompt_start=3)

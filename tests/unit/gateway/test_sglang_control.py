@@ -4,17 +4,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from rollout_service.errors import CommitTimeout, InvalidManifest, NotFound, NotReady, Overtaken, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.fleet import EngineLoad, Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.web.auth import Authorizer
-from tests.unit.gateway.fakes import FolderIngest
+from tests.unit.gateway.fakes import FolderIngest, http_to
 
 LOAD = EngineLoad(running=3, waiting=1, deferred=0, kv_cache_usage=0.25, kv_cache_tokens=4096)
 FLEET = Fleet(
@@ -53,14 +51,9 @@ class Ingest(FolderIngest):
         return FLEET
 
 
-def http_to(services: Services, ingest: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(replace(services, ingest=ingest)), client=("127.0.0.1", 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-
-
 async def test_slime_s_update_by_disk(services: Services) -> None:
     ingest = Ingest()
-    async with http_to(services, ingest) as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
         assert (await http.get("/flush_cache")).status_code == 200
         body = {"model_path": "/out/weight_v000009", "weight_version": "9"}
@@ -80,7 +73,7 @@ async def test_slime_s_update_by_disk(services: Services) -> None:
 
 async def test_a_weight_version_that_is_no_number_is_a_label(services: Services) -> None:
     ingest = Ingest()
-    async with http_to(services, ingest) as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         body = {"model_path": "/out/weight_v000009", "weight_version": "run-7/step-9"}
         assert (await http.post("/update_weights_from_disk", json=body)).status_code == 200
     assert ingest.labels == ["run-7/step-9"] and [number for *_, number in ingest.told] == [9]
@@ -88,7 +81,7 @@ async def test_a_weight_version_that_is_no_number_is_a_label(services: Services)
 
 async def test_areal_s_sglang_backend_updates_and_aborts(services: Services) -> None:
     ingest = Ingest()
-    async with http_to(services, ingest) as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         await http.post("/pause_generation", json={})
         await http.post("/pause_generation", json={"mode": "in_place"})
         body = {"model_path": "/out/weight_update_v9", "abort_all_requests": True}
@@ -101,7 +94,7 @@ async def test_areal_s_sglang_backend_updates_and_aborts(services: Services) -> 
 
 async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services: Services) -> None:
     ingest = Ingest()
-    async with http_to(services, ingest) as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         replies = [
             await http.post("/areal_pause_generation", json={}),
             await http.post("/areal_update_weights", json={"model_path": "/out/weight_update_v9"}),
@@ -114,7 +107,7 @@ async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services: Service
 
 async def test_aborting_everything_asks_for_no_pause(services: Services) -> None:
     ingest = Ingest()
-    async with http_to(services, ingest) as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         reply = await http.post("/abort_request", json={"abort_all": True})
     assert (reply.status_code, reply.content, ingest.aborts, ingest.orders) == (200, b"", 1, [])
 
@@ -126,7 +119,7 @@ async def test_aborting_everything_asks_for_no_pause(services: Services) -> None
 async def test_an_update_that_fails_says_so_in_sglang_s_form(
     services: Services, path: str, kind: type[RolloutServiceError], status: int
 ) -> None:
-    async with http_to(services, Ingest(error=kind("why"))) as http:
+    async with http_to(replace(services, ingest=Ingest(error=kind("why")))) as http:
         reply = await http.post(path, json={"model_path": "/out/step_9"})
     assert reply.status_code == status
     assert (reply.json()["success"], reply.json()["message"], reply.json()["error"]["type"]) == (
@@ -159,34 +152,34 @@ async def test_what_is_not_implemented_is_a_400_by_name(
     services: Services, path: str, body: dict[str, Any], says: str
 ) -> None:
     ingest = Ingest()
-    async with http_to(services, ingest) as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         reply = await http.post(path, json=body)
     assert reply.status_code == 400 and says in reply.json()["message"] and reply.json()["success"] is False
     assert ingest.told == [] and ingest.orders == []
 
 
 async def test_the_cache_is_flushed_by_a_pause_alone(services: Services) -> None:
-    async with http_to(services, Ingest()) as http:
+    async with http_to(replace(services, ingest=Ingest())) as http:
         for method in ("GET", "POST"):
             reply = await http.request(method, "/flush_cache")
             assert reply.status_code == 400 and "/pause_generation first" in reply.json()["message"]
 
 
 async def test_a_pause_that_was_overtaken_is_a_400(services: Services) -> None:
-    async with http_to(services, Ingest(overtaken=True)) as http:
+    async with http_to(replace(services, ingest=Ingest(overtaken=True))) as http:
         reply = await http.post("/pause_generation", json={})
     assert reply.status_code == 400 and reply.json()["message"] == "another pause"
 
 
 async def test_who_may_not_control_is_told_as_everywhere(services: Services) -> None:
     guarded = replace(services, authorizer=Authorizer("secret"))
-    async with http_to(guarded, Ingest()) as http:
+    async with http_to(replace(guarded, ingest=Ingest())) as http:
         reply = await http.post("/pause_generation", json={})
     assert reply.status_code == 401 and reply.json()["error"]["type"] == "Unauthorized"
 
 
 async def test_slime_reads_what_kind_of_server_this_is(services: Services) -> None:
-    async with http_to(replace(services, tensor_parallel_size=2), Ingest()) as http:
+    async with http_to(replace(services, tensor_parallel_size=2, ingest=Ingest())) as http:
         info = (await http.get("/server_info")).json()
         assert info == (await http.get("/get_server_info")).json()
         model = (await http.get("/model_info")).json()
@@ -197,7 +190,7 @@ async def test_slime_reads_what_kind_of_server_this_is(services: Services) -> No
 
 
 async def test_the_load_is_of_what_is_not_answered_yet(services: Services) -> None:
-    async with http_to(services, Ingest()) as http:
+    async with http_to(replace(services, ingest=Ingest())) as http:
         told = (await http.get("/v1/loads?include=core")).json()
         assert (await http.get("/v1/loads?include=memory")).status_code == 400
     names = ("dp_rank", "num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_reqs")
@@ -211,6 +204,6 @@ async def test_health_is_empty_whether_good_or_bad(services: Services) -> None:
             return FLEET.model_copy(update={"replicas": ()})
 
     for ingest, status in ((Ingest(), 200), (NoReplica(), 503)):
-        async with http_to(services, ingest) as http:
+        async with http_to(replace(services, ingest=ingest)) as http:
             reply = await http.get("/health_generate")
         assert (reply.status_code, reply.content) == (status, b"")

@@ -3,16 +3,14 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
 import pytest
 
 from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine
+from tests.unit.gateway.fakes import EchoEngine, http_to
 
 SLIME = {
     "input_ids": [5, 6, 7],
@@ -88,8 +86,7 @@ class Ending:
 async def post(services: Services, body: Any, engine: Any = None, headers: dict[str, str] | None = None) -> Any:
     if engine is not None:
         services = replace(services, dispatcher=Dispatcher(engine, ingest=None, limits=EngineConfig()))
-    transport = httpx.ASGITransport(create_app(services), client=("192.0.2.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_to(services, "192.0.2.1") as http:
         return await http.post("/generate", json=body, headers=headers)
 
 

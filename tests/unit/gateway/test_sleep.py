@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.fleet import PauseMode, SleepTag
+from tests.unit.gateway.fakes import http_to
 
 
 @dataclass
@@ -28,14 +28,12 @@ class Ingest:
         return bool(self.asked)
 
 
-def http_to(services: Services, ingest: Ingest, may_sleep: bool = True) -> httpx.AsyncClient:
-    app = create_app(replace(services, ingest=ingest, may_sleep=may_sleep))
-    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+def sleeping(services: Services, ingest: Ingest, may_sleep: bool = True) -> httpx.AsyncClient:
+    return http_to(replace(services, ingest=ingest, may_sleep=may_sleep))
 
 
 async def test_vllm_s_replies(services: Services) -> None:
-    async with http_to(services, ingest := Ingest()) as http:
+    async with sleeping(services, ingest := Ingest()) as http:
         assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
         assert (await http.post("/sleep")).json() == {"status": "sleeping", "level": 1}
         assert (await http.post("/sleep?level=2&mode=keep&timeout_s=5")).json() == {"status": "sleeping", "level": 2}
@@ -63,14 +61,14 @@ async def test_vllm_s_replies(services: Services) -> None:
     ],
 )
 async def test_what_is_not_implemented_is_refused_by_name(services: Services, route: str, says: str) -> None:
-    async with http_to(services, ingest := Ingest()) as http:
+    async with sleeping(services, ingest := Ingest()) as http:
         reply = await http.post(route)
     assert reply.status_code == 422 and says in reply.json()["error"]["message"] and ingest.asked == []
 
 
 @pytest.mark.parametrize("route", ["/sleep?level=2", "/wake_up"])
 async def test_a_service_whose_engines_cannot_sleep_says_so(services: Services, route: str) -> None:
-    async with http_to(services, ingest := Ingest(), may_sleep=False) as http:
+    async with sleeping(services, ingest := Ingest(), may_sleep=False) as http:
         reply = await http.post(route)
     assert reply.status_code == 422 and "engine.enable_sleep_mode" in reply.json()["error"]["message"]
     assert ingest.asked == []

@@ -3,19 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.config.engine import EngineConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.mismatch import MismatchTable
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine
-from tests.unit.gateway.test_weights import http_to
+from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
 from tests.unit.monitor.reports import body
 
 TRUNCATED: list[dict[str, Any]] = [
@@ -42,8 +38,7 @@ async def test_a_reply_says_whether_its_sampling_was_truncated(
 
 
 async def test_the_client_and_the_monitor_know_it_too(services: Services) -> None:
-    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
-    async with RolloutClient("http://gateway", transport=transport) as client, http_to(services) as http:
+    async with client_of(services) as client, http_to(services) as http:
         rollout = await client.generate([5, 6, 7], top_p=0.9)
         assert rollout.truncated_sampling and not (await client.generate([5, 6, 7])).truncated_sampling
         report = body({"trainer_logprobs": [-1.0] * 3}, request_id=rollout.request_id, replica_id=None)
@@ -95,8 +90,7 @@ async def test_masks_come_back_with_the_choices_and_to_the_client(masking: Servi
     async with http_to(masking) as http:
         completed = await http.post("/v1/completions", json={"prompt": [5, 6], "top_k": 3, "n": 2})
     assert [choice["packed_sampling_mask"] for choice in completed.json()["choices"]] == [["chunk"]] * 2
-    transport = httpx.ASGITransport(create_app(masking), client=("127.0.0.1", 1))
-    async with RolloutClient("http://gateway", transport=transport) as client:
+    async with client_of(masking) as client:
         rollout = await client.generate([5, 6], top_k=3)
     assert rollout.completions[0].packed_sampling_mask == ("chunk",)
 

@@ -21,9 +21,8 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.fleet import PauseMode
-from tests.unit.gateway.fakes import FolderIngest
+from tests.unit.gateway.fakes import FolderIngest, http_to
 
 
 @dataclass
@@ -34,11 +33,6 @@ class Ingest(FolderIngest):
 
     async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
         self.paused.append((paused, mode))
-
-
-def http_to(services: Services) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 async def post(services: Services, body: Any, ingest: FolderIngest | None = None) -> httpx.Response:

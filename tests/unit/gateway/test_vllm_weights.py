@@ -9,10 +9,10 @@ import pytest
 
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
+from tests.unit.gateway.fakes import http_to
 
 INIT = {"master_address": "10.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2, "packed": True}
 TENSORS = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
@@ -67,8 +67,7 @@ def ingest() -> Ingest:
 
 @pytest.fixture
 async def http(services: Services, ingest: Ingest) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(replace(services, ingest=ingest)), client=("127.0.0.1", 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    async with http_to(replace(services, ingest=ingest)) as http:
         yield http
 
 

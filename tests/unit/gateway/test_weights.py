@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-import httpx
 import pytest
 
 from rollout_service.gateway.dependencies import Services
-from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import LARGEST_PART_BYTES, TrainerRecipe
+from tests.unit.gateway.fakes import http_to
 
 RECIPE = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a", "b"), experts=ExpertNaming())
 
@@ -19,12 +18,6 @@ class Ingest:
 
     async def recipe(self) -> TrainerRecipe:
         return RECIPE
-
-
-def http_to(services: Services) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
-    headers = {"Content-Type": "application/json"}  # of reports that tests send as bytes
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
 
 
 async def test_the_recipe_is_no_version(services: Services) -> None:
