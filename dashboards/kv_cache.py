@@ -1,40 +1,11 @@
 """A row of the mismatch dashboard: the FP8 KV cache and its scales."""
 
-from dashboards.panels import AT_NEWEST, ENGINE, REPLICA, SERVICE, Panel, Query, Row
+from dashboards.panels import ENGINE, REPLICA, SERVICE, Panel, Query, Row
 from dashboards.rollout import quantiles
-
-
-def _scales(tensor: str) -> Panel:
-    newest = f'rollout_kv_scale{{{SERVICE}, tensor="{tensor}"}} and {AT_NEWEST}'
-    return Panel(
-        f"Scale of {tensor} per layer",
-        "none",
-        f"Of the newest version, whose number is on the right; no line: 1 everywhere, or not measured yet. They follow "
-        f"the largest {tensor} of a layer, which training moves slowly. A layer that leaves the others has outliers: "
-        "look at the saturated share. All at once: the learning rate, or a batch that is unlike rollouts.",
-        [
-            Query(f"max by (layer) ({newest})", "{{layer}}"),
-            Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest version", right=True),
-        ],
-        steps=True,
-        logarithmic=True,
-        right_unit="short",
-    )
-
 
 KV_CACHE = Row(
     "KV cache: does FP8 hold the keys and values?",
     [
-        _scales("k"),
-        _scales("v"),
-        Panel(
-            "Drift of the scales",
-            "percentunit",
-            "The largest change of any scale against the version before. Powers of two change by 100% or not at all. "
-            "Above 0 at every version: scales change with the measured tokens; set kv_cache.calibration.prompts.",
-            [Query(f"max(rollout_kv_scale_drift_ratio{{{SERVICE}}})", "largest change")],
-            steps=True,
-        ),
         Panel(
             "Saturated share, worst layer",
             "percentunit",
@@ -54,7 +25,7 @@ KV_CACHE = Row(
             "Time of a calibration",
             "s",
             "A replica's last one, and quantiles of all in the time of a rate interval, empty between updates. The "
-            "replica is closed meanwhile, and others wait for its scales. More than a few percent of a trainer's step: "
+            "replica is closed meanwhile. More than a few percent of a trainer's step: "
             "fewer or shorter sequences in kv_cache.calibration.",
             [
                 Query(f"max by (replica) (rollout_kv_measured_seconds{{{REPLICA}}})", "last of {{replica}}"),
@@ -75,9 +46,8 @@ KV_CACHE = Row(
         Panel(
             "Measured versions",
             "short",
-            "The version whose keys and values each replica measured last, against the newest. One replica measures "
-            "for all, whichever loads first. All of them far below the newest: the policy is not calibrate, "
-            "or the trainer brings the scales.",
+            "The version whose keys and values each replica measured last, against the newest. All of them far below "
+            "the newest: the policy is not calibrate, or the trainer brings the scales.",
             [
                 Query(f"max by (replica) (rollout_kv_measured_version{{{REPLICA}}})", "{{replica}}"),
                 Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest"),

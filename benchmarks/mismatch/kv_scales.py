@@ -130,10 +130,10 @@ def from_trainer(kind: Kind, folder: Path, weights: Weights) -> tuple[dict[str, 
         with observe_qkv(model.eval()) as observation:
             for batch in calibration_batch():
                 model(batch)
-        scales = observation.scales(kind.name)
+        scales = observation.scales()
         with observe_qkv(model, measured_with=scales) as measured:
             model(calibration_batch()[0])
-    not_rounded = observation.scales(kind.name, ScaledFrom(power_of_two=False))
+    not_rounded = observation.scales(ScaledFrom(power_of_two=False))
     return {"trainer": scales.named(), NOT_ROUNDED: not_rounded.named()}, unfit_layers(measured.errors())
 
 

@@ -241,7 +241,7 @@ def measured_scales(model: PreTrainedModel) -> dict[str, float]:
     with torch.no_grad(), observe_qkv(model) as observation:
         for seed in range(CALIBRATION_SEED, CALIBRATION_SEED + 8):
             model(repeating(8, seed).to(model.device))
-    return observation.scales(type(model).__name__).named()
+    return observation.scales().named()
 
 
 def sample(

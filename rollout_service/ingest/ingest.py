@@ -41,7 +41,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import LogPlace, PauseMode
 from rollout_service.protocol.ignored import IgnoredTensors
-from rollout_service.protocol.state import KVScalesState, ServiceState
+from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import (
     Announcement,
     BeginUpload,
@@ -379,9 +379,7 @@ class Ingest:
         """Return the state for ``GET /metrics``. Raises NotReady before version 0 exists."""
         self._fleet.observe()
         fleet, versions = await self.fleet(), tuple(await self.versions())
-        known = {version: s.kv_scales for version, s in self._summaries.items() if s.kv_scales is not None}
-        kv_scales = KVScalesState(by_version=known, drift=self._kv_scales.drift)
-        return await self._history.state(fleet, versions, kv_scales)
+        return await self._history.state(fleet, versions)
 
     # --- replicas
 

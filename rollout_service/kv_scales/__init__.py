@@ -8,9 +8,8 @@ from rollout_service.kv_scales.scales import (
     FP8_MAX,
     KVScales,
     LayerScales,
-    Provenance,
     ScaledFrom,
     scales_from_amax,
 )
 
-__all__ = ["FP8_MAX", "KVScales", "LayerScales", "Provenance", "ScaledFrom", "scales_from_amax"]
+__all__ = ["FP8_MAX", "KVScales", "LayerScales", "ScaledFrom", "scales_from_amax"]

@@ -22,7 +22,7 @@ from rollout_service.errors import (
 )
 from rollout_service.kv_scales.batch import CalibrationBatch
 from rollout_service.kv_scales.fp8_error import saturates_nothing, unfit_layers, why_unfit, worst_errors
-from rollout_service.kv_scales.scales import measured_scales
+from rollout_service.kv_scales.scales import scales_from_amax
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.model.served_model import ServedModel
@@ -178,7 +178,7 @@ class KVCalibrator:
         """Decide if FP8 is accurate enough with the best possible scales. Raises KVCacheUnfit."""
         judged_by = f"{self._replica_id}, version {version}"
         try:
-            best = measured_scales([rank.amax for rank in ranks])
+            best = scales_from_amax([rank.amax for rank in ranks]).named()
         except InvalidRequest as error:
             return await self._choose(_unmeasured(error.message))
         errors = worst_errors(await self._engine.measure_kv(sequences, best))

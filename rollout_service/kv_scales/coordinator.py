@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InsufficientStorage, InvalidManifest, InvalidRequest, LogCorrupt, NotFound, NotReady
-from rollout_service.kv_scales.scales import TENSORS, measured_scales
+from rollout_service.kv_scales.scales import TENSORS, scales_from_amax
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
@@ -59,8 +59,6 @@ class VersionScales:
         self._newest_version = -1
         self.newest: dict[str, float] | None = None
         """Scales of the newest version with known scales; None: 1 everywhere."""
-        self.drift: float | None = None
-        """The largest ratio, minus 1, between a scale of ``newest`` and the same one before; None: there was none."""
 
     # --- when a version comes
 
@@ -126,8 +124,7 @@ class VersionScales:
         """Store scales as the newest, unless those of a newer version are known: an old version may be published
         late."""
         if version >= self._newest_version:
-            self._newest_version, before, self.newest = version, self.newest, scales
-            self.drift = drift(before, scales)
+            self._newest_version, self.newest = version, scales
 
     # --- what is measured
 
@@ -162,7 +159,7 @@ class VersionScales:
     def _result(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         scales, problem = self.newest, None
         try:
-            measured = measured_scales([rank.amax for rank in ranks])
+            measured = scales_from_amax([rank.amax for rank in ranks]).named()
             self.check(measured)
             scales = measured
         except InvalidRequest as error:
@@ -290,13 +287,6 @@ def with_result(manifest: Manifest, result: KVScaleResult | None) -> Manifest:
         return manifest
     came_from = "unit" if result.scales is None else "calibrate"
     return manifest.replace(kv_scales=result.scales, kv_scales_from=came_from)
-
-
-def drift(before: Mapping[str, float] | None, now: Mapping[str, float] | None) -> float | None:
-    """Return the largest ratio, minus 1, between a scale and the one of the same name before; None: there was none."""
-    if before is None or now is None:
-        return None
-    return max((max(now[name] / before[name], before[name] / now[name]) - 1 for name in now), default=None)
 
 
 def _no_use(config: ServiceConfig, model: ServedModel) -> str | None:

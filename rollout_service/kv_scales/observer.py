@@ -79,13 +79,10 @@ class Observation:
         """Return the number of unmasked positions in this rank's passes."""
         return sum(int(tokens) for tokens in self._tokens)
 
-    def scales(
-        self, model: str, how: ScaledFrom | None = None, group: "torch.distributed.ProcessGroup | None" = None
-    ) -> KVScales:
+    def scales(self, how: ScaledFrom | None = None, group: "torch.distributed.ProcessGroup | None" = None) -> KVScales:
         """Return the scales, equal on all ranks: a collective call if ``torch.distributed`` is initialized.
 
         Args:
-            model: fingerprint or path of the model, stored in the scales.
             how: percentile and margin.
             group: the ranks whose measurements are merged; None: all.
 
@@ -96,12 +93,11 @@ class Observation:
         except InvalidRequest as error:
             mine = error  # raised after the collective call, since the other ranks would wait for this one
         every: list[dict[str, Amax]] = []
-        ranks = _gathered((mine, self.tokens), group)
-        for amax, _ in ranks:
+        for amax in _gathered(mine, group):
             if isinstance(amax, InvalidRequest):
                 raise amax
             every.append(amax)
-        return scales_from_amax(every, model=model, tokens=sum(n for _, n in ranks), how=how)
+        return scales_from_amax(every, how)
 
     def errors(self) -> dict[str, LayerError]:
         """Return layer → errors of FP8 with the given scales, on this rank. Raises InvalidRequest if none were

@@ -26,30 +26,11 @@ class LayerScales(Frozen):
     v: float = Field(gt=0, allow_inf_nan=False)
 
 
-class Provenance(Frozen):
-    """Origin of scales."""
-
-    tokens: int = Field(gt=0)
-    """Positions that were observed, over all ranks, without padding."""
-    micro_batches: int = Field(gt=0)
-    """Micro-batches of the rank that saw the most."""
-    ranks: int = Field(default=1, gt=0)
-    percentile: float = Field(gt=0, le=100)
-    """Percentile over each rank's micro-batches."""
-    margin: float = Field(gt=0, allow_inf_nan=False)
-    """Factor on the largest absolute value."""
-    power_of_two: bool = False
-    """True if scales are rounded up to a power of two."""
-
-
 class KVScales(Frozen):
     """Scales of every attention layer of a model."""
 
-    model: str
-    """The model of these scales: a fingerprint or a path, as the trainer names it."""
     layers: dict[str, LayerScales] = Field(min_length=1)
     """Scales by the attention module's name in Hugging Face's scheme: ``model.layers.0.self_attn``."""
-    provenance: Provenance
 
     def named(self) -> dict[str, float]:
         """See ``named_scales``."""
@@ -91,9 +72,7 @@ def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Ama
     return np.asarray(ordered[round(percentile / 100.0 * (len(ordered) - 1))])
 
 
-def scales_from_amax(
-    ranks: Sequence[Mapping[str, npt.ArrayLike]], *, model: str, tokens: int, how: ScaledFrom | None = None
-) -> KVScales:
+def scales_from_amax(ranks: Sequence[Mapping[str, npt.ArrayLike]], how: ScaledFrom | None = None) -> KVScales:
     """Compute scales from the largest absolute values that each rank saw.
 
         scale = max over ranks (percentile over micro-batches (amax)) · margin / 448
@@ -104,26 +83,12 @@ def scales_from_amax(
     Args:
         ranks: per rank, layer → [num_micro_batches, 3], the largest |q|, |k| and |v| of each micro-batch. Ranks may
             hold different layers (pipeline parallelism) or heads (tensor parallelism), and any number of micro-batches.
-        model: the model's fingerprint or path.
-        tokens: positions observed, over all ranks.
         how: percentile and margin.
 
     Raises InvalidRequest, with the layers' names, for zero, infinity or NaN, and if nothing was observed.
     """
     how = how or ScaledFrom()
-    layers = layer_scales(largest_of_ranks(ranks, how.percentile), how)
-    return KVScales(
-        model=model,
-        layers=layers,
-        provenance=Provenance(
-            tokens=tokens,
-            micro_batches=max(len(np.asarray(observed)) for rank in ranks for observed in rank.values()),
-            ranks=len(ranks),
-            percentile=how.percentile,
-            margin=how.margin,
-            power_of_two=how.power_of_two,
-        ),
-    )
+    return KVScales(layers=layer_scales(largest_of_ranks(ranks, how.percentile), how))
 
 
 def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: float = 99.9) -> dict[str, Amax]:
@@ -140,11 +105,6 @@ def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: f
         raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
     _require_usable(largest)
     return {layer: largest[layer] for layer in sorted(largest, key=_in_depth)}
-
-
-def measured_scales(ranks: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, float]:
-    """Return name → scale from the measurements of an engine's ranks. Arguments and errors as ``scales_from_amax``."""
-    return named_scales(layer_scales(largest_of_ranks(ranks), ScaledFrom()))
 
 
 def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom) -> dict[str, LayerScales]:

@@ -6,7 +6,7 @@ scrape, which Ray's metrics cannot guarantee (see process.py).
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
@@ -18,6 +18,7 @@ from rollout_service.metrics.process import stages
 from rollout_service.metrics.table import OURS, Metric
 from rollout_service.metrics.vllm_gauges import VllmGauges
 from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
+from rollout_service.protocol.mismatch import MismatchRow, NotJudged
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import VersionState, WeightStatus
 
@@ -25,46 +26,7 @@ MEASURED_VERSIONS = 8
 """Number of newest versions with mismatch metrics; ``GET /v1/mismatch`` has all kept ones."""
 
 
-class MismatchTokens(Protocol):
-    """Number of tokens that a replica sampled with a version. For truncated rollouts ``GET /v1/mismatch`` has no more
-    either."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def replica_id(self) -> str | None: ...
-    @property
-    def tokens(self) -> int: ...
-
-
-class MismatchStatistics(MismatchTokens, Protocol):
-    """One row of ``GET /v1/mismatch``: tokens that a replica sampled with a version, compared with the trainer."""
-
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def k1(self) -> float: ...
-    @property
-    def k3(self) -> float: ...
-    @property
-    def chi2_token(self) -> float: ...
-    @property
-    def ess_ratio(self) -> float: ...
-    @property
-    def prob_error(self) -> float: ...
-    @property
-    def abs_diff_max(self) -> float: ...
-    @property
-    def outside_ratio(self) -> float: ...
-    @property
-    def quantiles(self) -> Mapping[float, float]: ...
-    @property
-    def suspect_since(self) -> float | None: ...
-
-
-def exposition(
-    state: ServiceState, mismatch: Iterable[MismatchStatistics] = (), truncated: Iterable[MismatchTokens] = ()
-) -> bytes:
+def exposition(state: ServiceState, mismatch: Iterable[MismatchRow] = (), truncated: Iterable[NotJudged] = ()) -> bytes:
     """Return Prometheus' text format, version 0.0.4. Only rows of live replicas and of the newest versions are
     included."""
     samples = _Samples()
@@ -73,8 +35,6 @@ def exposition(
         _replica(samples, status, state)
     for version in state.versions:
         _version(samples, version, state)
-    if state.kv_scales.drift is not None:
-        samples.add(table.KV_SCALE_DRIFT, state.kv_scales.drift)
     _kv_caches(samples, {status.replica_id: status.kv_cache for status in state.fleet.replicas if status.kv_cache})
     live = {status.replica_id for status in state.fleet.replicas}
     _mismatch(samples, _current(tuple(mismatch), live))
@@ -86,7 +46,7 @@ def exposition(
     return generate_latest(registry)
 
 
-_Row = TypeVar("_Row", bound=MismatchTokens)
+_Row = TypeVar("_Row", MismatchRow, NotJudged)
 
 
 class _Samples(Collector):
@@ -162,9 +122,6 @@ def _version(samples: _Samples, status: WeightStatus, state: ServiceState) -> No
         samples.add(table.STAGED_FAILED, status.error is not None, version)
     elif version in state.committed_at:
         samples.add(table.VERSION_COMMITTED, state.committed_at[version], version)
-    for name, scale in state.kv_scales.by_version.get(version, {}).items():
-        layer, _, tensor = name.removesuffix("_scale").rpartition(".")
-        samples.add(table.KV_SCALE, scale, version, layer, tensor)
 
 
 def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
@@ -187,8 +144,7 @@ def _current(rows: Sequence[_Row], live: set[str]) -> list[_Row]:
     return [row for row in rows if row.version in newest and row.replica_id in live]
 
 
-def _mismatch(samples: _Samples, rows: Sequence[MismatchStatistics]) -> None:
-    suspect: dict[tuple[int, str | None], list[float]] = {}
+def _mismatch(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
     for row in rows:
         labels = row.version, row.replica_id
         samples.add(table.MISMATCH_TOKENS, row.tokens, *labels)
@@ -202,9 +158,6 @@ def _mismatch(samples: _Samples, rows: Sequence[MismatchStatistics]) -> None:
         samples.add(table.MISMATCH_OUTSIDE, row.outside_ratio, *labels)
         for quantile, value in row.quantiles.items():
             samples.add(table.MISMATCH_ABS_DIFF, value, *labels, quantile)
-        since = suspect.setdefault((row.version, row.replica_id), [])
-        since += [] if row.suspect_since is None else [row.suspect_since]
-    for labels_of_version, since in suspect.items():
-        samples.add(table.VERSION_SUSPECT, bool(since), *labels_of_version)
-        if since:
-            samples.add(table.SUSPECT_SINCE, min(since), *labels_of_version)
+        samples.add(table.VERSION_SUSPECT, row.suspect_since is not None, *labels)
+        if row.suspect_since is not None:
+            samples.add(table.SUSPECT_SINCE, row.suspect_since, *labels)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout_service.config import ScalingConfig
 from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
-from rollout_service.protocol.state import KVScalesState, ServiceState
+from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
@@ -47,12 +47,7 @@ class FleetHistory:
         if replica_id in self._states:
             self._states[replica_id] = "draining"
 
-    async def state(
-        self,
-        fleet: Fleet,
-        versions: tuple[WeightStatus, ...],
-        kv_scales: KVScalesState | None = None,
-    ) -> ServiceState:
+    async def state(self, fleet: Fleet, versions: tuple[WeightStatus, ...]) -> ServiceState:
         """Return the current state of the service."""
         committed = [status.version for status in versions if status.state != "staged"]
         for version, at in (await asyncio.to_thread(self._commit_times, committed)).items():
@@ -71,7 +66,6 @@ class FleetHistory:
             replica_failures=self._failures,
             log_bytes=log_bytes,
             log_free_bytes=free_bytes(self._log.root),
-            kv_scales=kv_scales or KVScalesState(),
         )
 
     def _commit_times(self, versions: list[int]) -> dict[int, float]:

@@ -246,14 +246,6 @@ LOG_FREE_BYTES = _service("log_free_bytes", "gauge", "bytes", (), "Free bytes on
 
 # --- the KV cache and its scales: docs/kv_scales.md
 
-KV_SCALE = _service(
-    "kv_scale", "gauge", "", ("version", "layer", "tensor"),
-    "Scale of the FP8 KV cache for q, k and v of each layer, where it is known.",
-)  # fmt: skip
-KV_SCALE_DRIFT = _service(
-    "kv_scale_drift_ratio", "gauge", "ratio", (),
-    "Largest relative change of a KV scale between the newest version and the one before; missing until there are two.",
-)  # fmt: skip
 KV_CACHE_FP8 = _service(
     "kv_cache_fp8", "gauge", "", ("replica",),
     "1: it keeps keys and values in FP8; 0: in BF16. GET /v1/fleet says why.",

@@ -1,21 +1,8 @@
 """Snapshot of the whole service, which the ingest sends to the gateway for ``GET /metrics``."""
 
-from pydantic import Field
-
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.weights import WeightStatus
-
-
-class KVScalesState(Frozen):
-    """Scales of the FP8 KV cache."""
-
-    by_version: dict[int, dict[str, float]] = Field(default_factory=dict)
-    """Version → ``<attention layer>.{q,k,v}_scale`` → scale. Versions with scales of 1, or not yet measured, are left
-    out."""
-    drift: float | None = None
-    """The largest ratio, minus 1, between a scale of the newest version and the same one of the version before; None:
-    unknown."""
 
 
 class ServiceState(Frozen):
@@ -36,4 +23,3 @@ class ServiceState(Frozen):
     """Number of replicas that failed, or ended without draining."""
     log_bytes: int
     log_free_bytes: int
-    kv_scales: KVScalesState = KVScalesState()

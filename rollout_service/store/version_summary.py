@@ -15,8 +15,6 @@ class VersionSummary(NamedTuple):
     """Digest in LATEST, by which replicas identify the version."""
     total_bytes: int
     kv_scales_from: KVScalesFrom
-    kv_scales: dict[str, float] | None
-    """KV scales of the manifest, or as they were published since."""
     label: str | None
     rollback_of: int | None
     delta_of: int | None
@@ -37,7 +35,6 @@ class VersionSummary(NamedTuple):
             digest,
             manifest.total_bytes,
             manifest.kv_scales_from,
-            manifest.kv_scales,
             manifest.label,
             manifest.rollback_of,
             None if begin is None or begin.delta is None else begin.delta.base,

@@ -47,8 +47,8 @@ async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_wit
     assert await one.engine.score("after", tuple(BATCH[0])) == before
 
     exact = ScaledFrom(power_of_two=False)
-    mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=ranks[0].tokens, how=exact).named()
-    trainer = measured_by_a_trainer(one, folder).scales("loud", exact)
+    mine = scales_from_amax([rank.amax for rank in ranks], how=exact).named()
+    trainer = measured_by_a_trainer(one, folder).scales(exact)
     assert ranks[0].tokens == sum(map(len, BATCH))
     assert {name: pytest.approx(scale, rel=AGREE) for name, scale in mine.items()} == trainer.named()
 
@@ -94,13 +94,11 @@ async def difference_with_scales_of_two_ranks(one: OneEngine, agree: float, fp8:
     assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
     amax, exact = [rank.amax for rank in ranks], ScaledFrom(power_of_two=False)
     trainer = measured_by_a_trainer(one, folder)
-    mine = scales_from_amax(amax, model="loud", tokens=1, how=exact).named()
-    assert {name: pytest.approx(scale, rel=agree) for name, scale in mine.items()} == trainer.scales(
-        "loud", exact
-    ).named()
-    scales = scales_from_amax(amax, model="loud", tokens=1).named()
+    mine = scales_from_amax(amax, how=exact).named()
+    assert {name: pytest.approx(scale, rel=agree) for name, scale in mine.items()} == trainer.scales(exact).named()
+    scales = scales_from_amax(amax).named()
     if not fp8:  # else one may fall on either side of a power of two
-        assert scales == trainer.scales("loud").named()
+        assert scales == trainer.scales().named()
     await one.set_kv_scales(scales)
     held = await one.kv_scales_of_ranks()
     assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {

@@ -34,7 +34,7 @@ def calibrated(one: OneEngine, folder: Path) -> dict[str, float]:
     with torch.no_grad(), observe_qkv(model) as observation:
         for prompt in PROMPTS:
             model(torch.tensor([prompt]))
-    return observation.scales("loud").named()
+    return observation.scales().named()
 
 
 async def long_rollouts(one: OneEngine) -> list[asyncio.Task[tuple[Completion, ...]]]:

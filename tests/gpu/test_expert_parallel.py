@@ -79,7 +79,7 @@ async def scaled_as_measured(one: OneEngine, scales: dict[str, float] | None) ->
     ranks = [rank.amax for rank in await one.measured(BATCH)]
     assert len(ranks) == one.config.engine.tensor_parallel_size
     assert len(ranks) == 1 or ranks[0] != ranks[1]  # each has heads of its own
-    scales = scales or scales_from_amax(ranks, model="experts", tokens=1).named()
+    scales = scales or scales_from_amax(ranks).named()
     await one.set_kv_scales(scales)
     for held in await one.kv_scales_of_ranks():
         assert {name: set(copies) for name, copies in held.items()} == {name: {s} for name, s in scales.items()}

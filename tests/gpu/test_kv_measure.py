@@ -23,11 +23,11 @@ async def test_a_compiled_engine_measures_and_uses_correct_kv_scales(
         assert await one.engine.score("after", tuple(BATCH[0])) == before
 
         exact = ScaledFrom(power_of_two=False)
-        mine = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1, how=exact).named()
-        trainer = measured_by_a_trainer(one, folder).scales("loud", exact).named()
+        mine = scales_from_amax([rank.amax for rank in ranks], how=exact).named()
+        trainer = measured_by_a_trainer(one, folder).scales(exact).named()
         # FP8 weights and activations on one side: 3% on the CPU
         assert {name: pytest.approx(scale, rel=4 * AGREE) for name, scale in mine.items()} == trainer
 
-        rounded = scales_from_amax([rank.amax for rank in ranks], model="loud", tokens=1).named()
+        rounded = scales_from_amax([rank.amax for rank in ranks]).named()
         await one.set_kv_scales(rounded)
         assert await mean_difference(one, folder, fp8=True) < 2 * CALIBRATED_MEAN

@@ -13,7 +13,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, InvalidRequest, NotFound, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.ray_objects import Bucket, RefSource
-from rollout_service.kv_scales import KVScales, LayerScales, Provenance
+from rollout_service.kv_scales import KVScales, LayerScales
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, ObjectSource
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
@@ -64,8 +64,7 @@ async def test_kv_scales_pushed_with_references_belong_to_the_version(
     actor: ray.actor.ActorHandle, tmp_path: Path, weights: Weights
 ) -> None:
     layers = {"model.layers.0.self_attn": LayerScales(q=0.5, k=2.5, v=0.125)}
-    how = Provenance(tokens=1, micro_batches=1, percentile=100, margin=1)
-    scales, refs = KVScales(model="m", layers=layers, provenance=how), ray.put(weights)
+    scales, refs = KVScales(layers=layers), ray.put(weights)
     first = await push_refs(actor, 1, refs, wait="none", kv_scales=scales)
     assert await push_refs(actor, 1, refs, wait="none", kv_scales=scales) == first
     assert WeightLog(tmp_path / "actor").manifest(1).kv_scales == scales.named()

@@ -29,7 +29,7 @@ def calibrated_errors(model: PreTrainedModel) -> dict[str, LayerError]:
     with torch.no_grad():
         with observe_qkv(model) as first:
             model(tokens(0))
-        with observe_qkv(model, measured_with=first.scales("m")) as second:
+        with observe_qkv(model, measured_with=first.scales()) as second:
             model(tokens(0))
     return second.errors()
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_service.kv_scales.scales import measured_scales
+from rollout_service.kv_scales import scales_from_amax
 from tests.unit.kv_scales.measured import LAYER, Calibrating, measured, scales_of
 
 NAN, INF = float("nan"), float("inf")
@@ -26,16 +26,9 @@ def test_the_largest_of_all_ranks_and_passes_counts(ingest: Calibrating) -> None
 @given(st.lists(st.tuples(*[st.floats(1e-6, 1e9)] * 3), min_size=1, max_size=5))
 @settings(max_examples=50, deadline=None)
 def test_no_value_saturates_with_the_scales_made_of_it(passes: list[tuple[float, float, float]]) -> None:
-    scales = measured_scales([{LAYER: passes}])
+    scales = scales_from_amax([{LAYER: passes}]).named()
     for values, scale in zip(zip(*passes, strict=True), scales.values(), strict=True):
         assert max(values) <= 448 * scale <= 2 * 1.05 * max(values)
-
-
-def test_the_change_since_the_version_before_is_told(ingest: Calibrating) -> None:
-    ingest.measure(0, measured((224, 224, 224)))
-    assert ingest.scales.drift is None
-    ingest.measure(1, measured((224, 224, 112)))
-    assert ingest.scales.drift == 1.0
 
 
 class TestFailedMeasurement:

@@ -24,23 +24,19 @@ ONE = {"layers.0": [[448.0, 896.0, 4.48]]}
 
 class TestScale:
     def test_a_scale_is_amax_times_margin_over_448(self) -> None:
-        scales = scales_from_amax([ONE], model="m", tokens=3, how=ScaledFrom(power_of_two=False))
+        scales = scales_from_amax([ONE], how=ScaledFrom(power_of_two=False))
         assert scales.layers["layers.0"] == LayerScales(q=1.05, k=2 * 1.05, v=4.48 * 1.05 / 448)
-        assert not scales.provenance.power_of_two
 
     def test_then_it_is_rounded_up_to_a_power_of_two(self) -> None:
-        scales = scales_from_amax([ONE], model="m", tokens=3)
+        scales = scales_from_amax([ONE])
         assert scales.layers["layers.0"] == LayerScales(q=2, k=4, v=1 / 64)
-        assert scales.provenance.power_of_two
         assert [rounded_up(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
 
     def test_a_power_of_two_leaves_the_codes_of_ordinary_values(self) -> None:
         x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).clamp(min=2**-6)
         amax = [[float(x.max())] * 3]
-        scale = scales_from_amax([{"l.0": amax}], model="m", tokens=1).layers["l.0"].k
-        exact = (
-            scales_from_amax([{"l.0": amax}], model="m", tokens=1, how=ScaledFrom(power_of_two=False)).layers["l.0"].k
-        )
+        scale = scales_from_amax([{"l.0": amax}]).layers["l.0"].k
+        exact = scales_from_amax([{"l.0": amax}], how=ScaledFrom(power_of_two=False)).layers["l.0"].k
         assert scale < 1 and torch.equal(fp8_round_trip(x, scale), fp8_round_trip(x, 1.0))
         assert not torch.equal(fp8_round_trip(x, exact), fp8_round_trip(x, 1.0))
 
@@ -76,23 +72,17 @@ class TestPercentile:
 
     def test_of_a_thousand_the_default_leaves_the_largest_out(self) -> None:
         amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
-        scales = scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(margin=448))
+        scales = scales_from_amax([amax], how=ScaledFrom(margin=448))
         assert scales.layers["layers.0"].q == 1
-        assert (
-            scales_from_amax([amax], model="m", tokens=1, how=ScaledFrom(percentile=100, margin=448))
-            .layers["layers.0"]
-            .q
-            == 128
-        )
+        assert scales_from_amax([amax], how=ScaledFrom(percentile=100, margin=448)).layers["layers.0"].q == 128
 
 
 class TestRanks:
     def test_the_largest_rank_counts_and_ranks_may_hold_other_layers(self) -> None:
         ranks = [{"l.2": torch.tensor([[1.0, 5.0, 1.0]])}, {"l.2": [[2.0, 3.0, 1.0]], "l.10": [[1.0, 1.0, 1.0]]}]
-        scales = scales_from_amax(ranks, model="m", tokens=1, how=ScaledFrom(margin=448))
+        scales = scales_from_amax(ranks, how=ScaledFrom(margin=448))
         assert list(scales.layers) == ["l.2", "l.10"]
         assert scales.layers["l.2"] == LayerScales(q=2, k=8, v=1)
-        assert scales.provenance.ranks == 2
 
     def test_the_largest_values_of_any_rank_in_order_of_depth(self) -> None:
         ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
@@ -105,20 +95,20 @@ class TestRefused:
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_one_pass_with_nan_or_infinity_is_refused_by_layer(self, bad: float) -> None:
         with pytest.raises(InvalidRequest, match=r"l\.0: .*1 of 2000 micro-batches"):
-            scales_from_amax([{"l.0": [[1.0, 1.0, 1.0]] * 1999 + [[1.0, bad, 1.0]]}], model="m", tokens=1)
+            scales_from_amax([{"l.0": [[1.0, 1.0, 1.0]] * 1999 + [[1.0, bad, 1.0]]}])
 
     def test_what_gives_no_scale_is_refused(self) -> None:
         with pytest.raises(InvalidRequest, match=r"zero throughout.*l\.0\.v"):
-            scales_from_amax([{"l.0": [[1.0, 1.0, 0.0]]}], model="m", tokens=1)
+            scales_from_amax([{"l.0": [[1.0, 1.0, 0.0]]}])
         with pytest.raises(InvalidRequest, match="forward pass"):
-            scales_from_amax([{}], model="m", tokens=0)
+            scales_from_amax([{}])
         with pytest.raises(InvalidRequest, match=r"\[3\]"):
-            scales_from_amax([{"l.0": [1.0, 1.0, 1.0]}], model="m", tokens=1)
+            scales_from_amax([{"l.0": [1.0, 1.0, 1.0]}])
 
 
 class TestScales:
     def test_the_names_are_those_of_a_checkpoint(self) -> None:
-        assert list(scales_from_amax([ONE], model="m", tokens=3).named()) == [f"layers.0.{x}_scale" for x in "qkv"]
+        assert list(scales_from_amax([ONE]).named()) == [f"layers.0.{x}_scale" for x in "qkv"]
 
     @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
     def test_a_scale_is_positive_and_finite(self, bad: float) -> None:
@@ -126,7 +116,7 @@ class TestScales:
             LayerScales(q=1, k=bad, v=1)
 
     def test_scales_of_another_model_name_what_does_not_fit(self) -> None:
-        scales = scales_from_amax([ONE], model="m", tokens=3)
+        scales = scales_from_amax([ONE])
         scales.require_layers(["layers.0"])
         with pytest.raises(InvalidRequest, match=r"missing \['layers.1'\], unknown \['layers.0'\]"):
             scales.require_layers(["layers.1"])

@@ -10,7 +10,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, VersionConflict
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.kv_scales import KVScales, LayerScales, Provenance
+from rollout_service.kv_scales import KVScales, LayerScales
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, upload_digest, with_kv_scales
 from rollout_service.store.log import WeightLog
@@ -182,8 +182,7 @@ class TestAgain:
 
 def observed(**scales: float) -> KVScales:
     """As ``calibration`` gives them."""
-    how = Provenance(tokens=64, micro_batches=1, percentile=99.9, margin=1.05)
-    return KVScales(model="one layer", layers={LAYER: LayerScales(**scales)}, provenance=how)
+    return KVScales(layers={LAYER: LayerScales(**scales)})
 
 
 class TestClient:

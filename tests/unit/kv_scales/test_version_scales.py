@@ -13,7 +13,6 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales.coordinator import (
     KV_SCALES_FILE,
     VersionScales,
-    drift,
     read_result,
     write_result,
 )
@@ -166,7 +165,7 @@ class TestRestart:
     def test_it_knows_what_was_published(self, ingest: Calibrating, start: Restart) -> None:
         result = ingest.publish(0, ONE)
         again = start()
-        assert again.scales.published(0) == result and again.scales.drift is None
+        assert again.scales.published(0) == result
         assert again.scales.newest == SCALES and again.publish(0, TWO) == result
 
     def test_scales_of_before_are_known_while_the_newest_awaits(self, ingest: Calibrating, start: Restart) -> None:
@@ -189,15 +188,6 @@ class TestRestart:
             start()
         path.write_text(sound)
         assert start().scales.newest == SCALES
-
-
-class TestDrift:
-    def test_it_is_the_largest_factor_between_scales_of_one_name(self) -> None:
-        before, after = scales_of(0.5, 2.5, 0.125), scales_of(0.5, 2.75, 0.125)
-        assert drift(None, before) is drift(before, None) is None
-        assert drift(before, before) == 0
-        assert drift(before, after) == drift(after, before) == pytest.approx(2.75 / 2.5 - 1)
-        assert drift(before, {**after, f"{LAYER}.v_scale": 0.0625}) == 1.0
 
 
 MEASURED = KVScaleResult(

@@ -23,7 +23,7 @@ def scales_of(rank: int, store: str) -> KVScales:
         model = sharded(small_model("qwen3"))
         with observe_qkv(model) as observation:
             model(tokens(rank), use_cache=False).logits.float().square().mean().backward()
-        return observation.scales("m")
+        return observation.scales()
     finally:
         torch.distributed.destroy_process_group()
 

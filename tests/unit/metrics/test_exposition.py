@@ -1,48 +1,45 @@
 """``GET /metrics``: exact, of what is there now, and readable by Prometheus."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchStatistics, exposition
+from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchRow, exposition
 from rollout_service.metrics.table import OURS
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import NotJudged
-from rollout_service.protocol.state import KVScalesState, ServiceState
+from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import WeightStatus
 
 NOW = 1000.0
 LAYER = "model.layers.0.self_attn"
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the monitor's table."""
-
-    version: int
-    replica_id: str | None = "a"
-    suspect_since: float | None = None
-    tokens: int = 5000
-    sequences: int = 40
-    k1: float = -0.001
-    k3: float = 0.002
-    chi2_token: float = 0.004
-    ess_ratio: float = 0.97
-    prob_error: float = 1.02
-    abs_diff_max: float = 3.0
-    outside_ratio: float = 0.01
-    quantiles: Mapping[float, float] = field(default_factory=lambda: {0.5: 0.01, 0.999: 1.5})
+def row(version: int, replica_id: str | None = "a", suspect_since: float | None = None) -> MismatchRow:
+    """Return a row of the monitor's table."""
+    return MismatchRow(
+        version=version,
+        replica_id=replica_id,
+        tokens=5000,
+        sequences=40,
+        k1=-0.001,
+        k3=0.002,
+        chi2_token=0.004,
+        chi2_seq=None,
+        ess_ratio=0.97,
+        prob_error=1.02,
+        abs_diff_max=3.0,
+        outside_ratio=0.01,
+        quantiles={0.5: 0.01, 0.999: 1.5},
+        suspect_since=suspect_since,
+    )
 
 
 def state(
     *replicas: ReplicaStatus,
     versions: tuple[WeightStatus, ...] = (),
     latest: int = 9,
-    kv_scales: KVScalesState | None = None,
 ) -> ServiceState:
     return ServiceState(
         at=NOW,
@@ -55,7 +52,6 @@ def state(
         replica_failures=1,
         log_bytes=4096,
         log_free_bytes=1 << 30,
-        kv_scales=kv_scales or KVScalesState(),
     )
 
 
@@ -72,7 +68,7 @@ def kv_cache(measured: int | None, k_saturated: float = 0.0, **unfit: str) -> KV
     return KVCacheStatus(choice=choice, saturated=saturated, measured_version=measured, measured_s=0.25, unfit=unfit)
 
 
-def samples(of: ServiceState, *rows: MismatchStatistics, truncated: tuple[NotJudged, ...] = ()) -> list[Sample]:
+def samples(of: ServiceState, *rows: MismatchRow, truncated: tuple[NotJudged, ...] = ()) -> list[Sample]:
     text = exposition(of, rows, truncated).decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
@@ -85,7 +81,7 @@ def values(found: list[Sample], name: str) -> dict[tuple[str, ...], float]:
     return {tuple(sample.labels.values()): sample.value for sample in found if sample.name == name}
 
 
-def full() -> tuple[ServiceState, Row]:
+def full() -> tuple[ServiceState, MismatchRow]:
     """A state that has something of everything."""
     timings = UpdateTimings(stage_s=0.5, closed_s=0.25, load_s=0.2)
     versions = (
@@ -94,8 +90,7 @@ def full() -> tuple[ServiceState, Row]:
         WeightStatus(version=10, state="staged", total_bytes=100, missing_parts=(1, 2)),
     )
     one = replica("a", 8, update=timings, running=7, age_s=0.5, kv_cache=kv_cache(8))
-    scales = KVScalesState(by_version={8: {f"{LAYER}.k_scale": 2.0}}, drift=1.0)
-    return state(one, versions=versions, kv_scales=scales), Row(9, suspect_since=950.0)
+    return state(one, versions=versions), row(9, suspect_since=950.0)
 
 
 class TestServiceState:
@@ -123,7 +118,7 @@ class TestServiceState:
     def test_dead_replicas_and_removed_versions_are_not_exported(self) -> None:
         before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
         after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
-        rows = [Row(9, "a"), Row(9, "b")]
+        rows = [row(9, "a"), row(9, "b")]
         assert {s.labels["replica"] for s in samples(before, *rows) if "replica" in s.labels} == {"a", "b"}
         assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
         assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
@@ -139,17 +134,17 @@ class TestServiceState:
         assert shown == {(str(version), "a"): 5 for version in range(100 - MEASURED_VERSIONS, 100)}
 
     def test_of_ever_growing_versions_the_newest_measured_are_shown(self) -> None:
-        rows = [Row(version) for version in range(100)]
+        rows = [row(version) for version in range(100)]
         found = samples(state(replica("a", 99)), *rows)
         versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
         assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
 
     def test_rows_merged_over_replicas_are_not_exported(self) -> None:
-        found = samples(state(replica("a", 9)), Row(9), Row(9, replica_id=None))
+        found = samples(state(replica("a", 9)), row(9), row(9, replica_id=None))
         assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
 
     def test_a_version_is_suspect_on_the_replica_that_is(self) -> None:
-        rows = [Row(9, "a", suspect_since=960.0), Row(9, "b"), Row(8, "a", suspect_since=910.0)]
+        rows = [row(9, "a", suspect_since=960.0), row(9, "b"), row(8, "a", suspect_since=910.0)]
         found = samples(state(replica("a", 9), replica("b", 9)), *rows)
         flags = {
             (s.labels["version"], s.labels["replica"]): s.value for s in found if s.name == "rollout_version_suspect"
@@ -172,23 +167,6 @@ class TestServiceState:
 
 
 class TestKVCache:
-    def test_kv_scales_have_version_layer_and_tensor_labels(self) -> None:
-        named = {f"{LAYER}.{tensor}_scale": scale for tensor, scale in zip("qkv", (0.5, 2.0, 0.125), strict=True)}
-        known = KVScalesState(by_version={7: named, 8: named, 9: {**named, f"{LAYER}.k_scale": 4.0}}, drift=1.0)
-        versions = tuple(WeightStatus(version=version, state="live") for version in (8, 9, 10))
-        found = samples(state(versions=versions, kv_scales=known))
-        scales = {
-            (s.labels["version"], s.labels["layer"], s.labels["tensor"]): s.value
-            for s in found
-            if s.name == "rollout_kv_scale"
-        }
-        expected = {"q": 0.5, "k": 2.0, "v": 0.125}
-        assert scales == {
-            **{("8", LAYER, tensor): scale for tensor, scale in expected.items()},
-            **{("9", LAYER, tensor): scale for tensor, scale in {**expected, "k": 4.0}.items()},
-        }
-        assert values(found, "rollout_kv_scale_drift_ratio") == {(): 1.0}
-
     def test_only_the_newest_versions_kv_measurements_are_exported(self) -> None:
         found = samples(
             state(
