@@ -1,14 +1,20 @@
-"""The control routes: pause, resume and fleet. All need authorization."""
+"""The control routes: pause, resume, sleep and fleet. All need authorization.
 
-from typing import Annotated
+Paths, parameters and replies of sleep follow vLLM 0.32: ``entrypoints/serve/dev/sleep/api_router.py``.
+``engine/sleeping.py`` describes what an engine does.
+"""
+
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
 from rollout_service.errors import Asleep, InvalidRequest, Overtaken
-from rollout_service.gateway.dependencies import Here
+from rollout_service.fleet.coordinator import SLEEP_TAGS
+from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.readiness import known_fleet
 from rollout_service.gateway.routes import GuardedRoute
-from rollout_service.protocol.fleet import Fleet, PauseMode
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.fleet import Fleet, PauseMode, SleepTag
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["control"], route_class=GuardedRoute)
@@ -49,3 +55,71 @@ async def fleet(services: Here) -> Fleet:
     """Return the live replicas and the newest committed version. Answers 503 with the reason if the ingest does not
     reply."""
     return await known_fleet(services.ingest, services.not_running)
+
+
+class FellAsleep(Frozen):
+    """Reply of ``POST /sleep``."""
+
+    status: Literal["sleeping"] = "sleeping"
+    level: int
+
+
+class WokeUp(Frozen):
+    """Reply of ``POST /wake_up``."""
+
+    status: Literal["awake", "sleeping"]
+    tags: tuple[SleepTag, ...] | None
+    """The tags of the request. None: all."""
+
+
+class IsSleeping(Frozen):
+    """Reply of ``GET /is_sleeping``."""
+
+    is_sleeping: bool
+
+
+@router.post("/sleep", responses=documented(InvalidRequest, Overtaken))
+async def sleep(
+    services: Here, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort", timeout_s: TimeoutS = 600.0
+) -> FellAsleep:
+    """Free the weights, the staging buffer and the KV cache of every engine; answers when all are freed.
+
+    ``level`` 1 and 2 are the same, because weights are reloaded from the version log. ``mode`` decides the fate of
+    running rollouts, as for ``/pause``. Requests are queued until ``/wake_up``; versions may be pushed meanwhile.
+    Answers 409 if another command arrives before every replica has obeyed.
+    """
+    _require_sleep_mode(services)
+    if level == 0:
+        raise InvalidRequest("POST /sleep?level=0 frees no memory: POST /pause stops the engines, /resume goes on")
+    await services.ingest.sleep(mode, timeout_s)
+    return FellAsleep(level=level)
+
+
+@router.post("/wake_up", responses=documented(InvalidRequest, Overtaken, Asleep))
+async def wake_up(
+    services: Here,
+    tags: Annotated[list[SleepTag] | None, Query(max_length=len(SLEEP_TAGS))] = None,
+    timeout_s: TimeoutS = 600.0,
+) -> WokeUp:
+    """Reallocate the memory of every engine, load the newest version and resume; answers when all serve it.
+
+    ``tags``: wake up only a part. Engines stay asleep until all tags were requested. Weights pushed before that go into
+    the log, which needs no awake engine.
+    """
+    _require_sleep_mode(services)
+    awake = await services.ingest.wake_up(tuple(tags or SLEEP_TAGS), timeout_s)
+    return WokeUp(status="awake" if awake else "sleeping", tags=None if tags is None else tuple(tags))
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(services: Here) -> IsSleeping:
+    """Return true if sleep was requested and every live engine is asleep."""
+    return IsSleeping(is_sleeping=await services.ingest.is_sleeping())
+
+
+def _require_sleep_mode(services: Services) -> None:
+    if not services.may_sleep:
+        raise InvalidRequest(
+            "the engines of this service cannot sleep: set engine.enable_sleep_mode: true in its configuration and "
+            "start it anew"
+        )

@@ -19,7 +19,6 @@ from rollout_service.gateway import (
     metrics,
     mismatch,
     models,
-    sleep,
     update_weights,
     vllm_weights,
     weights,
@@ -39,7 +38,7 @@ from rollout_service.web.errors import install_error_handlers
 logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, completions, openai, sessions, models),
-    *(weights, update_weights, vllm_weights, mismatch, control, sleep, metrics),
+    *(weights, update_weights, vllm_weights, mismatch, control, metrics),
     *(sglang, areal),
 )
 """All route modules: data routes, routes that need authorization, metrics, and the APIs of other servers."""
