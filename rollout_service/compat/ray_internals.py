@@ -1,23 +1,11 @@
-"""Undocumented names of Ray that this package uses, and the check that they exist.
-
-The check runs when this file is imported. Nothing here replaces code of Ray.
-"""
+"""Undocumented names of Ray that this package uses. Nothing here replaces code of Ray."""
 
 import asyncio
 import time
 
-from rollout_service.compat.private_names import PrivateName, require_names
+from rollout_service.compat.versions import require_release
 
-_READ_IN = "Ray 2.60.0"
-NAMES = (
-    PrivateName("ray.serve._private.constants", "SERVE_CONTROLLER_NAME", _READ_IN),
-    PrivateName("ray.serve._private.constants", "SERVE_NAMESPACE", _READ_IN),
-    PrivateName("ray.serve._private.controller", "ServeController.check_alive", _READ_IN, ("self",)),
-    PrivateName("ray.serve._private.controller", "ServeController.get_http_config", _READ_IN, ("self",)),
-    PrivateName("ray.serve._private.controller", "ServeController.graceful_shutdown", _READ_IN, ("self", "wait")),
-)
-
-require_names(("ray",), NAMES)  # before the imports below, so that all missing names are reported at once
+require_release(("ray",), "2.60")  # before the imports below, whose errors would not say the reason
 
 import ray
 from ray import serve

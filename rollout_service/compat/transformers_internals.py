@@ -1,33 +1,12 @@
-"""Undocumented names of transformers that this package uses, and the check that they exist.
+"""Undocumented names of transformers that this package uses.
 
-The check runs when this file is imported. Nothing here replaces code of transformers: functions are registered through
+Nothing here replaces code of transformers: functions are registered through
 ``AttentionInterface``, which is documented, and removed again.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rollout_service.compat.private_names import PrivateName, require_names
-
-_READ_IN = "transformers 5.19.0"
-NAMES = (
-    PrivateName("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", _READ_IN),
-    PrivateName("transformers.modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict", _READ_IN),
-    PrivateName("transformers.modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_unexpected", _READ_IN),
-    PrivateName("transformers.modeling_utils", "PreTrainedModel.base_model_prefix", _READ_IN),
-    PrivateName("transformers.core_model_loading", "revert_weight_conversion", _READ_IN, ("model", "state_dict")),
-    PrivateName("transformers", "PretrainedConfig._attn_implementation", _READ_IN),
-    PrivateName("transformers.activations", "SiLUActivation", _READ_IN),
-    PrivateName(
-        "transformers.models.qwen3.modeling_qwen3",  # the same in the file of every other model
-        "eager_attention_forward",
-        _READ_IN,
-        ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"),
-    ),
-)
-
-require_names(("transformers",), NAMES)  # before the imports below, so that all missing names are reported at once
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel

@@ -1,11 +1,11 @@
-"""Names that a library does not document stand in one file per library, and that file notices when one is gone.
+"""Names that a library does not document stand in one file per library, and are as they were read.
 
 What counts as private, of vLLM, Ray and transformers:
 - an import of a module that is not in DOCUMENTED;
 - a name that begins with one underscore: imported, read or set on an object that is not the code's own, or spelled out
   in a string for ``getattr`` and its like, where it is not one of this package's own names;
 - an attribute of vLLM's objects that only UNDOCUMENTED names;
-- ``setattr`` and ``delattr``, by which anything could be set.
+- ``setattr`` and ``delattr`` on anything but a class of the same file.
 Python's own protocols (``__name__``) and the documented methods of its named tuples do not count.
 """
 
@@ -13,13 +13,12 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from rollout_service.compat import ray_internals, transformers_internals, vllm_attention, vllm_internals
-from rollout_service.compat.private_names import PrivateName, PrivateNameMissing, require_names
+from rollout_service.compat.versions import UnsupportedRelease, require_release
+from tests.unit.compat.names import NAMES
+from tests.unit.compat.private_names import PrivateName, problem, read
 
 PACKAGE = Path(__file__).parents[3] / "rollout_service"
 INTERNALS = {
@@ -102,12 +101,13 @@ def private_imports(module: str, names: list[str]) -> Iterator[str]:
 
 
 def private_by_name(call: ast.Call, own: set[str]) -> bool:
-    """Whether it is ``setattr``, or ``getattr`` of a name with an underscore, as far as that can be read off."""
+    """Return True for ``setattr`` on others' objects, and for ``getattr`` of a name with an underscore."""
     if not isinstance(call.func, ast.Name) or call.func.id not in BY_NAME:
         return False
     start = call.args[1].values[0] if isinstance(call.args[1], ast.JoinedStr) else call.args[1]
     private = isinstance(start, ast.Constant) and PRIVATE.match(str(start.value)) and start.value not in own
-    return call.func.id in ("setattr", "delattr") or bool(private)
+    sets = call.func.id in ("setattr", "delattr") and ast.unparse(call.args[0]) not in own
+    return sets or bool(private)
 
 
 def own_names(tree: ast.Module) -> Iterator[str]:
@@ -178,66 +178,28 @@ def test_what_is_public_or_our_own_is_not_taken_for_private(source: str) -> None
     assert list(private_uses(source)) == []
 
 
-@pytest.mark.parametrize("internals", [vllm_internals, vllm_attention, ray_internals, transformers_internals])
-def test_the_check_at_the_start_names_each_name_that_is_gone(internals: Any) -> None:
-    """Against libraries of the same modules with nothing in them."""
-    for name in (name for name in internals.NAMES if not name.only_source):
-        with pytest.raises(PrivateNameMissing, match=re.escape(f"{name.module}.{name.name} (read in {name.read_in})")):
-            require_names(("vllm",), [name], lambda module: SimpleNamespace())
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: f"{name.module}.{name.name}")
+def test_a_private_name_is_as_it_was_read(name: PrivateName) -> None:
+    assert problem(name) is None
 
 
-def library(**names: Any) -> Any:
-    return lambda module: SimpleNamespace(**names)
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        (read("vllm.envs", "no_such"), "is not there"),
+        (read("vllm.no_such", "a"), "is not there"),
+        (read("vllm.envs", "enable_envs_cache", takes="seconds"), r"takes \(\) now, not \(seconds\)"),
+        (read("vllm.config", "CompilationConfig", gives="no_such"), "gives its objects no no_such"),
+        (read("vllm.v1.worker.gpu_worker", "Nobody", gives="a", only_source=True), "does not define Nobody"),
+    ],
+)
+def test_a_name_that_has_changed_is_found(name: PrivateName, found: str) -> None:
+    assert re.search(found, problem(name) or "")
 
 
-class Kernel:
-    """As a library might have it."""
-
-    field: int = 0
-
-    def __init__(self) -> None:
-        self.live = 1
-
-    @property
-    def computed(self) -> int:
-        return 2
-
-    def run(self, weight: object, *, fast: bool = False) -> None:
-        """Nothing."""
-
-
-class Faster(Kernel):
-    """Has what its base has."""
-
-
-@pytest.mark.parametrize("assigns", ["live", "computed", "field"])
-def test_attributes_assigned_in_a_class_or_its_bases_are_found(assigns: str) -> None:
-    require_names(("x",), [PrivateName("m", "K", "x 1", assigns=(assigns,))], library(K=Faster))
-    with pytest.raises(PrivateNameMissing, match=r"m\.K \(read in x 1\) gives its objects no gone any more"):
-        require_names(("x",), [PrivateName("m", "K", "x 1", assigns=(assigns, "gone"))], library(K=Faster))
-
-
-def test_another_signature_is_named_with_both() -> None:
-    name = PrivateName("m", "K.run", "x 1", ("self", "weight", "fast"))
-    require_names(("x",), [name], library(K=Kernel))
-    with pytest.raises(PrivateNameMissing, match=r"m\.K\.run .* takes \(self, layer\) now, not \(self, weight, fast\)"):
-        require_names(("x",), [name], library(K=SimpleNamespace(run=lambda self, layer: None)))
-    with pytest.raises(PrivateNameMissing, match="is no function any more, but int"):
-        require_names(("x",), [name], library(K=SimpleNamespace(run=3)))
-
-
-def test_all_missing_names_are_listed_with_the_installed_version() -> None:
-    names = [PrivateName("m", "first", "ray 1"), PrivateName("m", "second", "ray 1")]
-    with pytest.raises(PrivateNameMissing, match=r"^ray 2\S+ is not .*m\.first \(read in.*m\.second \(read in"):
-        require_names(("no-such-distribution", "ray"), names, library())
-
-
-def test_a_large_module_is_read_and_not_imported() -> None:
-    source_only = [name for name in vllm_internals.NAMES if name.only_source]
-    assert {"weight_transfer_engine", "alibi_slopes"} <= {a for name in source_only for a in name.assigns}
-    gone = PrivateName("vllm.v1.worker.gpu_worker", "Worker", "vLLM 1", assigns=("no_such",), only_source=True)
-    with pytest.raises(PrivateNameMissing, match="gives its objects no no_such any more"):
-        require_names(("vllm",), [gone])
-    for module, what in (("vllm.v1.worker.gpu_worker", "does not define Nobody"), ("vllm.no_such", "No module named")):
-        with pytest.raises(PrivateNameMissing, match=what):
-            require_names(("vllm",), [PrivateName(module, "Nobody", "vLLM 1", assigns=("a",), only_source=True)])
+def test_another_release_is_refused_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_release(("no-such-distribution", "ray"), "2.60")
+    with pytest.raises(UnsupportedRelease, match=r"^ray 2\.60\.\S+ is installed, but .* for ray 2\.59: install"):
+        require_release(("ray",), "2.59")
+    monkeypatch.setenv("ROLLOUT_SERVICE_ANY_RELEASE", "1")
+    require_release(("ray",), "2.59")

@@ -1,25 +1,16 @@
-"""Check that undocumented names of a library exist, and are what they were when this package was written.
-
-``vllm_internals.py`` and ``transformers_internals.py`` list such names and check them when they are imported. An
-upgrade that removes one therefore fails the service's start, with the name, instead of half of it running.
-"""
+"""Compare an undocumented name of a library with what it was when the package was written."""
 
 import ast
-import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-
-
-class PrivateNameMissing(ImportError):
-    """A library no longer has a name, or has another object under it; lists these, and where they were read."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +19,6 @@ class PrivateName:
 
     module: str
     name: str
-    read_in: str
-    """Version of the library whose source was read."""
     parameters: tuple[str, ...] | None = None
     """Parameters of a function or a constructor, in order; None: not checked."""
     assigns: tuple[str, ...] = ()
@@ -39,48 +28,27 @@ class PrivateName:
     """Check ``assigns`` in the module's file without importing it: it is large, and not every process needs it."""
 
 
-def private_name(
-    module: str, name: str, *, read_in: str, takes: str | None = None, gives: str = "", only_source: bool = False
+def read(
+    module: str, name: str, *, takes: str | None = None, gives: str = "", only_source: bool = False
 ) -> PrivateName:
     """Return a name. ``takes``: its parameters; ``gives``: attributes that it assigns; both separated by spaces."""
     parameters = None if takes is None else tuple(takes.split())
-    return PrivateName(module, name, read_in, parameters, tuple(gives.split()), only_source)
+    return PrivateName(module, name, parameters, tuple(gives.split()), only_source)
 
 
-Import = Callable[[str], object]
-
-
-def require_names(distributions: tuple[str, ...], names: Iterable[PrivateName], load: Import | None = None) -> None:
-    """Raise PrivateNameMissing, with every name of ``names`` that differs from its description.
-
-    Args:
-        distributions: names of the library's packages, for the message.
-        load: returns the module of a name. None: it is imported.
-    """
-    wrong = [problem for name in names if (problem := _problem(name, load or importlib.import_module)) is not None]
-    if wrong:
-        raise PrivateNameMissing(
-            f"{_installed(distributions)} is not what this release of rollout-service was written against: "
-            f"{'; '.join(wrong)}. Install the version that requirements/ names"
-        )
-
-
-def _problem(name: PrivateName, load: Import) -> str | None:
-    what = f"{name.module}.{name.name} (read in {name.read_in})"
+def problem(name: PrivateName) -> str | None:
+    """Return how the installed library differs from ``name``; None: it does not."""
     try:
-        found: Any = _nodes_in_file(name) if name.only_source else attrgetter(name.name)(load(name.module))
+        found: Any = _nodes_in_file(name) if name.only_source else attrgetter(name.name)(import_module(name.module))
     except (ImportError, AttributeError) as error:
-        return f"{what} is not there: {error}"
+        return f"is not there: {error}"
     if name.parameters is not None:
-        try:
-            parameters = tuple(inspect.signature(found).parameters)
-        except (TypeError, ValueError):
-            return f"{what} is no function any more, but {type(found).__name__}"
+        parameters = tuple(inspect.signature(found).parameters)
         if parameters != name.parameters:
-            return f"{what} takes ({', '.join(parameters)}) now, not ({', '.join(name.parameters)})"
+            return f"takes ({', '.join(parameters)}) now, not ({', '.join(name.parameters)})"
     assigned = _assigned_by(found) if name.only_source else _assigned(found)
     gone = sorted({*name.assigns} - {*assigned}) if name.assigns else []
-    return f"{what} gives its objects no {', '.join(gone)} any more" if gone else None
+    return f"gives its objects no {', '.join(gone)} any more" if gone else None
 
 
 def _nodes_in_file(name: PrivateName) -> list[ast.AST]:
@@ -131,12 +99,3 @@ def _definitions(file: Path) -> dict[str, list[ast.AST]]:
     tree = ast.parse(file.read_text())
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {node.name: list(ast.walk(node)) for node in tree.body if isinstance(node, kinds)}
-
-
-def _installed(distributions: tuple[str, ...]) -> str:
-    for distribution in distributions:
-        try:
-            return f"{distribution} {version(distribution)}"
-        except PackageNotFoundError:
-            continue
-    return distributions[0]
