@@ -27,7 +27,7 @@ from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.paths import CPU_DEPLOYMENT
 from rollout_service.client import RolloutClient
-from rollout_service.engine.progress import LIVE_PERIOD_S
+from rollout_service.engine.progress_reports import LIVE_PERIOD_S
 from rollout_service.errors import RolloutServiceError
 from rollout_service.local import LocalService, running_service
 from rollout_service.protocol.rollout import Completion, Rollout

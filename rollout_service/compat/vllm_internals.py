@@ -187,7 +187,7 @@ async def pause_scheduler(llm: AsyncLLM, mode: PauseMode) -> None:
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
 
 
-def made_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[CompletionOutput]:
+def tokens_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[CompletionOutput]:
     """Return the tokens of a running request's completions after the first ``since[index]`` ones.
 
     The result has vLLM's outputs with these tokens alone, whose spans count from the first of them. A completion that
@@ -199,7 +199,7 @@ def made_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[Com
     """
     processor = llm.output_processor
     states = [processor.request_states[name] for name in processor.external_req_ids.get(request_id, ())]
-    found = [_made_since(state, since[state.request_index]) for state in states]
+    found = [_tokens_since(state, since[state.request_index]) for state in states]
     made = [each for each in found if each is not None]
     parent = next((state.parent_req for state in states if state.parent_req is not None), None)
     for ended in () if parent is None else parent.output_aggregator:
@@ -208,7 +208,7 @@ def made_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[Com
     return made
 
 
-def _made_since(state: Any, since: int) -> CompletionOutput | None:
+def _tokens_since(state: Any, since: int) -> CompletionOutput | None:
     tokens = state.detokenizer.output_token_ids
     if len(tokens) <= since:
         return None

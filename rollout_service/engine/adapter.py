@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rollout_service.compat.vllm_internals import environment_as_it_is, made_since, pause_scheduler
+from rollout_service.compat.vllm_internals import environment_as_it_is, pause_scheduler, tokens_since
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, staged_by
 from rollout_service.engine.partial_penalties import with_partial_penalties
@@ -141,7 +141,7 @@ class EngineAdapter:
         stream = self._stream(request_id, prompt, parameters, priority, cache_salt, reasoning)
         return completions(await self._output(request_id, stream), sampling)
 
-    def made_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
+    def tokens_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
         """Return the new tokens of each completion of a running call: those after its first ``since[index]`` tokens.
 
         Spans count from the first returned token. ``finish_reason`` is "abort" for a running completion. A completion
@@ -151,7 +151,7 @@ class EngineAdapter:
         ``candidates``: the call's ``sampling.logprobs``.
         """
         made = []
-        for output in made_since(self._llm, request_id, since):
+        for output in tokens_since(self._llm, request_id, since):
             goes_on = output.finish_reason is None
             try:
                 made.append(completion(replace(output, finish_reason="abort") if goes_on else output, candidates))

@@ -18,7 +18,7 @@ from rollout_service.engine.free_gpus import wait_for_free_gpus
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
-from rollout_service.engine.progress import Progress
+from rollout_service.engine.progress_reports import ProgressReports
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
@@ -111,7 +111,7 @@ class EngineReplica:
         args = engine_args(config, left_in_bf16, model.has_tokenizer)
         why = attention_of(config).why
         self._engine = EngineAdapter(args)
-        self._progress = Progress(self._engine.made_since)
+        self._progress = ProgressReports(self._engine.tokens_since)
         try:
             await self._engine.connect()
             self._weight_sync = WeightSync(
@@ -189,7 +189,7 @@ class EngineReplica:
         if ask.replica_id != self._replica_id:
             raise NotReady(f"replica {ask.replica_id} takes no more calls: this is {self._replica_id}")
         self._queues.note(ask.origin, ask.queued)
-        reply = await self._progress.told(ask)
+        reply = await self._progress.report(ask)
         made = self._weight_sync.labels.on([piece.made for piece in reply.pieces])
         labelled = [piece.model_copy(update={"made": m}) for piece, m in zip(reply.pieces, made, strict=True)]
         return reply.model_copy(update={"pieces": tuple(labelled)})

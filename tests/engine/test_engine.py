@@ -370,7 +370,7 @@ async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served: tuple[Ser
     ended = [c for c in quick.made if c.finish_reason != "abort"]
     assert 0 < len(ended) < len(final) and all(c == final[c.index] for c in ended)
     assert all(len(c.token_ids) > 0 for c in quick.made) and any(len(c.token_ids) > 0 for c in slow.made)
-    assert engine.made_since("several", [0] * 6) == []
+    assert engine.tokens_since("several", [0] * 6) == []
 
 
 class Reader:
@@ -385,7 +385,7 @@ class Reader:
     def read(self) -> bool:
         """Whether there was anything new."""
         since = [len(completion.token_ids) for completion in self.made]
-        pieces = self._engine.made_since(self._request_id, since, self._candidates)
+        pieces = self._engine.tokens_since(self._request_id, since, self._candidates)
         for piece in pieces:
             self.made[piece.index] = merge_completions(self._call, self.made[piece.index], piece)
         return any(piece.token_ids for piece in pieces)

@@ -60,7 +60,7 @@ async def assert_what_is_read_meanwhile_has_its_masks(engine: EngineAdapter) -> 
     call = GenerateCall(request_id="meanwhile", prompt_token_ids=PROMPTS[0], sampling=sampling)
     making = asyncio.create_task(engine.generate("meanwhile", PROMPTS[0], sampling))
     while not making.done():
-        for piece in engine.made_since("meanwhile", [len(each.token_ids) for each in made]):
+        for piece in engine.tokens_since("meanwhile", [len(each.token_ids) for each in made]):
             made[piece.index] = merge_completions(call, made[piece.index], piece)
         await asyncio.sleep(0)
     for whole in await making:

@@ -3,7 +3,6 @@
 Imports vLLM's server, see ``compat/vllm_serving.py``.
 """
 
-import abc
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -54,7 +53,13 @@ def _not_here(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-class DispatchedEngine(EngineClient):
+# vLLM's chat classes call none of the methods that are not defined below
+_Refusing: Any = type(
+    "_Refusing", (EngineClient,), {name: _not_here(name) for name in EngineClient.__abstractmethods__}
+)
+
+
+class DispatchedEngine(_Refusing):
     """The part of vLLM's ``EngineClient`` that its chat classes use: ``generate``."""
 
     def __init__(self, services: Services, vllm_config: VllmConfig, renderer: Any) -> None:
@@ -146,12 +151,6 @@ class DispatchedEngine(EngineClient):
                 else:
                     yield _request_output(request_id, prompt, [output], finished=False)
         yield _request_output(request_id, prompt, ends, finished=True)
-
-
-# vLLM's chat classes call none of the other methods
-for _name in DispatchedEngine.__abstractmethods__:
-    setattr(DispatchedEngine, _name, _not_here(_name))
-abc.update_abstractmethods(DispatchedEngine)
 
 
 def _with_options(options: RolloutOptions, **changes: object) -> RolloutOptions:

@@ -7,7 +7,7 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
-from rollout_service.engine.progress import Progress
+from rollout_service.engine.progress_reports import ProgressReports
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.engine.served_labels import ServedLabels
 from rollout_service.errors import TooEarly
@@ -58,7 +58,7 @@ class Replica(EngineReplica):
     def __init__(self, weight_sync: WaitingWeightSync) -> None:
         self._config, self._replica_id, self._weight_sync = ServiceConfig(), "r1", weight_sync
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
-        self._progress = Progress(lambda *_: [])
+        self._progress = ProgressReports(lambda *_: [])
         self._drain = Drain(30.0)
         self._hand_over = HandOver(self._drain, self._admission, self._alone)
 

@@ -25,7 +25,7 @@ MOST_TOKENS = 1 << 16
 """Approximate maximum of tokens per answer; the rest follows in the next answer."""
 
 Read = Callable[[str, Sequence[int], int], list[Completion]]
-"""The signature of ``EngineAdapter.made_since``."""
+"""The signature of ``EngineAdapter.tokens_since``."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Gateway:
     """Periods of ``LIVE_PERIOD_S`` since calls without a streaming client were last read."""
 
 
-class Progress:
+class ProgressReports:
     """The progress of all calls of one replica."""
 
     def __init__(self, read: Read, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -94,7 +94,7 @@ class Progress:
                 if not gateway.calls:
                     self._gateways.pop(call.origin, None)
 
-    async def told(self, ask: ProgressAsk) -> ProgressReply:
+    async def report(self, ask: ProgressAsk) -> ProgressReply:
         """Return the new tokens for a gateway. Waits up to ``QUIET_PERIODS`` periods for the first."""
         pieces: list[Piece] = []
         for _ in range(QUIET_PERIODS):

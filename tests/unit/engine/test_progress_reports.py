@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_service.engine.progress import LIVE_PERIOD_S, MOST_TOKENS, PERIOD_S, QUIET_PERIODS, Progress
+from rollout_service.engine.progress_reports import LIVE_PERIOD_S, MOST_TOKENS, PERIOD_S, QUIET_PERIODS, ProgressReports
 from rollout_service.protocol.progress import Piece, ProgressAsk
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
@@ -47,8 +47,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def progress(engine: Engine) -> Progress:
-    return Progress(engine.read, engine.sleep)
+def progress(engine: Engine) -> ProgressReports:
+    return ProgressReports(engine.read, engine.sleep)
 
 
 def call(number: int, origin: str = "g", n: int = 1, name: str = "r", live: bool = False) -> GenerateCall:
@@ -66,93 +66,93 @@ def shown(pieces: Sequence[Piece]) -> list[tuple[int, int, int, tuple[int, ...]]
     return [(p.call, p.made.index, p.start, p.made.token_ids) for p in pieces]
 
 
-async def test_each_answer_has_what_was_made_since_the_one_before(engine: Engine, progress: Progress) -> None:
+async def test_each_answer_has_the_tokens_since_the_one_before(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1, n=2)) as name:
         engine.made[name] = [2, 1]
-        first = await progress.told(ask())
+        first = await progress.report(ask())
         assert shown(first.pieces) == [(1, 0, 0, (0, 1)), (1, 1, 0, (0,))]
         engine.made[name] = [2, 3]
-        second = await progress.told(ask(first.number))
+        second = await progress.report(ask(first.number))
         assert shown(second.pieces) == [(1, 1, 1, (1, 2))]
 
 
-async def test_an_answer_that_was_lost_is_given_again_with_what_came_since(engine: Engine, progress: Progress) -> None:
+async def test_a_lost_answer_is_given_again_with_newer_tokens(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1)) as name:
         engine.made[name] = [2]
-        first = await progress.told(ask())
+        first = await progress.report(ask())
         engine.made[name] = [3]
-        lost = await progress.told(ask(first.number))
+        lost = await progress.report(ask(first.number))
         assert shown(lost.pieces) == [(1, 0, 2, (2,))]
         engine.made[name] = [5]
-        assert shown((await progress.told(ask(first.number))).pieces) == [(1, 0, 2, (2, 3, 4))]
+        assert shown((await progress.report(ask(first.number))).pieces) == [(1, 0, 2, (2, 3, 4))]
 
 
-async def test_an_end_is_told_once_also_without_a_token(engine: Engine, progress: Progress) -> None:
+async def test_an_end_is_told_once_also_without_a_token(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1, n=2)) as name:
         engine.made[name] = [2, 1]
-        first = await progress.told(ask())
+        first = await progress.report(ask())
         engine.ended.add((name, 0))
-        second = await progress.told(ask(first.number))
+        second = await progress.report(ask(first.number))
         assert [(p.made.index, p.made.finish_reason, p.made.token_ids) for p in second.pieces] == [(0, "stop", ())]
         engine.made[name] = [2, 2]
-        assert shown((await progress.told(ask(second.number))).pieces) == [(1, 1, 1, (1,))]
+        assert shown((await progress.report(ask(second.number))).pieces) == [(1, 1, 1, (1,))]
 
 
-async def test_gateways_hear_of_their_own_calls_only(engine: Engine, progress: Progress) -> None:
+async def test_gateways_hear_of_their_own_calls_only(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1, "g")) as one, progress.follow(call(1, "h", name="s")) as other:
         engine.made = {one: [1], other: [2]}
-        assert shown((await progress.told(ask(origin="h"))).pieces) == [(1, 0, 0, (0, 1))]
-        assert shown((await progress.told(ask(origin="g"))).pieces) == [(1, 0, 0, (0,))]
-    assert (await progress.told(ask())).pieces == ()
+        assert shown((await progress.report(ask(origin="h"))).pieces) == [(1, 0, 0, (0, 1))]
+        assert shown((await progress.report(ask(origin="g"))).pieces) == [(1, 0, 0, (0,))]
+    assert (await progress.report(ask())).pieces == ()
 
 
-async def test_calls_of_one_name_have_their_own_in_the_engine(engine: Engine, progress: Progress) -> None:
+async def test_calls_of_one_name_have_their_own_in_the_engine(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1)) as first, progress.follow(call(2)) as second, progress.follow(call(0)) as third:
         assert first == "r" and len({first, second, third}) == 3
         engine.made = {first: [1], second: [2], third: [3]}
-        assert shown((await progress.told(ask())).pieces) == [(1, 0, 0, (0,)), (2, 0, 0, (0, 1))]
+        assert shown((await progress.report(ask())).pieces) == [(1, 0, 0, (0,)), (2, 0, 0, (0, 1))]
     with progress.follow(call(3)) as again:
         assert again == "r"
 
 
-async def test_an_answer_waits_for_something_but_not_for_long(engine: Engine, progress: Progress) -> None:
+async def test_an_answer_waits_for_something_but_not_for_long(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1)):
-        assert (await progress.told(ask())).pieces == ()
+        assert (await progress.report(ask())).pieces == ()
     assert engine.slept == [PERIOD_S] * QUIET_PERIODS
     with progress.follow(call(2)), progress.follow(call(3, name="s", live=True)) as name:
         engine.made[name] = [1]
-        await progress.told(ask())
+        await progress.report(ask())
     assert engine.slept[QUIET_PERIODS:] == [LIVE_PERIOD_S]
 
 
-async def test_calls_that_nobody_reads_along_are_looked_at_more_rarely(engine: Engine, progress: Progress) -> None:
+async def test_calls_without_a_reader_are_read_more_rarely(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1)) as one, progress.follow(call(2, name="s", live=True)) as other:
         told, acknowledged = [], 0
         for made in range(1, 9):
             engine.made = {one: [made], other: [made]}
-            reply = await progress.told(ask(acknowledged))
+            reply = await progress.report(ask(acknowledged))
             acknowledged = reply.number
             told.append({piece.call: len(piece.made.token_ids) for piece in reply.pieces})
     assert told == [*[{2: 1}] * 3, {1: 4, 2: 1}, *[{2: 1}] * 3, {1: 4, 2: 1}]
     assert set(engine.slept) == {LIVE_PERIOD_S}
 
 
-async def test_an_answer_has_a_largest_size(engine: Engine, progress: Progress) -> None:
+async def test_an_answer_has_a_largest_size(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1)) as one, progress.follow(call(2)) as other:
         engine.made = {one: [MOST_TOKENS], other: [3]}
-        first = await progress.told(ask())
+        first = await progress.report(ask())
         assert [piece.call for piece in first.pieces] == [1]
-        assert shown((await progress.told(ask(first.number))).pieces) == [(2, 0, 0, (0, 1, 2))]
+        assert shown((await progress.report(ask(first.number))).pieces) == [(2, 0, 0, (0, 1, 2))]
 
 
-async def test_a_question_that_is_given_up_loses_nothing(engine: Engine, progress: Progress) -> None:
-    held = Progress(engine.read, lambda _: asyncio.Event().wait())  # type: ignore[arg-type]
+async def test_a_question_that_is_given_up_loses_nothing(engine: Engine, progress: ProgressReports) -> None:
+    held = ProgressReports(engine.read, lambda _: asyncio.Event().wait())  # type: ignore[arg-type]
     with held.follow(call(1)) as name:
         engine.made[name] = [2]
-        asking = asyncio.create_task(held.told(ask()))
+        asking = asyncio.create_task(held.report(ask()))
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         held._sleep = engine.sleep
-        assert shown((await held.told(ask())).pieces) == [(1, 0, 0, (0, 1))]
+        assert shown((await held.report(ask())).pieces) == [(1, 0, 0, (0, 1))]
