@@ -38,7 +38,6 @@ from rollout_service.ingest.upload_session import UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol import delta_planes
 from rollout_service.protocol.base import MAX_VERSION, NEXT
 from rollout_service.protocol.upload import (
     Announcement,
@@ -133,7 +132,6 @@ class Uploads:
 
             _ = self._plans
             gpu_changes.prepare(GPU)
-            delta_planes.prepare_decoding()
 
     @property
     def _registered(self) -> Registered | None:

@@ -1,4 +1,4 @@
-"""Encode the difference between two versions of a tensor, without loss. Needs only numpy.
+"""Encode the difference between two versions of a tensor, without loss. Needs only numpy and zstandard.
 
 One step of an RL trainer changes few elements, most of them to the next larger or smaller value of their dtype. The
 encoding of a tensor therefore has two sequences of integers. The first holds the gaps between changed elements. The
@@ -6,30 +6,28 @@ second holds the difference of the new and the old bit pattern, as integers of t
 Differences are in zigzag order (0, -1, 1, -2, …), so that a small step up or down is a small number.
 
 In both sequences the low bytes vary widely, while the high bytes have few values, mostly zero. The integers are split
-into planes: all lowest bytes, then all second bytes, and so on. Each plane is coded by its content
-(``delta_planes.py``). If all changes are one step, a change takes 10.9 bits where 0.3% of the elements change (entropy:
-10.8). It takes 9.2 bits at 2% (entropy 8.1; a Huffman code of the low bytes would save 0.9) and 6.8 at 5% (6.7). Each
-1% of other steps adds 0.4 bits. With more than 3% of other steps, zlib codes the plane.
+into planes: all lowest bytes, then all second bytes, and so on. zstd compresses each plane by itself. If all changes
+are one step, a change takes 12.1 bits where 0.3% of the elements change (entropy: 10.8), and 10.2 at 1% (9.1).
 
 A tensor is cut into segments of ``SEGMENT_BYTES``, so that several threads can work on a large one. The size of a
 segment bounds its decoded size, whatever the bytes contain. Format, little-endian:
 
     unchanged   0
     changed     1, count uint32, the planes' lengths uint32 [3 + bytes an element], and the planes: 3 of the gaps, each
-                the number of unchanged elements before a changed one, then those of the differences. Length 0: zeros.
+                the number of unchanged elements before a changed one, then those of the differences. Each is a zstd
+                frame of ``count`` bytes. Length 0: zeros.
     whole       2, and the segment's new bytes
 """
 
 import struct
-import zlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from rollout_service.protocol import delta_planes
+import zstandard
 
 SEGMENT_BYTES = 16 << 20
 """Size of a segment in bytes. A multiple of every element size; positions in a segment fit into the planes of a gap."""
@@ -42,14 +40,29 @@ NOTHING = bytes([_UNCHANGED])
 """The encoding of a segment without changes."""
 GAP_PLANES = 3
 SPARSE = 0.25
-"""Share of changed elements above which a segment is sent whole. Positions would be most of its bytes, and zlib would
-take longer than the network."""
+"""Share of changed elements above which a segment is sent whole, because positions would be most of its bytes."""
 _SMALL_BYTES = 4096
 """Largest size in bytes of a small tensor, such as an expert's scales: there are thousands, mostly unchanged."""
 UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """Unsigned integer dtype for each element size in bytes."""
+_LEVEL = 1
+"""zstd's fastest level: higher ones save 1% at several times the time."""
+_FRAME = zstandard.ZstdCompressionParameters.from_level(
+    _LEVEL, write_content_size=False, write_checksum=False, write_dict_id=False
+)
 _SHIFTS = {1: 0, 2: 1, 4: 2}
 """Binary logarithm of each element size."""
+
+
+class _Codec(threading.local):
+    """zstd's contexts, which one thread at a time may use."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=_FRAME)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_codec = _Codec()
 
 
 class Segment(NamedTuple):
@@ -108,7 +121,7 @@ def encode_planes(planes: Array, nbytes: int) -> bytes | None:
         planes: uint8 [``GAP_PLANES`` + bytes an element, changes], rows contiguous, at least one change, and
             ``is_sparse``: planes of the gaps, then of the differences in zigzag order, the lowest bytes first.
     """
-    coded = [delta_planes.coded(plane) for plane in planes]
+    coded = [_codec.compressor.compress(plane.data) if plane.any() else b"" for plane in planes]
     itemsize, count = len(planes) - GAP_PLANES, planes.shape[1]
     encoded = _header(itemsize).pack(_CHANGED, count, *map(len, coded)) + b"".join(coded)
     return encoded if len(encoded) < nbytes else None
@@ -212,10 +225,10 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
 
 @contextmanager
 def naming(segment: int) -> Iterator[None]:
-    """Add the segment's number to errors: raise ValueError in place of ValueError and zlib.error."""
+    """Add the segment's number to errors: raise ValueError in place of ValueError and ZstdError."""
     try:
         yield
-    except (ValueError, zlib.error) as error:
+    except (ValueError, zstandard.ZstdError) as error:
         raise ValueError(f"segment {segment}: {error}") from error
 
 
@@ -305,13 +318,21 @@ def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
     count, *lengths = map(int, header.unpack_from(encoded)[1:])
     planes, start = [], header.size
     for plane, length in enumerate(lengths):
-        values = delta_planes.decoded(encoded[start : start + length], count) if length else b""
+        values = _decompressed(encoded[start : start + length], count) if length else b""
         if values is None:
-            kind = plane if plane < GAP_PLANES else plane - GAP_PLANES
-            raise ValueError(f"plane {kind} does not decode to {count} bytes and end there")
+            raise ValueError(f"plane {plane} does not decode to {count} bytes and end there")
         planes.append(values)
         start += length
     return count, planes
+
+
+def _decompressed(frame: memoryview, count: int) -> bytes | None:
+    """Return ``count`` bytes; None if the frame holds another number. Raises ``zstandard.ZstdError``."""
+    declared = zstandard.get_frame_parameters(frame).content_size
+    if declared != zstandard.CONTENTSIZE_UNKNOWN:  # the decompressor would take that much memory
+        return None
+    values: bytes = _codec.decompressor.decompress(frame, max_output_size=count, allow_extra_data=False)
+    return values if len(values) == count else None
 
 
 def _joined_planes(planes: list[bytes], count: int, dtype: np.dtype[Any]) -> Array:

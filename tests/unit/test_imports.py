@@ -33,8 +33,6 @@ WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
 OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}}
 """Folder of a trainer's plugin → what is there because it is the trainer that imports the plugin."""
-OF_AN_EXTRA = {"protocol/compiled_planes.py": "delta"}
-"""File → the extra that declares what it imports; whoever imports the file does without, where that is not there."""
 WITH_TORCH_FOR_CUDA = {"cuda"}
 """What ``torch`` brings where it uses CUDA, and nobody installs elsewhere."""
 LAYERS = (
@@ -107,7 +105,6 @@ def test_every_import_is_declared() -> None:
         if DISTRIBUTIONS.get(name, name) not in (base if file in light else service)
         and name not in WITH_TORCH_FOR_CUDA
         and name not in OF_A_TRAINER.get(file.parent.relative_to(PACKAGE).as_posix(), ())
-        and name not in names_of(extras.get(OF_AN_EXTRA.get(file.relative_to(PACKAGE).as_posix()), ()))
     }
     assert undeclared == set()
 

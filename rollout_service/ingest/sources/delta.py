@@ -11,7 +11,7 @@ from wrong changes. Finite values are only checked for changed elements; all oth
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -303,10 +303,9 @@ class DeltaOfVersion:
             for place in stretch.places:
                 self._reader.copy_unchecked(tensor.stored, place, data[place])
                 if (segment := stretch.changes.get(place.start)) is not None:
-                    told.append(apply_segment(segment, data[place], itemsize))
+                    told.append(delta.apply_segment(segment, data[place], itemsize))
             return not told or self._are_sound(tensor, np.concatenate(told) if len(told) > 1 else told[0])
 
-        apply_segment = _applier()
         try:
             segments = [] if encoded is None else delta.changed_segments(encoded, data.nbytes, itemsize)
             stretches = _stretches(data.nbytes, segments)
@@ -367,17 +366,6 @@ class DeltaOfVersion:
             "the whole version, with transport='http' or again with the same client",
             {"version": self._version, "base": self._base},
         )
-
-
-@cache
-def _applier() -> Callable[[delta.Segment, memoryview, int], delta.Array]:
-    try:
-        from rollout_service.ingest.sources.compiled_changes import apply_segment
-    except ModuleNotFoundError as error:
-        if error.name != "numba":
-            raise
-        return delta.apply_segment
-    return apply_segment
 
 
 def _stretches(nbytes: int, changes: Iterable[delta.Segment]) -> list[_Stretch]:
