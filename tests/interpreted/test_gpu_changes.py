@@ -25,7 +25,7 @@ from tests.interpreted.test_compare import launches_of
 from tests.support.models import make_model
 from tests.unit.ingest.test_ingest_delta import NORM, UP_PROJ, Stored, delta_of, digest_of
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
-from tests.unit.protocol.test_delta import ITEMSIZES, bytes_of, deflated, random_bits, segment, stepped
+from tests.unit.protocol.test_delta import ITEMSIZES, bytes_of, frame, random_bits, segment, stepped
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_more_changes_than_a_program_takes_together() -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_change_outside_its_segment_is_told_and_left_out(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 100)
-    beyond = segment(1, deflated(b"\x64"), b"", b"", deflated(b"\x01"))  # element 100 of 100
+    beyond = segment(1, frame(b"\x64"), b"", b"", frame(b"\x01"))  # element 100 of 100
     encoded = [delta.NOTHING, delta.NOTHING]
     encoded[number] = beyond
     sound = changed(random_bits(50, 1), stepped(random_bits(50, 1), 0.5))
@@ -132,7 +132,7 @@ async def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
-    monkeypatch.setattr("rollout_service.ingest.sources.delta._applier", lambda: None)  # not by the host
+    monkeypatch.setattr(delta, "apply_segment", None)  # not by the host
     new = {name: tensor.clone() for name, tensor in on_gpu.old.items()}
     new[UP_PROJ].view(torch.uint8)[3, ::50] ^= 1
     new[NORM].view(torch.int16)[[0, 7, 255]] ^= 1

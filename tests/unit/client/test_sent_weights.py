@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(
-    params=[(8 << 20, 64 << 20), (64, 64 << 20), (64, 128), (64, 2112)],
+    params=[(8 << 20, 64 << 20), (264, 64 << 20), (264, 528), (264, 2112)],
     ids=["one segment", "several segments", "several pieces", "joined in pieces"],
 )
 def tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tensors:
