@@ -283,7 +283,7 @@ def weights_finding(disk: Disk, has_log: bool, plan: Plan, setting: str = "weigh
     """Check the disk's space for the log. ``has_log``: True if there is a version 0 already."""
     config, nbytes = plan.config.weights, plan.version_bytes
     versions = config.keep_versions + 1
-    found = f"{disk.folder}: {_gb(disk.free_bytes)} free, {disk.filesystem}"
+    found = f"{disk.folder}: {_gb(disk.free_bytes)} free"
     if not disk.writable:
         return Finding(check=setting, level="problem", found=f"{found}: not writable", advice=f"another {setting}")
     larger = f"{setting} on a larger disk"

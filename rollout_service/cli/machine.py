@@ -8,8 +8,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from rollout_service.engine.environment import is_vllm_for_cpu
 from rollout_service.gpu import nvidia_smi
 from rollout_service.protocol.base import Frozen
@@ -33,11 +31,7 @@ class Disk(Frozen):
 
     folder: Path
     free_bytes: int
-    filesystem: str
-    """Its type, such as ext4."""
     writable: bool
-    device: int = 0
-    """The system's number of the file system."""
 
 
 def is_gpu_host() -> bool:
@@ -82,14 +76,10 @@ def disk(folder: Path) -> Disk:
         if there.exists():
             raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(there))
         there = there.parent
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    filesystem = next((mounts[place] for place in (there.resolve(), *there.resolve().parents) if place in mounts), "?")
     return Disk(
         folder=folder,
         free_bytes=shutil.disk_usage(there).free,
-        filesystem=filesystem,
         writable=os.access(there, os.W_OK | os.X_OK),
-        device=there.stat().st_dev,
     )
 
 

@@ -5,24 +5,22 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from rollout_service.kv_scales.scales import FP8_MAX, TENSORS, LayerScales
-from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 
-
-class ErrorLimits(Frozen):
-    """Error limits. A layer that exceeds any of them is unfit: FP8 is not accurate enough for its k and v."""
-
-    saturated: float = Field(default=1e-3, ge=0, le=1)
-    """Share of elements of k or of v."""
-    relative: float = Field(default=0.1, gt=0)
-    """Relative error of k or of v, Frobenius. Rounding alone makes 0.026."""
-    channel_relative: float = Field(default=0.25, gt=0)
-    """Relative error of k or of v, mean over channels."""
-    logit_rms: float = Field(default=0.5, gt=0)
-    """Error in nats. An error of 0.5 multiplies the odds of two positions by 1.6."""
+_SATURATED, _RELATIVE, _CHANNEL_RELATIVE = 1e-3, 0.1, 0.25
+LIMITS = {
+    "k_saturated": _SATURATED,
+    "v_saturated": _SATURATED,
+    "k_relative": _RELATIVE,  # rounding alone makes 0.026
+    "v_relative": _RELATIVE,
+    "k_channel_relative": _CHANNEL_RELATIVE,
+    "v_channel_relative": _CHANNEL_RELATIVE,
+    "logit_rms": 0.5,  # multiplies the odds of two positions by 1.6
+}
+"""Limit for each field of ``LayerError``. A layer that exceeds any of them is unfit: FP8 is not accurate enough for its
+k and v."""
 
 
 def fp8_round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -38,10 +36,9 @@ def masked_amax(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.where(counts, of_position, 0).amax()
 
 
-def unfit_layers(errors: Mapping[str, LayerError], limits: ErrorLimits | None = None) -> dict[str, str]:
+def unfit_layers(errors: Mapping[str, LayerError]) -> dict[str, str]:
     """Return layer → reasons why FP8 is not accurate enough for its k and v; empty if it is for all layers."""
-    limits = limits or ErrorLimits()
-    found = {layer: _reasons(error, limits) for layer, error in errors.items()}
+    found = {layer: _reasons(error) for layer, error in errors.items()}
     return {layer: "; ".join(reasons) for layer, reasons in found.items() if reasons}
 
 
@@ -68,21 +65,11 @@ def saturates_nothing(ranks: Sequence[KVMeasurement], scales: Mapping[str, float
     )
 
 
-def _reasons(error: LayerError, limits: ErrorLimits) -> list[str]:
-    reasons = []
-    for measured, limit in {
-        "k_saturated": limits.saturated,
-        "v_saturated": limits.saturated,
-        "k_relative": limits.relative,
-        "v_relative": limits.relative,
-        "k_channel_relative": limits.channel_relative,
-        "v_channel_relative": limits.channel_relative,
-        "logit_rms": limits.logit_rms,
-    }.items():
-        value = getattr(error, measured)
-        if not value <= limit:
-            reasons.append(f"{measured} {value:.3g} is above {limit:g}")
-    return reasons
+def _reasons(error: LayerError) -> list[str]:
+    values = {measured: getattr(error, measured) for measured in LIMITS}
+    # NaN is above every limit
+    wrong = [measured for measured, value in values.items() if not value <= LIMITS[measured]]
+    return [f"{measured} {values[measured]:.3g} is above {LIMITS[measured]:g}" for measured in wrong]
 
 
 def _worst(errors: Sequence[LayerError]) -> LayerError:

@@ -24,12 +24,6 @@ def kind(name: str) -> str:
     return _NUMBER.sub("*", re.sub(r"^model\.(layers\.\d+\.)?", "", name))
 
 
-def layer_of(name: str) -> int | None:
-    """Return the first number in a module's or tensor's name, which is its layer; None outside of the layers."""
-    found = _NUMBER.search(name)
-    return int(found[0]) if found else None
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: ``0-3,7`` for 0, 1, 2, 3 and 7."""
     runs: list[list[int]] = []

@@ -225,13 +225,6 @@ class TestInspectOfTheHub:
         assert json.loads(of_the_hub.stdout) == of_a_folder | {"model": self.REPO}
         assert hub.downloaded() == ["config.json"]
 
-    def test_says_what_is_not_on_the_hub(self, hub: HubServer, tmp_path: Path) -> None:
-        said = self.run(hub, tmp_path, "some-org/another")
-        assert said.returncode == 1 and not said.stdout
-        assert f"some-org/another is no folder in {tmp_path}, and {hub.url} shows no repository" in said.stderr
-        said = self.run(hub, tmp_path, self.REPO, "--revision", "v2")
-        assert f"{self.REPO} has no revision v2" in said.stderr
-
     def test_a_folder_has_no_revisions(self, moe_config: Path) -> None:
         result = run("inspect", moe_config, "--revision", "v1")
         assert result.exit_code == 1 and "model.revision is v1, but model.path=" in result.stderr

@@ -119,15 +119,6 @@ async def test_so_is_the_first_version_before_the_replica_is_ready(new: WeightSy
     assert status.kv_cache is not None and status.kv_cache.measured_version == 0
 
 
-async def test_scales_that_are_in_the_version_are_left_to_the_engine(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
-    kv_scales.scales = None
-    await push(log, ingest, 1)
-    await serving(weight_sync, ingest, 1)
-    assert engine.calls == ["scales of 1", "pause keep", "load 1", "measure 1", "resume"]
-
-
 async def test_while_it_measures_it_is_closed_and_syncing(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
 ) -> None:
@@ -179,19 +170,6 @@ class TestIngestAway:
         await serving(weight_sync, ingest, 1)
         assert [folder.name for folder in staged] == ["1"]
 
-    async def test_a_newer_version_is_read_in_the_place_of_one_that_waits(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
-        staged = count_stagings(engine)
-        kv_scales.fail_scales = WAITS
-        await push(log, ingest, 1)
-        await ingest.reported(lambda s: s.error is not None)
-        await push(log, ingest, 2)
-        await ingest.reported(lambda s: s.target == 2 and s.error is not None)
-        kv_scales.fail_scales = None
-        await serving(weight_sync, ingest, 2)
-        assert [folder.name for folder in staged] == ["1", "2"] and "load 1" not in " ".join(engine.calls)
-
     async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
         self, new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
     ) -> None:
@@ -221,16 +199,6 @@ class TestNotPublished:
         kv_scales.publish()
         await serving(weight_sync, ingest, 1)
         assert engine.calls == in_order(1) and weight_sync.status().error is None
-
-    async def test_in_a_paused_fleet_the_old_version_stays_paused(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
-        await ingest.change(paused=True)
-        await ingest.reported(lambda s: s.paused)
-        kv_scales.fail_loaded[1] = UNPUBLISHED
-        await push(log, ingest, 1)
-        status = await ingest.reported(lambda s: s.error is not None)
-        assert engine.calls[-1] == f"load 0 with {PUBLISHED}" and engine.paused and status.paused
 
     async def test_with_no_old_version_it_starts_once_they_are_published(
         self, new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales

@@ -108,16 +108,6 @@ class TestMeasuring:
         assert [rank.amax[LAYERS[0]] for rank in ranks] == [((4, 4, 4),), ((4, 4096, 4),)]
         assert engine.batches[0] == batch.sequences() and ranks[0].tokens == 16
 
-    async def test_other_published_scales_are_loaded_and_measured(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
-    ) -> None:
-        engine.keys[LAYERS[0]] = [loud()]
-        coordinator.publishes(1, FOURS)
-        calibrator = make()
-        await load(calibrator, engine, AWAITING)
-        assert engine.calls == ["measure", "set", "measure"] and engine.scales == FOURS
-        assert calibrator.status is not None and calibrator.status.saturated == dict.fromkeys(LAYERS, (0, 0))
-
     @pytest.mark.parametrize(
         ("keys", "published", "calls"),
         [
@@ -275,18 +265,6 @@ class TestFailures:
         assert await calibrator.scales_for(version(2)) == FOURS
         assert coordinator.names() == ["measured_kv_scales", "publish_kv_scales", "measured_kv_scales"]
 
-    async def test_scales_of_a_version_removed_are_given_up(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
-    ) -> None:
-        coordinator.answers["publish_kv_scales"] = [NotReady("it died"), NotFound("version 1 is not in the log")]
-        calibrator = make()
-        with pytest.raises(NotReady):
-            await load(calibrator, engine, AWAITING)
-        with pytest.raises(NotFound):
-            await calibrator.scales_for(AWAITING)
-        coordinator.has_published(1, FOURS)
-        assert await calibrator.scales_for(AWAITING) == FOURS
-
     async def test_it_returns_the_scales_that_the_version_has(
         self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
     ) -> None:
@@ -359,13 +337,6 @@ class TestFailures:
         assert coordinator.names() == [
             "choose_kv_cache"
         ]  # or the next replica could find BF16, and this one stay in FP8
-
-    async def test_an_error_that_is_not_rays_is_not_waited_for(
-        self, make: Make, engine: FakeMeasuringEngine, coordinator: FakeCoordinator
-    ) -> None:
-        coordinator.answers["publish_kv_scales"] = [TypeError("a bug")]
-        with pytest.raises(TypeError, match="a bug"):
-            await load(make(), engine, AWAITING)
 
 
 class TestStatus:
