@@ -19,8 +19,7 @@ demo: setup ## train a small model with GRPO through the service, with its engin
 serve: setup ## run the service until Ctrl-C: deployments/fp8_rollout.yaml on GPUs, else deployments/cpu_rollout.yaml
 	@scripts/serve.sh
 
-bench: setup ## measure the service against the bare engine, and the quantizer; results in benchmarks/results/
-	@$(PYTHON_VENV) -m benchmarks.rollout.overhead
+bench: setup ## measure the quantizer; the result goes to benchmarks/results/
 	@$(PYTHON_VENV) -m benchmarks.quantizer
 
 dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/*.py
@@ -64,7 +63,7 @@ clients: setup ## install trainers' released packages into .clients/, for the te
 test-clients: setup ## other people's clients against a running service, and the table of docs/clients.md
 	@$(PYTHON_VENV) -m benchmarks.clients
 
-check: setup ## lint, format, types, and the tables of docs/clients.md, benchmarks/README.md and docs/models.md
+check: setup ## lint, format, types, and the tables of docs/clients.md and docs/models.md
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy

@@ -18,8 +18,7 @@ Trainers:
 
 Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
 are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``, which has vLLM's
-own fusions; ``SiLU apart`` and ``quantized by Inductor`` are ``act_unfused`` and ``inductor_quant`` of
-``benchmarks.rollout.decode_step``. On a GPU linear layers are CUTLASS's, where DeepGEMM's are not named, and several
+own fusions. On a GPU linear layers are CUTLASS's, where DeepGEMM's are not named, and several
 engines are started at once: nothing is timed.
 """
 
@@ -46,7 +45,6 @@ from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine, commit, load_version
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.mismatch.repeating import PERIOD, repeating, train
-from benchmarks.rollout.decode_step import SIDES
 from examples.routing_replay import replayed
 from rollout_service.config import ServiceConfig
 from rollout_service.correction.metrics import mismatch_metrics
@@ -92,8 +90,6 @@ class Engine(StrEnum):
     FP8KV = "fp8_block, fp8 kv"
     FP8KV_MEASURED = "fp8_block, fp8 kv, measured scales"
     FP8_COMPILED = "fp8_block, compiled"
-    FP8_SILU_APART = "fp8_block, compiled, SiLU apart"
-    FP8_INDUCTOR = "fp8_block, compiled, quantized by Inductor"
     DEEP_GEMM_E8M0 = "fp8_block, DeepGEMM E8M0"
 
 
@@ -124,8 +120,6 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Engine.FP8KV_MEASURED: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Engine.FP8_COMPILED: BF16_CACHE | {"engine": COMPILED},
-    Engine.FP8_SILU_APART: BF16_CACHE | {"engine": COMPILED | SIDES["act_unfused"]},
-    Engine.FP8_INDUCTOR: BF16_CACHE | {"engine": COMPILED | SIDES["inductor_quant"]},
     Engine.DEEP_GEMM_E8M0: BF16_CACHE | {"engine": {"linear_backend": "deep_gemm"}},
 }
 TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
@@ -137,12 +131,10 @@ TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
         Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
     ),
     Engine.FP8KV: (Trainer.FP32, Trainer.FAKE_QUANT),
-    **dict.fromkeys(
-        (Engine.FP8_COMPILED, Engine.FP8_SILU_APART, Engine.FP8_INDUCTOR), (Trainer.FP32, Trainer.FAKE_QUANT)
-    ),
+    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
 }  # fmt: skip
 """Of engines that are not here, the one in fp32 alone."""
-ON_A_GPU = {Engine.FP8_COMPILED, Engine.FP8_SILU_APART, Engine.FP8_INDUCTOR, Engine.DEEP_GEMM_E8M0}
+ON_A_GPU = {Engine.FP8_COMPILED, Engine.DEEP_GEMM_E8M0}
 OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
 REPLAYED = {Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from tests.support.models import FAMILIES
 
@@ -20,21 +20,15 @@ def repeating(count: int, seed: int, tokens: int = TRAINED_TOKENS) -> torch.Tens
 
 def train(family: str, folder: Path, steps: int, batch: int, device: str = "cpu") -> float:
     """Save a model of the family in BF16 after so many steps of AdamW; returns its last loss in nats a token."""
-    return train_shape(FAMILIES[family](), folder, steps, batch, device=device)
-
-
-def train_shape(
-    shape: PretrainedConfig, folder: Path, steps: int, batch: int, tokens: int = TRAINED_TOKENS, device: str = "cpu"
-) -> float:
-    """The same for any shape, on sequences of so many tokens."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # small matrices: a second thread waits more than it works
+    shape = FAMILIES[family]()
     one_by_one = {"experts_implementation": "eager"} if device != "cpu" and hasattr(shape, "num_experts") else {}
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, **one_by_one).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = torch.zeros(())
     for step in range(steps):
-        sequences = repeating(batch, step, tokens).to(device)
+        sequences = repeating(batch, step).to(device)
         loss = model(sequences, labels=sequences).loss
         optimizer.zero_grad()
         loss.backward()

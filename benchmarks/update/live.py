@@ -31,7 +31,7 @@ is the whole push. ``stages`` are its seconds: ``receive``, ``quantize``, ``stor
 has them (they overlap), ``stage``, ``closed`` and ``load`` as the slowest replica tells them. All hold what the
 ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds each case, once measured, to
 benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model, transport, staging and
-replicas. ``python -m benchmarks.update.waterfall`` draws them.
+replicas.
 """
 
 import asyncio

@@ -164,7 +164,7 @@ class ScalingConfig(Config):
     gateways: int = Field(default=1, ge=1)
     """Number of processes that answer HTTP. With 2 or more, requests are still answered while one is replaced.
 
-    Each uses one core at most; docs/performance.md has the cost of a rollout.
+    Each uses one core at most.
     """
 
     drain_timeout_s: float = Field(default=30, gt=0)

@@ -1,42 +1,19 @@
-"""The table of benchmarks/README.md is what the results say, and whoever forgets it is told."""
+"""benchmarks/README.md has a row for each result and a module for each command."""
 
-import re
-from collections.abc import Iterator
+from pathlib import Path
 
-from benchmarks.common.paths import PROJECT, RESULTS
-from benchmarks.index import BENCHMARKS, README, problems
-
-PARTS_OF_OTHERS = {
-    "benchmarks.update.waterfall",
-    "benchmarks.mismatch.logprobs_tables",
-    "benchmarks.index",
-    "benchmarks.clients.table",
-    "benchmarks.families.table",
-    "benchmarks.faults.nodes",
-    "benchmarks.faults.broadcasting_trainer",
-    "benchmarks.group_attention_plot",
-    "benchmarks.trainers.trl_training",
-}
-"""Modules that can be started and measure nothing by themselves."""
+from benchmarks.common.paths import RESULTS
+from benchmarks.index import README, problems
 
 
-def modules() -> Iterator[str]:
-    """Those of ``benchmarks`` that can be started."""
-    for file in (PROJECT / "benchmarks").rglob("*.py"):
-        if '__name__ == "__main__"' in file.read_text():
-            yield ".".join(file.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__main__")
+def test_the_page_agrees_with_the_results() -> None:
+    assert list(problems(README.read_text(), RESULTS)) == []
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert problems(RESULTS, README) == []
-
-
-def test_every_benchmark_has_a_row() -> None:
-    assert set(modules()) - PARTS_OF_OTHERS == {f"benchmarks.{benchmark.module}" for benchmark in BENCHMARKS}
-
-
-def test_names_of_results_are_those_that_are_written() -> None:
-    for benchmark in BENCHMARKS:
-        base = PROJECT / "benchmarks" / benchmark.module.replace(".", "/")
-        source = (base / "__main__.py" if base.is_dir() else base.with_suffix(".py")).read_text()
-        assert re.search(f"[\"']{benchmark.name}[\"']", source) or f"--name {benchmark.name}" in source, benchmark
+def test_a_result_without_row_and_a_lost_module_are_named(tmp_path: Path) -> None:
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200/known.json").touch()
+    (tmp_path / "h200/known_again.json").touch()
+    (tmp_path / "h200/other.json").touch()
+    module, result = problems("| `python -m benchmarks.lost` | it | | `known` |\n", tmp_path)
+    assert "benchmarks.lost" in module and "h200/other.json" in result

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.common.marked import with_part
-from benchmarks.common.paths import PROJECT
 
 PAGE = "before\n<!-- made by it -->\nold\n<!-- end of it -->\nafter\n"
 
@@ -18,15 +17,3 @@ def test_what_lies_between_the_marks_is_replaced() -> None:
 def test_a_page_without_the_marks_is_refused(page: str) -> None:
     with pytest.raises(ValueError, match="made by it"):
         with_part(page, "it", "new")
-
-
-@pytest.mark.parametrize(
-    ("page", "script"),
-    [
-        ("docs/numerics.md", "benchmarks/mismatch/kv_scales.py"),
-        ("docs/tis_ablation.md", "benchmarks/training/tis_ablation.py"),
-    ],
-)
-def test_pages_have_the_marks_of_their_scripts(page: str, script: str) -> None:
-    assert (PROJECT / script).is_file()
-    with_part((PROJECT / page).read_text(), script, "")
