@@ -1,10 +1,12 @@
 """The gateway's side of ``recent.py``: sends each rollout to the monitor in the background, without delaying it."""
 
+import asyncio
+import contextvars
 import logging
 
+from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Rollout
-from rollout_service.runtime.background_sender import BackgroundSender
 from rollout_service.runtime.rpc import MonitorCalls
 
 logger = logging.getLogger(__name__)
@@ -23,14 +25,9 @@ class RolloutFeed:
     def __init__(self, monitor: MonitorCalls, remember_tokens: int, gateways: int = 1) -> None:
         """``remember_tokens``: 0 disables sending. ``gateways``: number of all gateways."""
         self._monitor, self._on = monitor, remember_tokens > 0
-        self._sender: BackgroundSender[RecentRollout] = BackgroundSender(
-            self._send,
-            self._drop,
-            sent=self._sent,
-            room_tokens=QUEUE_TOKENS,
-            batch_tokens=QUEUE_TOKENS,
-            send_s=SEND_S,
-        )
+        self._queue: list[RecentRollout] = []
+        self._queued_tokens = 0
+        self._sender: asyncio.Task[None] | None = None
         self._failing = False
         self.others_wait_s = OTHERS_S if self._on and gateways > 1 else 0.0
         """Time in seconds that a report may have to wait for rollouts of other gateways."""
@@ -39,15 +36,33 @@ class RolloutFeed:
 
     def note(self, rollout: Rollout) -> None:
         """Queue a rollout; returns at once."""
-        if self._on:
-            self._sender.put(RecentRollout.of(rollout))
+        if not self._on:
+            return
+        recent = RecentRollout.of(rollout)
+        if self._queued_tokens + recent.cost_tokens > QUEUE_TOKENS:
+            self._drop(1, "its queue is full")
+            return
+        self._queue.append(recent)
+        self._queued_tokens += recent.cost_tokens
+        if self._sender is None or self._sender.done():
+            # not in the request's context: Serve cancels calls made in a request's context along with it
+            self._sender = asyncio.get_running_loop().create_task(self._empty(), context=contextvars.Context())
 
     async def flushed(self) -> None:
         """Return once all queued rollouts have been sent or dropped, or after a few seconds."""
-        await self._sender.flushed(FLUSH_S)
+        if self._sender is not None and not self._sender.done():
+            await asyncio.wait([self._sender], timeout=FLUSH_S)
 
-    async def _send(self, batch: list[RecentRollout]) -> None:
-        await self._monitor.remember(batch)
+    async def _empty(self) -> None:
+        while self._queue:
+            batch, self._queue, self._queued_tokens = self._queue, [], 0
+            try:
+                async with asyncio.timeout(SEND_S):
+                    await self._monitor.remember(batch)
+            except (RolloutServiceError, TimeoutError) as error:
+                self._drop(len(batch), repr(error))
+            else:
+                self._sent()
 
     def _sent(self) -> None:
         if self._failing:

@@ -1,6 +1,7 @@
 """Rollouts never wait for the monitor, and what it was not told of is counted and said once."""
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from rollout_service.protocol.recent_rollout import RecentRollout
 from tests.unit.monitor.reports import rollout
 
 LOGGER = "rollout_service.monitor.feed"
+REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST")
 
 
 class Listener:
@@ -19,11 +21,12 @@ class Listener:
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
-        self.unreachable = False
+        self.unreachable = self.is_in_a_request = False
         self.open = asyncio.Event()
         self.open.set()
 
     async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
+        self.is_in_a_request = REQUEST in contextvars.copy_context()
         await self.open.wait()
         if self.unreachable:
             raise NotReady("it died with this call")
@@ -99,3 +102,26 @@ async def test_a_slow_monitor_costs_only_what_the_queue_cannot_hold(
     listener.open.set()
     await feed.flushed()
     assert len(listener.told) == 1 + fits
+
+
+async def test_a_monitor_that_hangs_loses_a_batch_and_gets_the_next(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_service.monitor.feed.SEND_S", 0.01)
+    feed = feed_to(listener)
+    listener.open.clear()
+    feed.note(rollout("a", [-1.0]))
+    await feed.flushed()
+    assert feed.dropped == 1 and listener.batches == []
+    listener.open.set()
+    feed.note(rollout("b", [-1.0]))
+    await feed.flushed()
+    assert listener.told == ["b"]
+
+
+async def test_nothing_is_sent_in_the_context_of_a_request(listener: Listener) -> None:
+    REQUEST.set("x")
+    feed = feed_to(listener)
+    feed.note(rollout("a", [-1.0]))
+    await feed.flushed()
+    assert listener.told == ["a"] and not listener.is_in_a_request
