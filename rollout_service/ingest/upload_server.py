@@ -47,7 +47,7 @@ from rollout_service.protocol.upload import (
     part_size,
 )
 from rollout_service.runtime.tls import require_certificate
-from rollout_service.store.direct_io import ThreadBuffers
+from rollout_service.store.buffers import ThreadBuffers
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.part_space import Incoming, received
 from rollout_service.store.upload_record import UploadRecord
@@ -208,8 +208,7 @@ class UploadRoutes:
                     break
                 count = body.read_into(piece)
                 hasher.update(piece[:count])
-                if incoming.file is not None:
-                    incoming.file.write(rest, count, nbytes)
+                incoming.write(piece[:count])
                 nbytes += count
         except CutOff as error:
             raise MalformedRequest(

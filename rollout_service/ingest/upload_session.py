@@ -49,7 +49,7 @@ from rollout_service.runtime.threads import io_threads
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.part_space import DirectSpace, PartSpace
+from rollout_service.store.part_space import DiskSpace, PartSpace
 from rollout_service.store.upload_record import UploadRecord, read_record, write_record
 from rollout_service.store.writer import LogMemory, VersionWriter
 
@@ -116,7 +116,7 @@ class UploadSession:
         self._batches: dict[int, asyncio.Task[None]] = {}
         if isinstance(begin.source, SharedMemorySource):
             self._to_come = {tensor.name for tensor in begin.announced_tensors}
-        self.space = space or DirectSpace(0)
+        self.space = space or DiskSpace(0)
         """Storage for received parts."""
         writer = self._laid_out(layout)
         self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor)

@@ -57,7 +57,7 @@ from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
-from rollout_service.store.part_space import DirectSpace, MappedSpace, PartSpace
+from rollout_service.store.part_space import DiskSpace, MappedSpace, PartSpace
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
 
@@ -96,7 +96,7 @@ class Uploads:
         self._converter, self._recipe = converter, recipe
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-gpu")
-        self._space: PartSpace = DirectSpace.for_parts_of(config.part_bytes)
+        self._space: PartSpace = DiskSpace.for_parts_of(config.part_bytes)
         self.memory: LogMemory | None = None
         """Memory of a log in memory; None: the log is on a disk."""
         self._trainer_memory = TrainerMemory(self._registered, self._gpu_executor)

@@ -99,7 +99,7 @@ def test_it_serves_the_commit_of_the_hub(served: Served) -> None:
 def test_a_second_one_is_refused(served: Served) -> None:
     command = [COMMAND, "serve", served.folder / "published", "--port", str(served.port)]
     second = subprocess.run(command, cwd=served.folder, capture_output=True, text=True, check=False)
-    assert second.returncode == 1 and f"port {served.port}: taken by process" in second.stderr
+    assert second.returncode == 1 and f"port {served.port}: taken by another process" in second.stderr
 
 
 async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:

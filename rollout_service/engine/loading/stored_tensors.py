@@ -14,7 +14,7 @@ import torch
 from rollout_service.engine.loading.placement import batches
 from rollout_service.engine.loading.staging import tensor_view
 from rollout_service.runtime.threads import io_threads
-from rollout_service.store.direct_io import BufferPool
+from rollout_service.store.buffers import BufferPool
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.reading import Piece, VersionReader
 

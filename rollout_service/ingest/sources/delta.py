@@ -26,7 +26,7 @@ from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.runtime.threads import in_threads
-from rollout_service.store.direct_io import ThreadBuffers, round_up
+from rollout_service.store.buffers import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Recipe, StoredTensor, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles

@@ -16,7 +16,7 @@ from rollout_service.model.weight_files import INDEX_FILE, weight_files
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
-from rollout_service.store.direct_io import ThreadBuffers, round_up
+from rollout_service.store.buffers import ThreadBuffers, round_up
 from rollout_service.store.upload_record import source_stamp
 
 logger = logging.getLogger(__name__)

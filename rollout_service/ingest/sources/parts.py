@@ -17,7 +17,7 @@ from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, tensor_offsets
 from rollout_service.runtime.threads import STRETCH_BYTES, in_threads
-from rollout_service.store.direct_io import BLOCK_BYTES, DirectFile, ThreadBuffers, round_up
+from rollout_service.store.buffers import ThreadBuffers, round_up
 
 logger = logging.getLogger(__name__)
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
@@ -192,7 +192,7 @@ class PartFiles:
         on_gpu: Iterator[Named] = iter(())
         if registered is not None:
             on_gpu = registered.read([place.wanted for place in places if place.is_registered])
-        sizes = [_room_for(place.wanted.nbytes) if place.needs_buffer else 0 for place in places]
+        sizes = [round_up(place.wanted.nbytes) if place.needs_buffer else 0 for place in places]
         buffer, start = self._buffers.take(sum(sizes)), 0
         for place, size in zip(places, sizes, strict=True):
             tensor, offset, _ = place.wanted
@@ -201,12 +201,9 @@ class PartFiles:
             elif place.view is not None:
                 yield tensor.name, place.view
             elif place.room is not None:
-                yield tensor.name, self._assembled(tensor, offset, place.room, in_blocks=False)
+                yield tensor.name, self._assembled(tensor, offset, place.room)
             else:
-                # direct I/O reads whole blocks, which needs block-aligned parts and aligned elements
-                in_blocks = self._part_bytes % BLOCK_BYTES == 0 and offset % DTYPE_BYTES[tensor.dtype] == 0
-                room_in_buffer = buffer[start : start + size]
-                yield tensor.name, self._assembled(tensor, offset, room_in_buffer, in_blocks=in_blocks)
+                yield tensor.name, self._assembled(tensor, offset, buffer[start : start + size])
             start += size
 
     def _place_of(
@@ -238,28 +235,22 @@ class PartFiles:
         # a view of the whole memory, not of a slice: the ``BufferPool`` gets it back when nothing refers to it
         return as_tensor(data, tensor.dtype, tensor.shape, first)
 
-    def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview, *, in_blocks: bool) -> torch.Tensor:
-        """Assemble a tensor in ``room``. With ``in_blocks``, ``room`` begins at a block and has space for partial
-        blocks."""
-        lead = offset % BLOCK_BYTES if in_blocks else 0
+    def _assembled(self, tensor: UploadTensor, offset: int, room: memoryview) -> torch.Tensor:
+        """Assemble a tensor in ``room``."""
         copies: list[_Copy] = []
         for span in self._spans(tensor, offset):
-            start = span.start + lead
+            target = room[span.start : span.start + span.nbytes]
             if (data := self._data[span.part]) is not None:
-                copies.append(_Copy(room[start : start + span.nbytes], data, span.first))
-                continue
-            inside = span.first % BLOCK_BYTES if in_blocks else 0
-            target = room[start - inside :][: round_up(inside + span.nbytes) if in_blocks else span.nbytes]
-            with DirectFile.open(self._paths[span.part]) as file:
-                if not file.read(target, inside + span.nbytes, span.first - inside):
-                    raise OSError(f"{self._paths[span.part]} is shorter than when it came")
+                copies.append(_Copy(target, data, span.first))
+            else:
+                _read_into(target, self._paths[span.part], span.first)
         if tensor.nbytes < STRETCH_BYTES:
             for copy in copies:
                 _copy(copy)
         else:
             for _ in in_threads(_copy, copies):
                 pass
-        return as_tensor(room, tensor.dtype, tensor.shape, lead)
+        return as_tensor(room, tensor.dtype, tensor.shape)
 
 
 class _Span(NamedTuple):
@@ -300,9 +291,13 @@ def _copy(copy: _Copy) -> None:
     np.copyto(target, np.frombuffer(copy.data, np.uint8, count=target.nbytes, offset=copy.first))
 
 
-def _room_for(nbytes: int) -> int:
-    # it may begin and end inside a block
-    return round_up(nbytes) + BLOCK_BYTES
+def _read_into(target: memoryview, path: Path, first: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        file.seek(first)
+        while target.nbytes:
+            if not (count := file.readinto(target)):
+                raise OSError(f"{path} is shorter than when it came")
+            target = target[count:]
 
 
 def _digest_of(path: Path) -> str | None:

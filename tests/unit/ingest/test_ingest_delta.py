@@ -40,7 +40,7 @@ from rollout_service.protocol.upload import (
     base_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.direct_io import BufferPool
+from rollout_service.store.buffers import BufferPool
 from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests

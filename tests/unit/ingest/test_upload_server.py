@@ -27,7 +27,6 @@ from rollout_service.protocol.upload import (
     UploadTensor,
 )
 from rollout_service.runtime.tls import trusting
-from rollout_service.store.direct_io import DirectFile
 from rollout_service.store.log import WeightLog
 from rollout_service.store.part_space import Incoming
 from rollout_service.web.auth import Authorizer
@@ -405,14 +404,14 @@ class TestBadMoments:
     async def test_a_part_that_is_written_when_the_listener_stops_ends_well(
         self, server: UploadServer, parts: list[bytes], log: WeightLog, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        writing, go_on, write = threading.Event(), threading.Event(), DirectFile.write
+        writing, go_on, write = threading.Event(), threading.Event(), Incoming.write
 
-        def held(file: DirectFile, buffer: memoryview, nbytes: int, offset: int) -> None:
+        def held(incoming: Incoming, data: memoryview) -> None:
             writing.set()
             go_on.wait(30)
-            write(file, buffer, nbytes, offset)
+            write(incoming, data)
 
-        monkeypatch.setattr(DirectFile, "write", held)
+        monkeypatch.setattr(Incoming, "write", held)
         digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
         async with httpx.AsyncClient() as http:
             sending = asyncio.create_task(http.put(url_of(server), content=parts[0], headers=digest))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.store.part_space import DirectSpace, MappedSpace, received
+from rollout_service.store.part_space import DiskSpace, MappedSpace, received
 
 MEMORY = Path("/dev/shm")
 
@@ -111,11 +111,11 @@ def test_what_is_kept_makes_room_for_what_needs_it(space: MappedSpace, memory: P
 
 
 def test_a_disk_keeps_nothing(tmp_path: Path) -> None:
-    space, path = DirectSpace(1 << 20), tmp_path / "1.parts" / "part-000000"
+    space, path = DiskSpace(1 << 20), tmp_path / "1.parts" / "part-000000"
     path.parent.mkdir()
     with received(space, path, 100) as incoming:
         assert incoming.file is not None and incoming.memory is not None
-        incoming.file.write(incoming.memory, 100, 0)
+        incoming.write(incoming.memory[:100])
         path.rename(path.with_name("whole"))
     assert path.with_name("whole").stat().st_size == 100
     space.release_all(path.parent, keep_bytes=100)

@@ -1,0 +1,71 @@
+"""Reusable memory for parts and tensors: allocating new memory takes longer than the copy into it."""
+
+import mmap
+import threading
+import weakref
+
+_PAGE_BYTES = mmap.PAGESIZE
+
+_KEPT_BUFFER_BYTES = 256 << 20
+
+
+def round_up(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class BufferPool:
+    """Reusable buffers of ``limit_bytes`` in total."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left_bytes = limit_bytes
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.RLock()  # reentrant: the finalizer of a buffer may run while this thread takes another
+
+    def take(self, nbytes: int) -> memoryview | None:
+        """Return an uninitialised buffer of whole pages, at least ``nbytes``; None if the limit would be exceeded.
+
+        The pool gets it back once nothing refers to this object, so do not keep a slice of it for longer.
+        """
+        with self._lock:
+            memory = next((m for m in self._free if len(m) == round_up(nbytes)), None)
+            if memory is not None:
+                self._free.remove(memory)
+            elif nbytes > self._left_bytes:
+                return None
+            else:
+                self._left_bytes -= round_up(nbytes)
+                memory = _map(nbytes)
+        buffer = memoryview(memory)
+        weakref.finalize(buffer, self._take_back, memory)
+        return buffer
+
+    def trim(self) -> None:
+        """Free all unused memory."""
+        with self._lock:
+            self._left_bytes += sum(map(len, self._free))
+            self._free = []
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            self._free.append(memory)
+
+
+class ThreadBuffers:
+    """A page-aligned buffer for each thread, reused by its next ``take``; large ones are not kept."""
+
+    def __init__(self) -> None:
+        self._buffers = threading.local()
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return at least ``nbytes`` of uninitialised memory, valid until this thread's next call."""
+        kept: memoryview | None = getattr(self._buffers, "kept", None)
+        if kept is not None and kept.nbytes >= nbytes:
+            return kept
+        buffer = memoryview(_map(nbytes))
+        self._buffers.kept = buffer if buffer.nbytes <= _KEPT_BUFFER_BYTES else None
+        return buffer
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, max(round_up(nbytes), _PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
