@@ -31,10 +31,8 @@ LEAST_BYTES = 241
 """Minimum size in bytes of a range that is hashed on the GPU."""
 DIGEST_BYTES = 16
 
-_BLOCK_BYTES = 1024
 _UNROLLED = 8
 """Number of blocks that are loaded at once, to hide memory latency."""
-_U64 = (1 << 64) - 1
 _P32_1, _P32_2, _P32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _P64_1, _P64_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F
 _P64_3, _P64_4, _P64_5 = 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
