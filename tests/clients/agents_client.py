@@ -1,4 +1,4 @@
-"""Run the newest SDKs and agent programs in a process of their own, since their packages hide the service's.
+"""Run agent programs over the newest SDKs in a process of their own, since their packages hide the service's.
 
 python -m tests.clients.agents_client REPLIES MODEL
 """
@@ -34,24 +34,6 @@ class Weather(BaseModel):
     """Return the weather in a unit."""
 
     unit: Literal["c", "f"]
-
-
-class Sdk:
-    """The methods of OpenAI's or Anthropic's SDK by their names, with JSON on both sides."""
-
-    def __init__(self, sdk: type) -> None:
-        self._sdk = sdk
-
-    async def create(self, base_url: str, method: str, **asked: Any) -> dict[str, Any]:
-        """Return the reply of ``method``, such as ``chat.completions.create``."""
-        async with self._sdk(base_url=base_url, api_key=KEY, max_retries=0) as sdk:
-            return dict((await attrgetter(method)(sdk)(**asked)).model_dump(mode="json", warnings=False))
-
-    async def stream(self, base_url: str, method: str, **asked: Any) -> list[dict[str, Any]]:
-        """Return all events of a streamed reply."""
-        async with self._sdk(base_url=base_url, api_key=KEY, max_retries=0) as sdk:
-            events = await attrgetter(method)(sdk)(**asked, stream=True)
-            return [event.model_dump(mode="json", warnings=False) async for event in events]
 
 
 class LiteLLM:
@@ -144,8 +126,6 @@ def main(replies: str, model: str) -> None:
     """Answer the test's lines until there are none."""
     agents.set_tracing_disabled(True)
     clients = {
-        "openai": Sdk(openai.AsyncOpenAI),
-        "anthropic": Sdk(anthropic.AsyncAnthropic),
         "litellm": LiteLLM(),
         "openai_agents": OpenAIAgents(model),
         "pydantic_ai": PydanticAI(model),

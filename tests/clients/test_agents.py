@@ -1,4 +1,4 @@
-"""The newest SDKs of OpenAI and Anthropic, and the agent programs over them, on every API that they have here."""
+"""Agent programs over the newest SDKs of OpenAI and Anthropic. The SDKs themselves are in ``test_sdks.py``."""
 
 import json
 from collections.abc import AsyncIterator
@@ -10,8 +10,7 @@ import pytest
 
 from rollout_service.client import RolloutClient
 from tests.clients.conftest import Push, folder_of
-from tests.clients.lines import ClientError, ClientProcess, client_process
-from tests.support.native_route import assert_as_native
+from tests.clients.lines import ClientProcess, client_process
 
 pytestmark = pytest.mark.client("The newest SDKs, openai-agents, pydantic-ai, LiteLLM")
 
@@ -24,7 +23,6 @@ SCHEMA = {
     "required": ["unit"],
     "additionalProperties": False,
 }
-TOKENS = {"return_token_ids": True, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -38,87 +36,6 @@ async def native_text(client: RolloutClient, max_tokens: int = 8) -> str:
     [completion] = (await client.generate(PROMPT, temperature=0.0, max_tokens=max_tokens)).completions
     assert completion.text is not None
     return completion.text
-
-
-class TestOpenAI:
-    async def test_chats_have_the_native_tokens(
-        self, agents: ClientProcess, service_url: str, model: Path, client: RolloutClient, push: Push
-    ) -> None:
-        version = await push()
-        asked = {"model": str(model), "messages": HELLO, "temperature": 0, "max_tokens": 8, "logprobs": True}
-        method = (f"{service_url}/v1", "chat.completions.create")
-        chat = await agents.call("openai.create", *method, **asked, extra_body=TOKENS)
-        [choice] = chat["choices"]
-        logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
-        await assert_as_native(client, chat["prompt_token_ids"], choice["token_ids"], logprobs, version=version)
-        chunks = await agents.call("openai.stream", *method, **asked, extra_body=TOKENS)
-        streamed = [token for chunk in chunks for each in chunk["choices"] for token in each.get("token_ids") or ()]
-        assert streamed == choice["token_ids"]
-
-    async def test_responses_say_what_the_native_route_says(
-        self, agents: ClientProcess, service_url: str, model: Path, client: RolloutClient
-    ) -> None:
-        asked = {"model": str(model), "input": "1+1", "temperature": 0, "max_output_tokens": 8}
-        method = (f"{service_url}/v1", "responses.create")
-        reply = await agents.call("openai.create", *method, **asked)
-        [text] = [part["text"] for item in reply["output"] for part in item.get("content") or ()]
-        assert text == await native_text(client)
-        events = await agents.call("openai.stream", *method, **asked)
-        assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == text
-
-    async def test_a_forced_tool_is_called_on_both_apis(
-        self, agents: ClientProcess, service_url: str, model: Path
-    ) -> None:
-        tool = {"name": "weather", "parameters": SCHEMA, "strict": True}
-        chat = await agents.call(
-            *("openai.create", f"{service_url}/v1", "chat.completions.create"),
-            model=str(model),
-            messages=HELLO,
-            tools=[{"type": "function", "function": tool}],
-            tool_choice={"type": "function", "function": {"name": "weather"}},
-        )
-        [call] = chat["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"])["unit"] in ("c", "f")
-        reply = await agents.call(
-            *("openai.create", f"{service_url}/v1", "responses.create"),
-            model=str(model),
-            input="1+1",
-            tools=[{"type": "function", **tool}],
-            tool_choice={"type": "function", "name": "weather"},
-        )
-        [call] = [item for item in reply["output"] if item["type"] == "function_call"]
-        assert json.loads(call["arguments"])["unit"] in ("c", "f")
-
-    async def test_an_unknown_model_is_the_sdks_error(self, agents: ClientProcess, service_url: str) -> None:
-        with pytest.raises(ClientError, match=r"NotFoundError.*gpt-9"):
-            await agents.call(
-                *("openai.create", f"{service_url}/v1", "chat.completions.create"), model="gpt-9", messages=HELLO
-            )
-
-
-class TestAnthropic:
-    async def test_messages_say_what_the_native_route_says(
-        self, agents: ClientProcess, service_url: str, model: Path, client: RolloutClient
-    ) -> None:
-        asked = {"model": str(model), "messages": HELLO, "max_tokens": 8, "extra_body": {"temperature": 0}}
-        reply = await agents.call("anthropic.create", service_url, "messages.create", **asked)
-        text = "".join(block["text"] for block in reply["content"] if block["type"] == "text")
-        assert text == await native_text(client)
-        events = await agents.call("anthropic.stream", service_url, "messages.create", **asked)
-        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-        assert "".join(delta["text"] for delta in deltas) == text
-
-    async def test_a_forced_tool_is_used(self, agents: ClientProcess, service_url: str, model: Path) -> None:
-        reply = await agents.call(
-            *("anthropic.create", service_url, "messages.create"),
-            model=str(model),
-            max_tokens=400,
-            messages=HELLO,
-            tools=[{"name": "weather", "input_schema": SCHEMA, "strict": True}],
-            tool_choice={"type": "tool", "name": "weather"},
-        )
-        [used] = [block for block in reply["content"] if block["type"] == "tool_use"]
-        assert used["name"] == "weather" and used["input"]["unit"] in ("c", "f")
 
 
 async def assert_one_branch(client: RolloutClient, session: Any, version: int, turns: int) -> None:
