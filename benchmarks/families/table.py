@@ -26,40 +26,37 @@ _WORDS = 16
 
 
 def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
-    """A row for each family, in the order of their names, of what two machines found."""
-    lines = [
-        "| `model_type` | vLLM's class | of its layers in FP8 | why not all | served on the CPU | on an H100 |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return a line of the families without a remark, and a table with a row for each other family."""
+    lines = ["| `model_type` | layers in FP8 | on the CPU | on an H100 |", "|---|---|---|---|"]
+    plain = []
     gpu = {case["family"]: case for case in gpu_cases}
     for case in sorted(cpu_cases, key=lambda case: str(case["family"])):
         other = gpu.get(case["family"])
         built = case if case["source"] or other is None else other
-        read = (f"`{case['family']}`", _built_as(built), _share(built), _why(built))
-        lines.append(f"| {' | '.join((*read, _served(case), 'not tried' if other is None else _served(other)))} |")
-    return "\n".join(lines) + "\n"
+        if other is None and _read(case) == "100%" and case["difference"] is not None and not case["failure"]:
+            plain.append(f"`{case['family']}`")
+            continue
+        cells = (f"`{case['family']}`", _read(built), _served(case), "–" if other is None else _served(other))
+        lines.append(f"| {' | '.join(cells)} |")
+    return f"All layers in FP8, and served on the CPU alone: {', '.join(plain)}.\n\n" + "\n".join(lines) + "\n"
 
 
-def _built_as(case: Json) -> str:
-    return f"`{str(case['source']).rpartition(', ')[2]}`" if case["source"] else "not built"
-
-
-def _share(case: Json) -> str:
-    return f"{case['fp8']:.0%}" if case["fp8"] is not None else ""
-
-
-def _why(case: Json) -> str:
-    return "; ".join(case["kept"])
+def _read(case: Json) -> str:
+    """Return the share of layers in FP8, and why not all of them."""
+    if not case["source"]:
+        return "not built"
+    share = "" if case["fp8"] is None else f"{case['fp8']:.0%}"
+    return f"{share}: {'; '.join(case['kept'])}" if case["kept"] else share
 
 
 def _served(case: Json) -> str:
     if case["refusal"]:
-        return f"no: {_cell(case['refusal'])}"
+        return "no"
     if case["failure"]:
         return f"**fails**: {_cell(case['failure'])}"
     if case["difference"] is None:
-        return "not tried"
-    return f"yes: {case['difference']:.3f}"
+        return "–"
+    return f"{case['difference']:.3f}"
 
 
 def _cell(text: str) -> str:

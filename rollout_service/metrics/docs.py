@@ -25,11 +25,11 @@ def rewritten(text: str) -> str:
 def table(metrics: Sequence[Metric]) -> str:
     """Return a Markdown table."""
     rows = [
-        f"| `{metric.name}` | {metric.kind} | {metric.unit} | {' '.join(f'`{label}`' for label in metric.labels)} "
+        f"| `{metric.name}` | {metric.kind} | {' '.join(f'`{label}`' for label in metric.labels)} "
         f"| {metric.description.replace('|', '&#124;')} |"
         for metric in metrics
     ]
-    return "\n".join(["| name | kind | unit | labels | meaning |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *rows])
 
 
 def main() -> None:

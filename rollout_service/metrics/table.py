@@ -63,7 +63,7 @@ REQUESTS = _process(
 )  # fmt: skip
 TIME_TO_LAST_TOKEN = _process(
     "time_to_last_token_seconds", "histogram", "seconds", (),
-    "Time from a prompt's arrival at the gateway to the last token of its last completion, waits included.",
+    "From a prompt's arrival at the gateway to its last token, waits included.",
     _LATENCY_S,
 )  # fmt: skip
 COMPLETIONS = _process(
@@ -77,16 +77,15 @@ PROMPT_TOKENS = _process(
 )
 COMPLETION_TOKENS = _process(
     "completion_tokens_total", "counter", "tokens", (),
-    "Tokens given to clients. vLLM counts those that it made: the difference was thrown away.",
+    "Tokens given to clients. vLLM counts all that it made.",
 )  # fmt: skip
 QUEUE_SEQUENCES = _process(
     "queue_sequences", "gauge", "", (),
-    "Sequences that wait in a gateway for room; a request counts n. The autoscaler counts them, too.",
+    "Sequences that wait in a gateway for room; a request counts n.",
 )  # fmt: skip
 REFUSALS = _process(
     "refusals_total", "counter", "", ("reason",),
-    "Refusals by a replica: Overloaded, TooEarly (behind min_weight_version) or NotReady. The gateway keeps "
-    "the request and asks again.",
+    "Refusals by a replica: Overloaded, TooEarly (behind min_weight_version) or NotReady; the gateway asks again.",
 )  # fmt: skip
 CONTINUATIONS = _process(
     "continuations_total", "counter", "", ("cause",),
@@ -94,7 +93,7 @@ CONTINUATIONS = _process(
 )  # fmt: skip
 SESSION_TURNS = _process(
     "session_turns_total", "counter", "", ("start",),
-    "Turns of sessions: first, continued (from the tokens of an earlier turn), or why a branch began (docs/agents.md).",
+    "Turns of sessions: first, continued, or why a branch began (docs/agents.md).",
 )  # fmt: skip
 
 # --- engine replica
@@ -111,23 +110,22 @@ UPDATE_SECONDS = _process(
 UPDATE_BYTES = _process("update_bytes_total", "counter", "bytes", (), "Bytes of the versions that a replica loaded.")
 KV_CALIBRATION_SECONDS = _process(
     "kv_calibration_seconds", "histogram", "seconds", (),
-    "A replica's time for measuring keys and values of one version: a part of its update's closed.",
+    "A replica's time for measuring keys and values of one version; part of closed.",
     _UPDATE_S,
 )  # fmt: skip
 
 SEQUENCES = _process(
     "sequences", "gauge", "", ("state",),
-    "Sequences in an engine, running or waiting: what the autoscaler sees. Unlike vLLM's gauges, there while it idles.",
+    "Sequences in an engine, running or waiting, as the autoscaler sees them; also while it idles.",
 )  # fmt: skip
 KV_USAGE = _process("kv_usage_ratio", "gauge", "ratio", (), "Share of the KV cache's blocks that sequences hold.")
 DECODE_KV_TOKENS = _process(
     "decode_kv_tokens_total", "counter", "tokens", (),
-    "KV tokens that decode steps attend to, of one layer, in engines that read a group's prompt once "
-    "(docs/group_attention.md).",
+    "KV tokens that decode steps attend to, of one layer, with group attention (docs/group_attention.md).",
 )  # fmt: skip
 DECODE_KV_TOKENS_SPARED = _process(
     "decode_kv_tokens_spared_total", "counter", "tokens", (),
-    "Those of them that were not read again, since another sequence of the group had them in common.",
+    "Of these, tokens that were read once for several sequences.",
 )  # fmt: skip
 
 # --- ingest
@@ -140,11 +138,11 @@ VERSIONS_RECEIVED = _process(
 )  # fmt: skip
 RECEIVED_BYTES = _process(
     "received_bytes_total", "counter", "bytes", ("transport",),
-    "Bytes that these versions came as: of a delta the changes, of all others their tensors.",
+    "Bytes that these versions came as; of a delta, its changes.",
 )  # fmt: skip
 RECEIVED_VERSION_BYTES = _process(
     "received_version_bytes_total", "counter", "bytes", ("transport",),
-    "Bytes of these versions as they are stored. Of deltas, what whole pushes would have sent.",
+    "Bytes of these versions as they are stored.",
 )  # fmt: skip
 RECEIVED_SECONDS = _process(
     "received_seconds", "histogram", "seconds", ("transport", "stage"),
@@ -154,21 +152,21 @@ RECEIVED_SECONDS = _process(
 )  # fmt: skip
 QUANTIZE_SECONDS = _process(
     "quantize_seconds_total", "counter", "seconds", (),
-    "Time in which tensors were read, quantized and written. With the bytes: the ingest's GB/s.",
+    "Time for reading, quantizing and writing tensors.",
 )  # fmt: skip
 QUANTIZE_BYTES = _process(
-    "quantize_bytes_total", "counter", "bytes", (), "Bytes of the tensors that went into it, as the trainer sent them."
+    "quantize_bytes_total", "counter", "bytes", (), "Bytes of these tensors, as the trainer sent them."
 )
 COMMITS = _process(
     "commits_total",
     "counter",
     "",
     ("outcome",),
-    "Commits, repeated ones and version 0 among them: ok, or the class of the error in errors.py.",
+    "Commits, also repeated ones and version 0: ok, or the class of the error in errors.py.",
 )
 COMMIT_SECONDS = _process(
     "commit_seconds", "histogram", "seconds", (),
-    "From a commit's beginning until the version is the newest: waits for the last conversions, and syncs the files.",
+    "From a commit's beginning until the version is the newest.",
     _UPDATE_S,
 )  # fmt: skip
 
@@ -187,12 +185,12 @@ REPLICAS_MAX = _service("replicas_max", "gauge", "", (), "scaling.max_replicas."
 REPLICA_STARTS = _service("replica_starts_total", "counter", "", (), "Replicas that came since the ingest started.")
 REPLICA_FAILURES = _service(
     "replica_failures_total", "counter", "", (),
-    "Replicas that failed (dead engine, half a version), or went without having drained.",
+    "Replicas that failed, or went without a drain.",
 )  # fmt: skip
 REPLICA_VERSION = _service("replica_version", "gauge", "versions", ("replica",), "The version that a replica serves.")
 STALENESS_VERSIONS = _service(
     "replica_staleness_versions", "gauge", "versions", ("replica",),
-    "How far its version's number is below the newest's: trainer steps if every step is pushed.",
+    "How far its version's number is below the newest's.",
 )  # fmt: skip
 STALENESS_SECONDS = _service(
     "replica_staleness_seconds", "gauge", "seconds", ("replica",),
@@ -201,9 +199,7 @@ STALENESS_SECONDS = _service(
 REPLICA_STATE = _service(
     "replica_state", "gauge", "", ("replica", "state"), "1 at the state it is in, 0 at the others."
 )
-REPLICA_ERROR = _service(
-    "replica_error", "gauge", "", ("replica",), "1 if it says why it is not at the newest version or is being replaced."
-)
+REPLICA_ERROR = _service("replica_error", "gauge", "", ("replica",), "1 if it reports an error.")
 REPLICA_PAUSED = _service("replica_paused", "gauge", "", ("replica",), "1 if it has obeyed a pause.")
 REPLICA_SEQUENCES = _service(
     "replica_sequences", "gauge", "", ("replica",),
@@ -252,7 +248,7 @@ KV_CACHE_FP8 = _service(
 )  # fmt: skip
 KV_MEASURED_VERSION = _service(
     "kv_measured_version", "gauge", "versions", ("replica",),
-    "The version whose keys and values it measured last. One replica measures for all.",
+    "The version whose keys and values it measured last.",
 )  # fmt: skip
 KV_MEASURED_SECONDS = _service(
     "kv_measured_seconds", "gauge", "seconds", ("replica",), "How long that took, while it was closed."
@@ -272,8 +268,7 @@ _ROW = ("version", "replica")
 MISMATCH_TOKENS = _service("mismatch_tokens_total", "counter", "tokens", _ROW, "Tokens measured.")
 MISMATCH_TRUNCATED = _service(
     "mismatch_truncated_tokens_total", "counter", "tokens", _ROW,
-    "Tokens reported of rollouts with truncated sampling (top_p, top_k, min_p, min_tokens): "
-    "not judged, and counted here alone.",
+    "Reported tokens of rollouts with truncated sampling, which are in no other row.",
 )  # fmt: skip
 MISMATCH_SEQUENCES = _service(
     "mismatch_sequences_total", "counter", "", _ROW, "Completions measured that one version sampled from end to end."
@@ -326,35 +321,35 @@ def _serve(name: str, kind: Kind, unit: Unit, description: str, labels: tuple[st
 
 VLLM = (
     _vllm("num_requests_running", "gauge", "", "Sequences in the running batch; gone 20 s after the last step."),
-    _vllm("num_requests_waiting", "gauge", "", "Sequences that wait for a place in it; gone likewise."),
-    _vllm("kv_cache_usage_perc", "gauge", "ratio", "Share of KV blocks in use, 0 to 1; gone likewise."),
+    _vllm("num_requests_waiting", "gauge", "", "Sequences that wait for a place in it; likewise."),
+    _vllm("kv_cache_usage_perc", "gauge", "ratio", "Share of KV blocks in use; likewise."),
     _vllm("prefix_cache_queries_total", "counter", "tokens", "Prompt tokens looked up in the prefix cache."),
-    _vllm("prefix_cache_hits_total", "counter", "tokens", "Those that were found: prefill saved."),
+    _vllm("prefix_cache_hits_total", "counter", "tokens", "Prompt tokens found there: prefill saved."),
     _vllm(
         "num_preemptions_total", "counter", "",
-        "Sequences thrown out of the KV cache and recomputed: it is too small for this load.",
+        "Sequences evicted from the KV cache and recomputed.",
     ),
     _vllm("prompt_tokens_total", "counter", "tokens", "Prompt tokens prefilled."),
-    _vllm("generation_tokens_total", "counter", "tokens", "Tokens sampled, those that nobody got included."),
+    _vllm("generation_tokens_total", "counter", "tokens", "Tokens sampled, also of discarded completions."),
     _vllm("request_success_total", "counter", "", "Sequences that ended, by finished_reason.", ("finished_reason",)),
     _vllm("request_queue_time_seconds", "histogram", "seconds", "From arrival in the engine to the first step."),
     _vllm("time_to_first_token_seconds", "histogram", "seconds", "From arrival in the engine to the first token."),
     _vllm(
         "request_time_per_output_token_seconds", "histogram", "seconds",
-        "Mean time between a sequence's tokens. inter_token_latency_seconds costs too much and is left out.",
+        "Mean time between a sequence's tokens.",
     ),
     _vllm("e2e_request_latency_seconds", "histogram", "seconds", "From arrival in the engine to the last token."),
 )  # fmt: skip
 SERVE = (
     _serve(
         "autoscaling_target_replicas", "gauge", "",
-        "Replicas that Serve is to have; of the engine deployment: what our policy decided. Actual: rollout_replicas.",
+        "Replicas that Serve is to have. Actual engines: rollout_replicas.",
     ),
     _serve("deployment_replica_starts_total", "counter", "", "Replicas started, restarts included."),
     _serve("deployment_replica_healthy", "gauge", "", "1 while a replica's health check passes."),
     _serve(
         "deployment_queued_queries", "gauge", "",
-        "Calls that wait in a handle for a replica: with deployment=\"engine\", before admission.",
+        "Calls that wait in a handle for a replica.",
     ),
     _serve("num_http_requests_total", "counter", "", "HTTP requests, by route, method and status_code."),
 )  # fmt: skip
