@@ -19,20 +19,18 @@ from rollout_service.protocol.upload import BeginUpload, CommitUpload
 async def bare_engine(
     config: ServiceConfig,
     *,
-    has_tokenizer: bool = False,
     environment: Mapping[str, str] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> AsyncIterator[EngineAdapter]:
     """The engine of ``config`` in this process, with dummy weights, until the block ends.
 
-    ``has_tokenizer``: the service's engine has one where its model has, and turns tokens into text.
     ``environment``: laid over what a replica's process has; this process keeps it. ``arguments``: of vLLM, in place of
     those that the service gives. Raises AttributeError for one that vLLM does not have.
     """
     os.environ.update(engine_environment(config) | dict(environment or {}))  # noqa: TID251 - the engine inherits it
     register()
     model = ServedModel.load(config.model.path)
-    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=has_tokenizer)
+    args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
     for name, value in (arguments or {}).items():
         getattr(args, name)  # raises, where setattr would make a new one
         setattr(args, name, value)

@@ -20,20 +20,15 @@ def wall_seconds(call: Callable[[], object], repeats: int, *, warm_up: int = 1) 
     return seconds
 
 
-def event_seconds(call: Callable[[], object], repeats: int, *, queued: bool = False) -> list[float]:
-    """Seconds of each call on the GPU, after one to warm up.
-
-    ``queued``: the GPU gets all calls before the first is waited for, so that their launches cost it no time.
-    """
+def event_seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return the seconds of each call on the GPU, after one to warm up."""
     call()
     events = [(_event(), _event()) for _ in range(repeats)]
     for start, end in events:
         start.record()
         call()
         end.record()
-        if not queued:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 

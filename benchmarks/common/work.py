@@ -8,8 +8,6 @@ from benchmarks.common.command import Options
 from benchmarks.common.results import Json
 from rollout_service.protocol.sampling import Sampling
 
-PRINTABLE = range(6, 100)
-"""Token ids of the tiny model's characters."""
 PUBLISHED = range(1000, 150_000)
 """Token ids that the published shapes have."""
 
@@ -52,10 +50,10 @@ class WorkOptions(Options):
         """Completions that are made at once."""
         return self.groups * self.n
 
-    def make(self, tokens: range = PUBLISHED) -> Work:
-        """Prompts of random token ids out of ``tokens``."""
+    def make(self) -> Work:
+        """Return prompts of random token ids."""
         lengths = torch.linspace(self.prompt_min, self.prompt_max, self.groups).int().tolist()
-        return Work(random_prompts(lengths, tokens), self.n, self.out)
+        return Work(random_prompts(lengths), self.n, self.out)
 
     def as_json(self) -> Json:
         """As it stands in results."""
@@ -63,7 +61,9 @@ class WorkOptions(Options):
         return {"groups": self.groups, "n": self.n, "prompt_tokens": prompt_tokens, "output_tokens": self.out}
 
 
-def random_prompts(lengths: list[int], tokens: range) -> list[list[int]]:
+def random_prompts(lengths: list[int]) -> list[list[int]]:
     """One of each length; always the same."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(tokens.start, tokens.stop, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(PUBLISHED.start, PUBLISHED.stop, (length,), generator=generator).tolist() for length in lengths
+    ]

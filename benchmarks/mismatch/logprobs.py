@@ -18,8 +18,7 @@ Trainers:
 
 Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
 are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``, which has vLLM's
-own fusions. On a GPU linear layers are CUTLASS's, where DeepGEMM's are not named, and several
-engines are started at once: nothing is timed.
+own fusions. On a GPU linear layers are CUTLASS's, and several engines are started at once: nothing is timed.
 """
 
 import asyncio
@@ -90,7 +89,6 @@ class Engine(StrEnum):
     FP8KV = "fp8_block, fp8 kv"
     FP8KV_MEASURED = "fp8_block, fp8 kv, measured scales"
     FP8_COMPILED = "fp8_block, compiled"
-    DEEP_GEMM_E8M0 = "fp8_block, DeepGEMM E8M0"
 
 
 class Trainer(StrEnum):
@@ -120,7 +118,6 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Engine.FP8KV_MEASURED: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Engine.FP8_COMPILED: BF16_CACHE | {"engine": COMPILED},
-    Engine.DEEP_GEMM_E8M0: BF16_CACHE | {"engine": {"linear_backend": "deep_gemm"}},
 }
 TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
     Engine.BF16: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE, Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED),
@@ -134,14 +131,13 @@ TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
     Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
 }  # fmt: skip
 """Of engines that are not here, the one in fp32 alone."""
-ON_A_GPU = {Engine.FP8_COMPILED, Engine.DEEP_GEMM_E8M0}
 OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
 REPLAYED = {Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED}
 
 
 def of_this_machine() -> tuple[Engine, ...]:
     """Engines that this machine can run."""
-    return tuple(each for each in Engine if GPU or each not in ON_A_GPU)
+    return tuple(each for each in Engine if GPU or each != Engine.FP8_COMPILED)
 
 
 class SampleOptions(Options):
@@ -236,9 +232,7 @@ def measured_scales(model: PreTrainedModel) -> dict[str, float]:
     return observation.scales().named()
 
 
-def sample(
-    config: ServiceConfig, engine: Engine, options: SampleOptions, kv_scales: dict[str, float] | None
-) -> Sampled:
+def sample(config: ServiceConfig, options: SampleOptions, kv_scales: dict[str, float] | None) -> Sampled:
     """One completion of each prompt, by an engine that this process starts.
 
     ``kv_scales``: a version 1 of the model has them.
@@ -253,11 +247,8 @@ def sample(
             routed_experts_prompt_start=0 if config.engine.return_routed_experts else None,
         )
         prompts = repeating(options.prompts, PROMPT_SEED, tokens=PERIOD + 4).tolist()
-        # DeepGEMM's kernels are compiled when they are needed; the warm-up would compile all that could be
-        e8m0 = str(int(engine == Engine.DEEP_GEMM_E8M0))
-        environment = {"VLLM_USE_DEEP_GEMM_E8M0": e8m0, "VLLM_DEEP_GEMM_WARMUP": "skip"}
-        if GPU:  # which this process has used
-            environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # this process has used the GPU, so the engine's cannot be forked; no kernel of DeepGEMM is compiled ahead
+        environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_DEEP_GEMM_WARMUP": "skip"} if GPU else {}
         # nothing is measured: others may use the GPU meanwhile
         arguments = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if GPU else {}
         async with bare_engine(config, environment=environment, arguments=arguments) as running:
@@ -366,8 +357,7 @@ def main(options: SampleOptions) -> None:
             if Engine.FP8KV_MEASURED in configs:
                 scales[Engine.FP8KV_MEASURED] = measured_scales(trained.fp32)
             sampling = {
-                pool.submit(sample, config, engine, options, scales.get(engine)): engine
-                for engine, config in configs.items()
+                pool.submit(sample, config, options, scales.get(engine)): engine for engine, config in configs.items()
             }
             for future in as_completed(sampling):
                 engine = sampling[future]

@@ -4,9 +4,8 @@
 
 ``ours`` is blockwise FP8; ``ours, fp8_channel`` and ``ours, int8_channel`` have a scale for each output channel. A
 quantizer reads 2 bytes and writes 1 a weight; a copy of 1.5 bytes a weight moves as many. Every figure is bytes moved a
-second over that of a large copy in the same run. On a GPU, matrices are timed back to back in a CUDA graph that rotates
-over more buffers than the cache holds, and once more "alone": one launch after the cache was flushed, which includes 4
-to 5 µs of launch and events. All linear layers of a model are one ``GroupedQuantization.run()``.
+second over that of a large copy in the same run. On a GPU, all linear layers of a model are one
+``GroupedQuantization.run()``.
 """
 
 import math
@@ -24,13 +23,12 @@ from rich.table import Table
 from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.random_weights import gaussian
-from benchmarks.common.timing import buffers_beyond_cache, copy_seconds, event_seconds, graph_seconds, wall_seconds
+from benchmarks.common.timing import copy_seconds, event_seconds, wall_seconds
 from rollout_service.quant.blockwise import CODES, quantize_blockwise
 from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 
 BYTES_A_WEIGHT = 3
 CHANNELS = (FP8_CHANNEL, INT8_CHANNEL)
-GPU_SHAPES = ((4096, 4096), (4096, 12288), (24576, 4096), (151936, 4096))
 CPU_SHAPES = ((256, 768), (4096, 4096), (12288, 4096))
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
@@ -85,49 +83,9 @@ def vllm(weight: torch.Tensor) -> Any:
 
 
 def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
-    """Single matrices, then whole models."""
-    for shape in GPU_SHAPES:
-        yield from matrix_cases(shape, copy_gb_s, repeats)
+    """Measure whole models."""
     for name, shapes in MODELS.items():
         yield from model_cases(name, shapes, copy_gb_s, repeats)
-
-
-def matrix_cases(shape: tuple[int, int], copy_gb_s: float, repeats: int) -> Iterator[Case]:
-    """One matrix at a time, cold."""
-    moved = shape[0] * shape[1] * BYTES_A_WEIGHT
-    weights = [gaussian(shape) for _ in range(buffers_beyond_cache(moved))]
-    for kernel, calls in matrix_kernels(weights).items():
-        seconds = graph_seconds(calls, repeats)
-        alone = alone_seconds(calls[0])
-        extra = {"alone_gb_s": moved / alone / 1e9, "alone_ratio_to_copy": moved / alone / 1e9 / copy_gb_s}
-        yield case(f"{shape[0]}x{shape[1]}", kernel, moved, seconds, copy_gb_s, extra)
-
-
-def matrix_kernels(weights: list[torch.Tensor]) -> dict[str, list[Callable[[], Any]]]:
-    """For each kernel a call for each buffer."""
-    from benchmarks.quantizer.yardstick_kernel import yardstick
-    from rollout_service.quant.cuda import GroupedQuantization
-
-    codes, scales = outputs(weights)
-    size = weights[0].numel() * BYTES_A_WEIGHT // 2
-    copies = [
-        (torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty(size, dtype=torch.uint8, device="cuda"))
-        for _ in weights
-    ]
-    return {
-        "copy of as many bytes": [partial(a.copy_, b) for a, b in copies],
-        "ours": [GroupedQuantization([w], [c], [s]).run for w, c, s in zip(weights, codes, scales, strict=True)],
-        **{
-            f"ours, {form.name}": [
-                GroupedQuantization([w], [c], [s], form=form).run
-                for w, c, s in zip(weights, *outputs(weights, form), strict=True)
-            ]
-            for form in CHANNELS
-        },
-        "yardstick": [partial(yardstick, w, c, s) for w, c, s in zip(weights, codes, scales, strict=True)],
-        "eager": [partial(eager, w) for w in weights],
-        "vllm": [partial(vllm, w) for w in weights],
-    }
 
 
 def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> Iterator[Case]:
@@ -188,13 +146,6 @@ def carve(bucket: torch.Tensor, shapes: Shapes) -> Iterator[torch.Tensor]:
         offset += rows * columns
 
 
-def alone_seconds(call: Callable[[], Any]) -> float:
-    """Median seconds of one launch with a flushed cache."""
-    import triton.testing
-
-    return float(triton.testing.do_bench(call, warmup=25, rep=200, return_mode="median")) / 1e3
-
-
 # --- on the CPU
 
 
@@ -231,18 +182,11 @@ def case(
 def table_of(cases: list[Case], copy_gb_s: float) -> Table:
     """For people."""
     table = Table(title=f"quantizer on {results.machine()}; copy {copy_gb_s:.0f} GB/s")
-    for column in ("weights", "kernel", "ms", "GB/s", "of copy", "alone, of copy"):
+    for column in ("weights", "kernel", "ms", "GB/s", "of copy"):
         table.add_column(column, justify="left" if column in ("weights", "kernel") else "right")
     for c in cases:
-        alone = c.extra.get("alone_ratio_to_copy")
-        table.add_row(
-            c.name,
-            c.kernel,
-            f"{1e3 * statistics.median(c.seconds):.3f}",
-            f"{c.gb_s:.4g}",
-            f"{c.ratio_to_copy:.1%}",
-            "" if alone is None else f"{alone:.1%}",
-        )
+        numbers = (f"{1e3 * statistics.median(c.seconds):.3f}", f"{c.gb_s:.4g}", f"{c.ratio_to_copy:.1%}")
+        table.add_row(c.name, c.kernel, *numbers)
     return table
 
 

@@ -9,8 +9,7 @@ sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes:
 (weights and KV cache). The service's engine and the bare one live side by side and take turns: what drifts on a host
 drifts for both. The bare one gets the version that the service serves; alone it runs on vLLM's dummy weights. Before
 each run comes one with an eighth of the tokens: two lengths tell what a step takes and what does not depend on them.
-``--transport``: then updates through the same service, as ``benchmarks.update.live``. Each call adds its cases to the
-same file, which says what they are to each other.
+Each call adds its cases to the same file.
 """
 
 import asyncio
@@ -48,11 +47,7 @@ from benchmarks.common.gpu_service import (
 )
 from benchmarks.common.shapes import write_config
 from benchmarks.common.work import Work, WorkOptions
-from benchmarks.rollout.ratios import SAME, ratios
 from benchmarks.rollout.turns import Case, Generate, Made, take_turns
-from benchmarks.update.live import Case as UpdateCase
-from benchmarks.update.live import Transport, Updates
-from benchmarks.update.live import table_of as table_of_updates
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.fleet.dispatch import Dispatcher
@@ -62,6 +57,8 @@ from rollout_service.runtime.rpc import EngineClient, ingest_client
 from rollout_service.store.log import WeightLog
 
 RESULT = "rollout_throughput"
+SAME = ("model", "mode", "side", "envelope_gb", "layers", "work", "engine")
+"""Fields in which two cases agree that measured the same."""
 
 
 class Side(StrEnum):
@@ -98,15 +95,6 @@ class SideOptions(Options):
         if self.envelope_gb is not None:
             return round(self.envelope_gb / (torch.cuda.get_device_properties(0).total_memory / 1e9), 4)
         return round(ENGINES_SHARE * of_all, 4)
-
-
-class UpdateOptions(Options):
-    """Updates afterwards."""
-
-    transport: tuple[Transport, ...] = ()
-    """By which, as in benchmarks.update.live; may be repeated."""
-    updates: int = 2
-    """By each transport."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +151,7 @@ class Throughput:
         fresh = [case.as_json() | self.common for case in self.cases.values()]
         for case in fresh:
             print(json.dumps(case), flush=True)
-        cases = results.joined(results.cases(RESULT), fresh, SAME)
-        results.write(RESULT, {"cases": cases, "ratios": ratios(cases)})
+        results.write(RESULT, {"cases": results.joined(results.cases(RESULT), fresh, SAME)})
 
 
 @asynccontextmanager
@@ -201,8 +188,8 @@ def dispatcher_of(config: ServiceConfig) -> Dispatcher:
     return Dispatcher(EngineClient(engine), ingest_client(ingest), config.engine)
 
 
-def measure_served(each: Throughput, model: ModelOptions, path: Path, updates: Updates | None) -> None:
-    """The whole service: rollouts, which are kept before anything else can fail, then updates."""
+def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
+    """Measure the whole service."""
     if not any(path.glob("*.safetensors")):
         write_weights(path)
     started = time.perf_counter()
@@ -214,8 +201,6 @@ def measure_served(each: Throughput, model: ModelOptions, path: Path, updates: U
             each.cases[side].start_s = start_s
         asyncio.run(each.served(service))
         each.keep()
-        if updates is not None:
-            asyncio.run(updates.measure(service.url))
 
 
 def table_of(cases: list[Case]) -> Table:
@@ -233,12 +218,9 @@ def table_of(cases: list[Case]) -> Table:
     return table
 
 
-def main(
-    model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: EngineOptions, afterwards: UpdateOptions
-) -> None:
+def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: EngineOptions) -> None:
     """Measure, print the table, and add the cases to benchmarks/results/<machine>/rollout/throughput.json."""
     console, cases = Console(), list[Case]()
-    pushes = [UpdateCase(model.model, transport, model.layers) for transport in afterwards.transport]
     engine_settings = engine.settings(work.sequences)
     common = {
         "run": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -260,13 +242,10 @@ def main(
                 asyncio.run(each.alone())
                 each.keep()
             else:
-                updates = Updates(pushes, path, afterwards.updates, concurrent=64) if pushes else None
-                measure_served(each, model, path, updates)
+                measure_served(each, model, path)
             cases += found.values()
     console.print(table_of(cases))
     console.print(f"added to {results.path(RESULT)}")
-    if pushes:
-        console.print(table_of_updates(pushes))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from benchmarks.common.work import Work
-from benchmarks.rollout.machine_watch import GpuWatch, cpu_seconds, gpu_watch
 from rollout_service.protocol.sampling import Sampling
 
 
@@ -35,10 +34,6 @@ class Sample:
     short_s: float
     tokens: int
     """Of each completion of the whole run."""
-    cores: dict[str, float]
-    """How many CPU cores each kind of process kept busy in the whole run."""
-    gpu: dict[str, float]
-    """Medians in the whole run: ``sm_mhz``, ``power_w``."""
 
     @property
     def step_ms(self) -> float:
@@ -93,21 +88,17 @@ async def take_turns(work: Work, repeats: int, sides: Mapping[str, Generate], ca
 
     A whole run of many minutes is not repeated for that: with one repeat, only short runs come before.
     """
-    with gpu_watch() as watch:
-        for repeat in range(-1 if repeats > 1 else 0, repeats):
-            for number, (name, generate) in enumerate(sides.items()):
-                sample = await sampled(work, generate, f"{number}{repeat + 1}", watch)
-                if repeat >= 0:
-                    cases[name].add(sample, work.tokens)
+    for repeat in range(-1 if repeats > 1 else 0, repeats):
+        for number, (name, generate) in enumerate(sides.items()):
+            sample = await sampled(work, generate, f"{number}{repeat + 1}")
+            if repeat >= 0:
+                cases[name].add(sample, work.tokens)
 
 
-async def sampled(work: Work, generate: Generate, mark: str, watch: GpuWatch) -> Sample:
+async def sampled(work: Work, generate: Generate, mark: str) -> Sample:
     """A short run, then a whole one. ``mark``: up to four digits; no two turns of an engine may have the same."""
     short_s = await _run(replace(work, out=max(1, work.out // SHORT)), generate, f"{mark}0")
-    before, _ = cpu_seconds(), watch.take()
-    seconds = await _run(work, generate, f"{mark}1")
-    cores = {name: spent / seconds for name, spent in (cpu_seconds() - before).items()}
-    return Sample(seconds, short_s, work.out, cores, watch.take())
+    return Sample(await _run(work, generate, f"{mark}1"), short_s, work.out)
 
 
 async def _run(work: Work, generate: Generate, mark: str) -> float:

@@ -1,6 +1,6 @@
 """How little a step of an RL trainer changes, and what it costs to find, send and apply that instead of a version.
 
-    python -m benchmarks.update.delta [--layers 12] [--folder /dev/shm]
+    python -m benchmarks.update.delta [--layers 12]
 
 The model is a layer of Qwen3-1.7B, with as much of an embedding and a head that a quarter of the stored bytes is BF16,
 as of Qwen3-8B. Weights are N(0, 0.02²). The trainer is AdamW with torch's defaults at lr 1e-6 on fp32 masters. A
@@ -9,20 +9,13 @@ larger part is noise. Adam divides by their size, so what counts is only how muc
 gradients in the rows of the tokens of a batch, of which each step draws a fifth.
 
 Compared are the versions before and after one step, and after 16 more steps, as they are stored: FP8 codes, their
-scales, BF16. ``entropy_bytes``: what a code could reach that knows how many elements change in each tensor, and how
-often by how much. What takes time is done with ``--layers`` such layers, which are copies of the trained one:
-
-- comparing (with hashing and encoding) and changing what was sent last, beside a plain copy of the same bytes on as
-  many threads, in turns;
-- a push of a delta beside one of all that the trainer has quantized, and beside one through memory that both share
-  (``transport="shared_memory"``), into the real ingest in a process of its own, whose log is in ``--folder``: in memory
-  if that is a tmpfs.
+scales, BF16. What takes time is done with ``--layers`` such layers, which are copies of the trained one: comparing
+(with hashing and encoding) and changing what was sent last, beside a plain copy of the same bytes on as many threads,
+in turns. ``benchmarks.update.live`` pushes deltas.
 
 Where torch sees a GPU, the weights are there, and compared there.
 """
 
-import asyncio
-import functools
 import itertools
 import statistics
 import tempfile
@@ -34,23 +27,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.update.ingest_process import process, serve_ingest
-from rollout_service.client import RolloutClient
 from rollout_service.client._sent_weights import Changes, SentWeights
 from rollout_service.client._tensors import describe
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.runtime.threads import in_threads, io_threads
-from rollout_service.store.mapped_files import is_in_memory
 
 LEARNING_RATE = 1e-6
 PERSISTENT, NOISE = 1.0, 5.0
@@ -62,7 +50,7 @@ EMBEDDING = "model.embed_tokens.weight"
 STEPS = ((0, 1), (9, 10), (99, 100), (84, 100))
 """Versions that are compared: after so many steps. In its first step Adam moves every weight by the learning rate."""
 TIMED = (99, 100)
-REPEATS, ROUNDS = 3, 10
+ROUNDS = 10
 
 Tensors = dict[str, torch.Tensor]
 Bits = npt.NDArray[Any]
@@ -72,9 +60,7 @@ class DeltaOptions(Options):
     """What is timed."""
 
     layers: int = 12
-    """Of the versions that are compared and pushed: 67 MB each, as they are stored."""
-    folder: Path | None = None
-    """Of the log; a temporary one on the disk if it is not given."""
+    """Of the versions that are compared: 67 MB each, as they are stored."""
 
 
 def make_model(folder: Path, layers: int) -> dict[str, tuple[int, ...]]:
@@ -160,37 +146,23 @@ def bits_of(tensor: torch.Tensor) -> Bits:
     return np.frombuffer(tensor_bytes(tensor), f"<u{tensor.element_size()}")
 
 
-def entropy_bytes(old: Bits, new: Bits) -> float:
-    """Of independent changes: which elements, and by how much."""
-    differences = (new - old)[old != new]
-    if not differences.size:
-        return 0.0
-    shares = np.array([differences.size / old.size, 1 - differences.size / old.size])
-    which = old.size * -sum(share * np.log2(share) for share in shares if share)
-    counts = np.unique(differences, return_counts=True)[1] / differences.size
-    return float(which - differences.size * (counts * np.log2(counts)).sum()) / 8
-
-
 def compared(steps: tuple[int, int], old: Tensors, new: Tensors) -> results.Json:
     """Shares of elements and bytes that change."""
     changes = sent(old).changes_to(new.items())
     assert changes is not None, "more changes than are sent as a delta"
     elements, changed, encoded, stored = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    ideal = 0.0
     for (name, tensor), change in zip(new.items(), changes, strict=True):
         kind, before, after = str(tensor.dtype).removeprefix("torch."), bits_of(old[name]), bits_of(tensor)
         elements[kind] += after.size
         changed[kind] += int(np.count_nonzero(before != after))
         encoded[kind] += len(change.encoded) if change is not None else 0
         stored[kind] += after.nbytes
-        ideal += entropy_bytes(before, after)
     return {
         "steps": list(steps),
         "changed_share": {kind: changed[kind] / elements[kind] for kind in elements},
         "encoded_bytes": dict(encoded),
         "stored_bytes": dict(stored),
         "encoded_share": encoded.total() / stored.total(),
-        "entropy_bytes": ideal,
     }
 
 
@@ -235,45 +207,6 @@ def timed(old: Tensors, new: Tensors) -> results.Json:
     return {"threads": io_threads(), "nbytes": base.nbytes, **taken}
 
 
-async def pushed(folder: Path, log: Path, old: Tensors, new: Tensors) -> results.Json:
-    """Both versions in turn, by one way after the other: seconds until each is committed, and of both processors."""
-    taken: dict[str, list[float]] = {"delta": [], "whole": [], "shared_memory": []}
-    client_cpu_s: dict[str, list[float]] = {name: [] for name in taken}
-    ingest_cpu_s: dict[str, list[float]] = {name: [] for name in taken}
-    ways: list[dict[str, Any]] = [
-        {"transport": "delta"},
-        {"transport": "http", "quantize": "trainer"},
-        {"transport": "shared_memory", "quantize": "trainer"},
-    ]
-    with process(functools.partial(serve_ingest, log), folder) as (url, pid):
-        async with RolloutClient(url) as client:
-            digests = set[str | None]()
-            for name, way in zip(taken, ways, strict=True):
-                # the first is a whole version in any case, and the files of a log in memory are new in the next two
-                for number, weights in enumerate([new, old, *[new, old] * REPEATS]):
-                    started = time.perf_counter(), time.process_time(), cpu_s(pid)
-                    digests.add((await client.push_weights("next", weights, wait="none", **way)).digest)
-                    ended = time.perf_counter(), time.process_time(), cpu_s(pid)
-                    if number > 1:
-                        for times, before, after in zip(
-                            (taken, client_cpu_s, ingest_cpu_s), started, ended, strict=True
-                        ):
-                            times[name].append(after - before)
-            assert len(digests) == 2
-    return {
-        "log": "memory" if is_in_memory(log) else "disk",
-        "push_s": taken,
-        "client_cpu_s": client_cpu_s,
-        "ingest_cpu_s": ingest_cpu_s,
-    }
-
-
-def cpu_s(pid: int) -> float:
-    """That a process has used."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
-
-
 # --- what is said of it
 
 
@@ -287,49 +220,34 @@ def speeds(times: results.Json) -> dict[str, tuple[float, float]]:
 def table_of(cases: list[results.Json]) -> Table:
     """For people."""
     table = Table(title="changed between two versions")
-    for column in ("after steps", "codes", "scales", "BF16", "sent of all bytes", "of the entropy"):
+    for column in ("after steps", "codes", "scales", "BF16", "sent of all bytes"):
         table.add_column(column, justify="right")
     for case in cases:
         shares = [f"{case['changed_share'][kind]:.2%}" for kind in ("float8_e4m3fn", "float32", "bfloat16")]
-        of_entropy = sum(case["encoded_bytes"].values()) / case["entropy_bytes"]
-        table.add_row(" → ".join(map(str, case["steps"])), *shares, f"{case['encoded_share']:.2%}", f"{of_entropy:.2f}")
+        table.add_row(" → ".join(map(str, case["steps"])), *shares, f"{case['encoded_share']:.2%}")
     return table
 
 
 def main(options: DeltaOptions) -> None:
     """Measure, print, and write benchmarks/results/<machine>/update_delta.json."""
     console = Console()
-    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=options.folder) as log:
-        folder = Path(name)
-        weights = initial(make_model(folder / "one", 1))
-        quantized = tuple(name for name in weights if name.startswith(LAYER) and name.endswith("_proj.weight"))
-        console.log(f"{sum(weight.numel() for weight in weights.values()) / 1e6:.0f} M weights")
-        stored = versions(weights, TrainerRecipe(weights="fp8_block", quantized=quantized))
-        console.log(f"trained for {max(stored)} steps")
-        cases = [compared((old, new), stored[old], stored[new]) for old, new in STEPS]
-        console.print(table_of(cases))
-        make_model(folder / "model", options.layers)
-        started = repeated({name: weight.bfloat16() for name, weight in weights.items()}, options.layers)
-        save_file(started, folder / "model" / "model.safetensors")
-        del started, weights
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        old, new = (
-            {name: tensor.to(device) for name, tensor in repeated(stored[step], options.layers).items()}
-            for step in TIMED
-        )
-        times = timed(old, new)
-        for what, (gb_s, of_copy) in speeds(times).items():
-            console.print(f"{what}: {gb_s:.2f} GB/s, {of_copy:.2f} of a copy's")
-        pushes = asyncio.run(pushed(folder, Path(log) / "log", old, new))
-    for what in pushes["push_s"]:
-        push_s, client_s, ingest_s = (
-            statistics.median(pushes[key][what]) for key in ("push_s", "client_cpu_s", "ingest_cpu_s")
-        )
-        console.print(
-            f"a push by {what}: {push_s:.2f} s; of processors, client {client_s:.2f} s, ingest {ingest_s:.2f} s"
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        weights = initial(make_model(Path(folder), 1))
+    quantized = tuple(name for name in weights if name.startswith(LAYER) and name.endswith("_proj.weight"))
+    console.log(f"{sum(weight.numel() for weight in weights.values()) / 1e6:.0f} M weights")
+    stored = versions(weights, TrainerRecipe(weights="fp8_block", quantized=quantized))
+    console.log(f"trained for {max(stored)} steps")
+    cases = [compared((old, new), stored[old], stored[new]) for old, new in STEPS]
+    console.print(table_of(cases))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    old, new = (
+        {name: tensor.to(device) for name, tensor in repeated(stored[step], options.layers).items()} for step in TIMED
+    )
+    times = timed(old, new)
+    for what, (gb_s, of_copy) in speeds(times).items():
+        console.print(f"{what}: {gb_s:.2f} GB/s, {of_copy:.2f} of a copy's")
     assumed = {"lr": LEARNING_RATE, "gradient": {"persistent": PERSISTENT, "noise": NOISE}, "rows": ROWS_IN_A_BATCH}
-    content = {"assumed": assumed, "layers": options.layers, "cases": cases, "times": times, "pushes": pushes}
+    content = {"assumed": assumed, "layers": options.layers, "cases": cases, "times": times}
     console.print(f"wrote {results.write('update_delta', content)}")
 
 

@@ -1,7 +1,6 @@
 """Seconds from a trainer's last byte until every replica serves the new version, through the whole service; on a GPU.
 
     python -m benchmarks.update.live [--model qwen3-8b] [--transport path --transport parts --transport shared_memory]
-    python -m benchmarks.rollout.throughput … --transport path …    the same after its own measurements
 
 Random weights of a published shape; the service holds them in FP8 with an FP8 KV cache, in an engine with the arguments
 of ``benchmarks.rollout.throughput``'s documented run, and ``--concurrent`` rollouts run through its HTTP all the while.
@@ -12,8 +11,6 @@ Transports:
 - ``trainer``: codes and scales over HTTP, quantized by this process;
 - ``shared_memory``: BF16 through memory that this process and the ingest share, quantized by the service;
 - ``cuda_ipc``: likewise through memory of this process's GPU;
-- ``nccl``: BF16 by a broadcast that the ingest's receiver takes part in, as vLLM's trainers send it (``nccl.py``). It
-  needs a GPU for each of the two, and is left out, by name, where there is one;
 - ``delta``: what has changed in codes, scales and BF16 tensors over HTTP, quantized and compared by this process. Of 2%
   of the BF16 weights the last bit changes between two versions (``benchmarks.update.delta`` measures steps of an
   optimizer); for all other transports every weight does. The first push, of everything, is not measured;
@@ -25,7 +22,7 @@ and replicas do after a version and before the next is no part of a push then. W
 after a start are slower, as each process registers the memory of three versions with CUDA: these pushes, ``--warmups``
 of them by the first transport, are ``first_push_s``; of others, one, where the first takes memory.
 
-``all_live_s`` is from the last part's acknowledgement, or for ``path`` and ``nccl`` from the call, until the commit is
+``all_live_s`` is from the last part's acknowledgement, or for ``path`` from the call, until the commit is
 answered: what is left is converted and synced to disk, and each replica has checked, staged and loaded it. ``push_s``
 is the whole push. ``stages`` are its seconds: ``receive``, ``quantize``, ``store`` and ``finish`` as ``UploadTimings``
 has them (they overlap), ``stage``, ``closed`` and ``load`` as the slowest replica tells them. All hold what the
@@ -70,7 +67,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
-from rollout_service.protocol.weights import UploadTimings, WeightStatus
+from rollout_service.protocol.weights import UploadTimings
 from rollout_service.store.mapped_files import is_in_memory
 
 RESULT = "update_live"
@@ -89,7 +86,6 @@ class Transport(StrEnum):
     TRAINER = "trainer"
     SHARED_MEMORY = "shared_memory"
     CUDA_IPC = "cuda_ipc"
-    NCCL = "nccl"
     DELTA = "delta"
 
 
@@ -112,7 +108,7 @@ class PushOptions(Options):
     replicas: int = 1
     """Of the engine, each on a GPU of its own."""
     ingest_beside: Beside = Beside.ENGINE
-    """Whose GPU the ingest shares, where trainer and engine have one each; the trainer's cannot take part in nccl."""
+    """Whose GPU the ingest shares, where trainer and engine have one each."""
     warmups: int = 3
     """Versions before those, by the first transport."""
     pause_s: float = 1.0
@@ -121,12 +117,10 @@ class PushOptions(Options):
     """Of the GPU's memory, the engine's: the trainer's weights need room, too."""
     concurrent: int = 64
     """Rollouts that run meanwhile."""
-    scales_policy: str = "reuse"
-    """Of the KV cache: reuse, calibrate or unit."""
 
 
-FIRST_IS_SLOWER = (Transport.DELTA, Transport.NCCL, Transport.SHARED_MEMORY, Transport.CUDA_IPC)
-"""They take memory, or send everything, or begin a group: their first push is not measured."""
+FIRST_IS_SLOWER = (Transport.DELTA, Transport.SHARED_MEMORY, Transport.CUDA_IPC)
+"""They take memory, or send everything: their first push is not measured."""
 
 
 class LiveEngine(EngineOptions):
@@ -149,7 +143,7 @@ class Case:
     """The transport. Results have had it under this key since the first."""
     layers: int | None
     scales_policy: str = "reuse"
-    """``kv_cache.scales_policy``: with ``calibrate`` the scales are measured while the engine is closed."""
+    """``kv_cache.scales_policy``."""
     log: str = "disk"
     """Where versions are served from: disk or memory."""
     staging: str = "auto"
@@ -205,21 +199,11 @@ class LastByte:
 class Trainer:
     """A model's BF16 weights, on a GPU if there is one."""
 
-    def __init__(self, folder: Path, url: str = "") -> None:
-        """``folder``: has its config.json. ``url``: of the service, for broadcasts."""
+    def __init__(self, folder: Path) -> None:
+        """``folder``: has its config.json."""
         if (count := torch.cuda.device_count()) > 1:  # of two, the one that no engine has, whichever Ray gave it
             torch.cuda.set_device(min(range(count), key=torch.cuda.device_memory_used))
         self.tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
-        self._url = url
-        self._broadcasts: Any = None
-
-    def broadcast(self) -> None:
-        """All weights, until they are committed."""
-        if self._broadcasts is None:
-            from benchmarks.update.nccl import Broadcasts  # imports vLLM
-
-            self._broadcasts = Broadcasts(self._url, self.tensors)
-        self._broadcasts.push()
 
     def step(self, share: float = 1.0) -> None:
         """Other weights, as large. ``share``: of them changes, by the last bit if that is less than all."""
@@ -243,11 +227,6 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     if case.door == Transport.PATH:
         last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         status = await client.push_path(version, folder)
-    elif case.door == Transport.NCCL:
-        assert trainer is not None
-        last.at, last.nbytes = started, sum(tensor.nbytes for tensor in trainer.tensors.values())
-        await asyncio.to_thread(trainer.broadcast)
-        status = await live(client, version)
     else:
         assert trainer is not None
         how: dict[str, Any]
@@ -269,13 +248,6 @@ async def push(client: RolloutClient, version: int, folder: Path, case: Case, tr
     case.add(status.timings, [replica.update for replica in replicas if replica.update is not None])
 
 
-async def live(client: RolloutClient, version: int) -> WeightStatus:
-    """Of a version, once it is live: a broadcast is answered when it is committed."""
-    while (status := await client.weights(version)).state != "live":
-        await asyncio.sleep(0.01)
-    return status
-
-
 @dataclass(frozen=True)
 class Updates:
     """What is pushed, by which transports, and what else goes on."""
@@ -285,20 +257,17 @@ class Updates:
     """The BF16 files, and no others."""
     repeats: int
     concurrent: int
-    warmups: int = 0
-    seconds: float = 20.0
+    warmups: int
+    seconds: float
 
     async def measure(self, url: str) -> None:
         """All cases, with a running service whose version 0 has taught it its load plan. Each is kept once done."""
         version = 0
-        trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder, url)
+        trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder)
         failed: list[str] = []
         with rollouts(url, self.concurrent):
             async with RolloutClient(url) as client:
                 for number, case in enumerate(self.cases):
-                    if case.door == Transport.NCCL and (case.gpus < 2 or case.ingest_beside == Beside.TRAINER):
-                        print("nccl: not measured, trainer and ingest need a GPU each, and share one", flush=True)
-                        continue
                     try:
                         version = await self._case(client, case, version, number == 0, trainer)
                     except RolloutServiceError as error:  # the other cases may be measured all the same
@@ -358,13 +327,12 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
             model.model,
             transport,
             model.layers,
-            pushes.scales_policy,
-            log,
-            engine.staging,
-            pushes.replicas,
-            max(1, torch.cuda.device_count()),
-            str(pushes.ingest_beside),
-            pushes.pause_s,
+            log=log,
+            staging=engine.staging,
+            replicas=pushes.replicas,
+            gpus=max(1, torch.cuda.device_count()),
+            ingest_beside=str(pushes.ingest_beside),
+            pause_s=pushes.pause_s,
         )
         for transport in pushes.transport
     ]
@@ -373,7 +341,6 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         path = write_config(model.model, Path(temporary) / model.model, model.layers)
         write_weights(path)
         settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
-        settings["kv_cache"]["scales_policy"] = pushes.scales_policy
         settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
         settings["scaling"] |= {"min_replicas": pushes.replicas, "max_replicas": pushes.replicas}
         if pushes.ingest_beside is Beside.TRAINER:
@@ -381,9 +348,7 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         with serving(settings, path.parent, model.verbose) as service:
             if model.free:
                 remove_weights(path)
-            updates = Updates(
-                cases, path, pushes.repeats, pushes.concurrent, pushes.warmups, pushes.seconds
-            )  # fmt: skip
+            updates = Updates(cases, path, pushes.repeats, pushes.concurrent, pushes.warmups, pushes.seconds)
             asyncio.run(updates.measure(service.url))
     console = Console()
     console.print(table_of(cases))
