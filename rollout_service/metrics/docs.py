@@ -25,11 +25,11 @@ def rewritten(text: str) -> str:
 def table(metrics: Sequence[Metric]) -> str:
     """Return a Markdown table."""
     rows = [
-        f"| `{metric.name}` | {metric.kind} | {' '.join(f'`{label}`' for label in metric.labels)} "
-        f"| {metric.description.replace('|', '&#124;')} |"
+        f"| `{metric.name}` | {' '.join(f'`{label}`' for label in metric.labels)} "
+        f"| {'Histogram. ' if metric.kind == 'histogram' else ''}{metric.description.replace('|', '&#124;')} |"
         for metric in metrics
     ]
-    return "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *rows])
+    return "\n".join(["| name | labels | meaning |", "|---|---|---|", *rows])
 
 
 def main() -> None:
