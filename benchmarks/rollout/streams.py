@@ -8,9 +8,6 @@ replica is killed with its engine (SIGKILL), and a version is pushed. A rollout 
 as its first span has. When that many had been made is read from the streams of the same replica, which began at the
 same moment: the difference to the kill is the work that it lost, in seconds. What a stream says is late by up to
 ``LIVE_PERIOD_S``, which is added. A replica that is asked every ``PERIOD_S`` should lose half of it on average.
-
-``http_to_bare`` is measured by ``benchmarks.rollout.throughput`` on a GPU, before and after this existed: give both
-with ``--http-to-bare-before`` and ``--http-to-bare``.
 """
 
 import asyncio
@@ -49,8 +46,6 @@ class LoadOptions(Options):
     """Tokens of a rollout."""
     seed: int = 0
     """Of the moments."""
-    http_to_bare_before: float | None = None
-    http_to_bare: float | None = None
 
 
 @dataclass
@@ -176,11 +171,11 @@ async def rounds(service: LocalService, options: LoadOptions) -> None:
     async for found in measure(service, options):
         lost = ", ".join(f"{each:.2f}" for each in found.lost_s)
         print(f"{found.rollouts} rollouts, {len(found.lost_s)} of them went on, having lost {lost} s", flush=True)
-        path = write(found, options)
+        path = write(found)
     print(f"wrote {path}")
 
 
-def write(found: Found, options: LoadOptions) -> Path:
+def write(found: Found) -> Path:
     """Add a round to the result."""
     file = results.path("streams")
     earlier = json.loads(file.read_text())["rounds"] if file.exists() else []
@@ -195,8 +190,6 @@ def write(found: Found, options: LoadOptions) -> Path:
         "tokens_lost_max": round(max((each for one in every for each in one["lost_tokens"]), default=0.0), 1),
         "stale_tokens": sum(len(one["stale"]) for one in every),
         "lost_requests": sum(len(one["failed"]) for one in every),
-        "http_to_bare_before": options.http_to_bare_before,
-        "http_to_bare": options.http_to_bare,
         "rounds": every,
     }
     return results.write("streams", content)

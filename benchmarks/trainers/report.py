@@ -35,7 +35,7 @@ def title_of(case: Case) -> str:
 
 
 def write(cases: Sequence[Case], trainer: str, machine: str) -> None:
-    """Draw the figure, write the page's part, and print the README's rows. Raises ValueError without a case."""
+    """Draw the figure and write the page's part. Raises ValueError without a case."""
     found = sorted(
         (case for case in cases if case["trainer"] == trainer), key=lambda case: [*COLORS].index(case["side"])
     )
@@ -46,7 +46,7 @@ def write(cases: Sequence[Case], trainer: str, machine: str) -> None:
     write_part(
         page, part(trainer), f"{table(found, machine)}\n![reward by step, and seconds of a step]({figure.name})\n"
     )
-    print(f"{readme_row(found)}\nwritten: {page} and {figure}")
+    print(f"written: {page} and {figure}")
 
 
 def table(cases: Sequence[Case], machine: str) -> str:
@@ -76,23 +76,6 @@ def table(cases: Sequence[Case], machine: str) -> str:
     lines = ["".join(head), "|---" * (len(cases) + 1) + "|"]
     lines += [f"| {title} | {' | '.join(cell(case) for case in cases)} |" for title, cell in rows]
     return "\n".join(lines) + "\n"
-
-
-def readme_row(cases: Sequence[Case]) -> str:
-    """Return the row of the README's table "trained with it": each figure here, then with the trainer's own engine."""
-    ours, *others = cases
-    cells = [
-        " / ".join(text.format(case[name]) for case in (ours, *others))
-        for name, text in (
-            ("median_step_s", "{:.2f} s"),
-            ("median_sync_s", "{:.2f} s"),
-            ("median_tokens_per_s", "{:,.0f}"),
-            ("last_reward", "{:.2f}"),
-        )
-    ]
-    sides = " / ".join(title_of(case) for case in cases)
-    trainer = ours["trainer"]
-    return f"| [{NAMES[trainer]}](docs/trainers/{trainer}.md) ({sides}) | {' | '.join(cells)} |"
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:

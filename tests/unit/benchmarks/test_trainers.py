@@ -8,7 +8,6 @@ import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import results
 from benchmarks.common.processes import process
-from benchmarks.trainers import pretraining, report, sides, trl, verl
+from benchmarks.trainers import pretraining, sides, trl, verl
 from benchmarks.trainers.addition import DIGITS, MAX_TOKENS, Problem, problems, reward
 from benchmarks.trainers.trl_training import Steps
 
@@ -132,31 +131,6 @@ def test_medians_leave_out_the_first_steps() -> None:
     assert (found["steps"], found["median_step_s"], found["first_reward"]) == (8, 2.0, 0.25)
     assert sides.summarize(lines[:1])["median_step_s"] == 9.0
     assert sides.summarize([]) == {"steps": 0}
-
-
-def cases(trainer: str) -> list[dict[str, Any]]:
-    lines = [LINE | {"step": step} for step in range(1, 6)]
-    common = {"trainer": trainer, "model": "0.2b", "start": {"server_s": 60.0}, "curves": sides.curves(lines)}
-    return [{**common, "side": side, **sides.summarize(lines)} for side in ("own", "ours")]
-
-
-@pytest.mark.parametrize(("trainer", "engine"), [("trl", "TRL's server"), ("verl", "verl's engine")])
-def test_a_report_has_a_column_for_each_side(
-    trainer: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page, figure, part = tmp_path / f"{trainer}.md", tmp_path / f"{trainer}.png", report.part(trainer)
-    monkeypatch.setattr(report, "PAGES", tmp_path)
-    page.write_text(f"before\n<!-- made by {part} -->\n<!-- end of {part} -->\nafter\n")
-    report.write([*cases("trl"), *cases("verl")], trainer, "two")
-    head, _, step, *_ = page.read_text().splitlines()[2:]
-    assert head == f"| 0.2b, two | this service, FP8 | {engine}, BF16 |"
-    assert step == "| a step, seconds | 2.00 | 2.00 |"
-    assert figure.stat().st_size > 1000
-
-
-@pytest.mark.parametrize("trainer", report.NAMES)
-def test_the_page_has_room_for_the_report(trainer: str) -> None:
-    assert (report.PAGES / f"{trainer}.md").read_text().count(f"<!-- made by {report.part(trainer)} -->\n") == 1
 
 
 def test_each_side_has_its_own_server_and_the_same_trainer(tmp_path: Path) -> None:
