@@ -53,7 +53,7 @@ class Client:
         return ", ".join([self.source, *named] if self.source else named)
 
 
-GLOO = "against a running service, gloo in place of NCCL"
+GLOO = "with gloo in place of NCCL"
 CLIENTS = (
     Client(
         "TRL, async",
@@ -102,7 +102,7 @@ CLIENTS = (
         "prime-rl with verifiers",
         "generate, with sessions; chat",
         "a folder",
-        "verifiers' clients against a running service; prime-rl's own calls as contracts, likewise",
+        "verifiers' clients; prime-rl's own calls as contracts",
         folder="verifiers",
         packages=("verifiers", "renderers"),
         source="559b447",
@@ -112,7 +112,7 @@ CLIENTS = (
         "AReaL",
         "completions",
         "a folder",
-        "its remote vLLM engine against a running service, through an update; its SGLang calls as contracts",
+        "its remote vLLM engine, through an update; its SGLang calls as contracts",
         folder="areal",
         packages=("areal",),
         links={"AReaL": "trainers/areal.md"},
@@ -121,7 +121,7 @@ CLIENTS = (
         "slime",
         "SGLang's `/generate`",
         "a folder",
-        "its calls as contracts, through the router that it starts, against a running service",
+        "its calls as contracts, through the router that it starts",
         folder="slime",
         packages=("sglang-router",),
         source="624b824",
@@ -131,7 +131,7 @@ CLIENTS = (
         "rLLM's model gateway",
         "chat, completions; streams",
         "",
-        "between an agent and a running service",
+        "between an agent and the service",
         folder="rllm",
         packages=("rllm-model-gateway",),
     ),
@@ -139,22 +139,22 @@ CLIENTS = (
         "NeMo-Gym",
         "chat, tokenize",
         "",
-        "its calls as contracts, against a running service",
+        "its calls as contracts",
         source="0.4.0",
     ),
-    Client("ART", "chat", "", "its calls as contracts, against a running service", source="0.5.23"),
+    Client("ART", "chat", "", "its calls as contracts", source="0.5.23"),
     Client(
         "ms-swift's `InferClient`",
         "chat",
         "its trainers' routes are not here",
-        "its calls as contracts, against a running service",
+        "its calls as contracts",
         source="4.6.0",
     ),
     Client(
         "OpenAI's and Anthropic's SDKs, any agent",
         "chat, responses, messages; sessions in tokens",
         "",
-        "both SDKs against a running service, streams and sessions too",
+        "both SDKs, also streams and sessions",
         packages=("openai", "anthropic"),
         links={"OpenAI's and Anthropic's SDKs": "agents.md"},
     ),
@@ -162,7 +162,7 @@ CLIENTS = (
         "The newest SDKs, openai-agents, pydantic-ai, LiteLLM",
         "chat, responses, messages; sessions in tokens",
         "",
-        "against a running service: tools, streams, whole agent loops in sessions",
+        "tools, streams, whole agent loops in sessions",
         folder="agents",
         packages=("openai", "anthropic", "openai-agents", "pydantic-ai-slim", "litellm"),
         links={"The newest SDKs": "agents.md"},

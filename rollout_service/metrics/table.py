@@ -100,7 +100,7 @@ SESSION_TURNS = _process(
 
 UPDATES = _process(
     "updates_total", "counter", "", ("outcome",),
-    "Versions that a replica loaded: ok, unreadable (it serves the version before), or failed (it is replaced).",
+    "Versions that a replica loaded: ok, unreadable (the previous one stays), or failed (it is replaced).",
 )  # fmt: skip
 UPDATE_SECONDS = _process(
     "update_seconds", "histogram", "seconds", ("stage",),
@@ -177,9 +177,7 @@ LATEST_COMMITTED = _service(
     "latest_version_committed_timestamp_seconds", "gauge", "seconds", (), "When it was committed, in Unix time."
 )
 PAUSED = _service("paused", "gauge", "", (), "1 while the operator wants the fleet paused.")
-REPLICAS = _service(
-    "replicas", "gauge", "", ("state",), "Live replicas by state; every state is there, with 0 if none."
-)
+REPLICAS = _service("replicas", "gauge", "", ("state",), "Live replicas by state.")
 REPLICAS_MIN = _service("replicas_min", "gauge", "", (), "scaling.min_replicas.")
 REPLICAS_MAX = _service("replicas_max", "gauge", "", (), "scaling.max_replicas.")
 REPLICA_STARTS = _service("replica_starts_total", "counter", "", (), "Replicas that came since the ingest started.")
@@ -203,11 +201,11 @@ REPLICA_ERROR = _service("replica_error", "gauge", "", ("replica",), "1 if it re
 REPLICA_PAUSED = _service("replica_paused", "gauge", "", ("replica",), "1 if it has obeyed a pause.")
 REPLICA_SEQUENCES = _service(
     "replica_sequences", "gauge", "", ("replica",),
-    "Sequences it has admitted and not answered; at engine.admission_limit it takes no more.",
+    "Sequences it has admitted and not answered.",
 )  # fmt: skip
 REPLICA_REPORT_AGE = _service(
     "replica_report_age_seconds", "gauge", "seconds", ("replica",),
-    "Since its last report. At weights.dead_after_s it leaves all of these metrics.",
+    "Since its last report.",
 )  # fmt: skip
 REPLICA_UPDATE_SECONDS = _service(
     "replica_update_seconds", "gauge", "seconds", ("replica", "stage"),
@@ -222,7 +220,7 @@ REPLICA_UPDATE_BYTES = _service(
 )
 VERSION_STATE = _service(
     "version_state", "gauge", "", ("version", "state"),
-    "1 at the state it is in: staged, committed, or live on every replica. Versions on disk or staged.",
+    "1 at its state: staged, committed, or live on every replica.",
 )  # fmt: skip
 VERSION_BYTES = _service("version_bytes", "gauge", "bytes", ("version",), "Bytes of its tensors, as stored or to come.")
 VERSION_COMMITTED = _service(
@@ -255,11 +253,11 @@ KV_MEASURED_SECONDS = _service(
 )
 KV_SATURATED = _service(
     "kv_saturated_ratio", "gauge", "ratio", ("replica", "layer", "tensor"),
-    "Share of a layer's k or v beyond the largest FP8 code with the served scales, by the newest measurement.",
+    "Share of a layer's k or v beyond FP8's range, by the newest measurement.",
 )  # fmt: skip
 KV_UNFIT = _service(
     "kv_unfit_layers", "gauge", "", ("replica",),
-    "Layers whose keys or values FP8 cannot keep, by the same measurement. GET /v1/fleet names them.",
+    "Layers for which FP8 is not accurate enough. GET /v1/fleet names them.",
 )  # fmt: skip
 
 # --- mismatch, per version and replica; lr = the trainer's - the sampled logprob
@@ -270,9 +268,7 @@ MISMATCH_TRUNCATED = _service(
     "mismatch_truncated_tokens_total", "counter", "tokens", _ROW,
     "Reported tokens of rollouts with truncated sampling, which are in no other row.",
 )  # fmt: skip
-MISMATCH_SEQUENCES = _service(
-    "mismatch_sequences_total", "counter", "", _ROW, "Completions measured that one version sampled from end to end."
-)
+MISMATCH_SEQUENCES = _service("mismatch_sequences_total", "counter", "", _ROW, "Measured completions of one version.")
 MISMATCH_K1 = _service(
     "mismatch_k1", "gauge", "nats", _ROW, "mean(-lr): KL of engine against trainer, unbiased, signed."
 )
@@ -300,7 +296,7 @@ MISMATCH_ABS_DIFF = _service(
 )
 VERSION_SUSPECT = _service(
     "version_suspect", "gauge", "", ("version", "replica"),
-    "1 if a replica's mismatch with this version is above a threshold; 0 if measured and below.",
+    "1 if the mismatch is above a threshold.",
 )  # fmt: skip
 SUSPECT_SINCE = _service(
     "version_suspect_timestamp_seconds", "gauge", "seconds", ("version", "replica"), "Since when, in Unix time."
@@ -321,8 +317,8 @@ def _serve(name: str, kind: Kind, unit: Unit, description: str, labels: tuple[st
 
 VLLM = (
     _vllm("num_requests_running", "gauge", "", "Sequences in the running batch; gone 20 s after the last step."),
-    _vllm("num_requests_waiting", "gauge", "", "Sequences that wait for a place in it; likewise."),
-    _vllm("kv_cache_usage_perc", "gauge", "ratio", "Share of KV blocks in use; likewise."),
+    _vllm("num_requests_waiting", "gauge", "", "Sequences that wait for a place in it."),
+    _vllm("kv_cache_usage_perc", "gauge", "ratio", "Share of KV blocks in use."),
     _vllm("prefix_cache_queries_total", "counter", "tokens", "Prompt tokens looked up in the prefix cache."),
     _vllm("prefix_cache_hits_total", "counter", "tokens", "Prompt tokens found there: prefill saved."),
     _vllm(
