@@ -30,9 +30,10 @@ from benchmarks.common.results import Json
 from benchmarks.faults.ground import Ground, settings
 from benchmarks.faults.load import Load, load
 from benchmarks.soak.diary import Diary
+from benchmarks.soak.engines import EngineStarts
 from benchmarks.soak.probe import Probe
 from benchmarks.soak.push import Pusher
-from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages
+from benchmarks.soak.report import is_clean, told_of_blows, told_of_outages, told_of_starts, told_of_waits
 from benchmarks.soak.schedule import strikes
 from benchmarks.soak.strike import Blow, Striker, send
 from rollout_service.client import RolloutClient
@@ -56,10 +57,10 @@ async def soak(service: LocalService, seed: int, minutes: float, replicas: int, 
         diary.begin()
         try:
             async with asyncio.timeout(None) as patience, load(service.url, CALLERS) as rollouts:
-                probe = Probe(service.url, diary, rollouts)
+                probe, starts = Probe(service.url, diary, rollouts), EngineStarts(service.url, diary)
                 striker = Striker(diary, lambda: served_after(pusher, probe))
                 async with asyncio.TaskGroup() as group:
-                    others = [group.create_task(each.run()) for each in (probe, pusher)]
+                    others = [group.create_task(each.run()) for each in (probe, starts, pusher)]
                     others.append(group.create_task(note_losses(rollouts, diary)))
                     await strike(striker, seed, minutes * 60, lambda blow: say(blow, diary, rollouts))
                     for task in others:
@@ -79,6 +80,8 @@ async def soak(service: LocalService, seed: int, minutes: float, replicas: int, 
         "failed_pushes": pusher.failed,
         **told_of_blows(striker.blows),
         **told_of_outages(probe.timeline, ended_s, striker.blows),
+        **told_of_waits(probe.timeline, ended_s, striker.blows, starts.starts, starts.unserved),
+        **told_of_starts([start.seconds for start in starts.starts]),
     }
 
 

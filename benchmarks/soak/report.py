@@ -1,10 +1,13 @@
 """A run as a case of the results' file."""
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.common.results import Json
+from benchmarks.faults.ground import ENGINE_PROCESSES
 from benchmarks.soak.account import Outage, Timeline
+from benchmarks.soak.engines import EngineStart
 from benchmarks.soak.schedule import SIGNALS
 from benchmarks.soak.strike import Blow
 
@@ -45,6 +48,38 @@ def told_of_outages(timeline: Timeline, ended_s: float, blows: Sequence[Blow]) -
 def struck_within(outage: Outage, blows: Sequence[Blow]) -> list[Blow]:
     """Those that may have caused the outage, or lengthened it."""
     return [blow for blow in blows if outage.from_s - BEFORE_S <= blow.at_s <= outage.until_s]
+
+
+def told_of_waits(
+    timeline: Timeline,
+    ended_s: float,
+    blows: Sequence[Blow],
+    starts: Sequence[EngineStart],
+    unserved: Sequence[tuple[float, float]],
+) -> Json:
+    """Return what outages cost beyond the start of an engine, and how long they were while an engine lived.
+
+    A strike at an engine that starts makes the start begin anew, so the time counts from the last such strike.
+    """
+    beyond, beside = 0.0, 0.0
+    for outage in timeline.outages(ended_s, NOTED_S):
+        lost_s = sum(max(0.0, min(until, outage.until_s) - max(since, outage.from_s)) for since, until in unserved)
+        beside = max(beside, outage.seconds - lost_s)
+        struck = [blow.at_s for blow in struck_within(outage, blows) if blow.strike.victim in ENGINE_PROCESSES]
+        ending = [start for start in starts if outage.from_s <= start.ready_s <= outage.until_s + NOTED_S]
+        if ending:
+            since_s = max([outage.from_s, *struck])
+            beyond = max(beyond, outage.until_s - since_s - ending[0].seconds)
+    return {"longest_beyond_a_start_s": round(beyond, 2), "longest_with_a_live_engine_s": round(beside, 2)}
+
+
+def told_of_starts(seconds: Sequence[float]) -> Json:
+    """How long engines took to start."""
+    return {
+        "engine_starts": len(seconds),
+        "engine_start_s": round(statistics.median(seconds), 2) if seconds else None,
+        "engine_start_max_s": round(max(seconds), 2) if seconds else None,
+    }
 
 
 def is_clean(case: Json) -> bool:

@@ -1,0 +1,92 @@
+"""How long engines took to start in the run: what a time without service is held against."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+from benchmarks.soak.diary import Diary
+from benchmarks.soak.strike import victims
+from rollout_service.client import RolloutClient
+from rollout_service.errors import RolloutServiceError
+
+LOOK_S, ANSWER_S = 0.25, 2.0
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """The start of one engine, in seconds after the beginning of the run."""
+
+    from_s: float
+    """When the replica's process was made."""
+    ready_s: float
+    """When the replica was ready."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took."""
+        return self.ready_s - self.from_s
+
+
+class EngineStarts:
+    """Look at the replicas' processes and at the table of the fleet."""
+
+    def __init__(self, url: str, diary: Diary) -> None:
+        self._url, self._diary = url, diary
+        self._seen: set[int] = set()
+        self._starting: dict[int, float] = {}
+        self._ready: set[str] | None = None
+        self.starts: list[EngineStart] = []
+        """One for each replica that became ready."""
+        self.unserved: list[tuple[float, float]] = []
+        """Times in which every replica's process was dead or starting: from, until."""
+        self._looked_s = 0.0
+
+    async def run(self) -> None:
+        """Look until it is cancelled."""
+        async with RolloutClient(self._url, retries=0) as client:
+            while True:
+                made = await asyncio.to_thread(self._made)
+                ready: set[str] = set()
+                with contextlib.suppress(RolloutServiceError, httpx.TransportError, TimeoutError):
+                    async with asyncio.timeout(ANSWER_S):  # the ingest may stand still
+                        ready = {r.replica_id for r in (await client.fleet()).replicas if r.state == "ready"}
+                self.look(self._diary.now(), made, ready)
+                await asyncio.sleep(LOOK_S)
+
+    def _made(self) -> dict[int, float]:
+        """Return when each replica's process was made, in seconds after the beginning of the run."""
+        found: dict[int, float] = {}
+        for process in victims()["replica"]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[process.pid] = self._diary.now() - (time.time() - process.create_time())
+        return found
+
+    def look(self, now_s: float, made: Mapping[int, float], ready: Collection[str]) -> None:
+        """Take in the replicas' processes, pid → when it was made, and the ids of those that are ready.
+
+        ``ready`` is empty while the ingest does not answer. The first look only notes what is there. The process that
+        was seen first is the one that is ready first.
+        """
+        if self._ready is None:
+            self._seen, self._ready = set(made), set(ready)
+            return
+        self._starting |= {pid: made_s for pid, made_s in made.items() if pid not in self._seen}
+        self._starting = {pid: made_s for pid, made_s in self._starting.items() if pid in made}
+        self._seen |= set(made)
+        for replica_id in set(ready) - self._ready:
+            self._ready.add(replica_id)
+            if self._starting:
+                start = EngineStart(self._starting.pop(next(iter(self._starting))), now_s)
+                self.starts.append(start)
+                self._diary.note("engine started", replica=replica_id, seconds=round(start.seconds, 2))
+        if self._starting.keys() == made.keys():  # none is there that has started
+            if self.unserved and self.unserved[-1][1] == self._looked_s:
+                self.unserved[-1] = (self.unserved[-1][0], now_s)
+            else:
+                self.unserved.append((now_s, now_s))
+        self._looked_s = now_s
