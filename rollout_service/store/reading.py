@@ -86,7 +86,7 @@ class VersionReader:
     def read(self, piece: Piece, memory: memoryview) -> None:
         """Read a piece to the start of ``memory``, and check its chunks there."""
         memory = memory[: piece.nbytes]
-        self._check(piece, memory, self._fill(piece.file, piece.offset, memory))
+        self._check(piece, memory, read_at(self._fds[piece.file], piece.offset, memory))
 
     def _check(self, piece: Piece, memory: memoryview, filled: int) -> None:
         for tensor, chunk in piece.chunks:
@@ -129,7 +129,7 @@ class VersionReader:
         if self._mapped:
             source = self._mapped[tensor.file][start : start + nbytes]
             np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(source, np.uint8))
-        elif (filled := self._fill(tensor.file, start, memory[:nbytes])) < nbytes:
+        elif (filled := read_at(self._fds[tensor.file], start, memory[:nbytes])) < nbytes:
             raise LogCorrupt(
                 f"version {self._version}: {tensor.file} ends {nbytes - filled} bytes early, in {tensor.name}",
                 {"version": self._version, "tensor": tensor.name, "file": tensor.file},
@@ -141,7 +141,7 @@ class VersionReader:
             hasher, position = xxhash.xxh3_128(), 0
             while position < chunk.nbytes:
                 held = buffer[: chunk.nbytes - position]
-                filled = self._fill(tensor.file, tensor.offset + chunk.start + position, held)
+                filled = read_at(self._fds[tensor.file], tensor.offset + chunk.start + position, held)
                 hasher.update(held[:filled])
                 if filled < held.nbytes:
                     self._refuse(tensor, chunk, hasher.hexdigest(), held.nbytes - filled)
@@ -162,16 +162,6 @@ class VersionReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fill(self, file: str, offset: int, memory: memoryview) -> int:
-        """Fill ``memory``. Return the number of bytes read, fewer at the end of the file."""
-        filled = 0
-        while filled < memory.nbytes:
-            count = os.preadv(self._fds[file], [memory[filled:]], offset + filled)
-            if not count:
-                break
-            filled += count
-        return filled
-
     def _refuse(self, tensor: StoredTensor, chunk: Chunk, found: str, lacking: int) -> NoReturn:
         number, chunks = chunk.start // CHUNK_BYTES, -(-tensor.nbytes // CHUNK_BYTES) if tensor.chunk_digests else 1
         where = f"chunk {number} of {chunks} (bytes {chunk.start} to {chunk.start + chunk.nbytes})"
@@ -181,3 +171,14 @@ class VersionReader:
             f"says {chunk.digest.hex()}: push the weights again under a newer version",
             {"version": self._version, "tensor": tensor.name, "chunk": number, "file": tensor.file},
         )
+
+
+def read_at(fd: int, offset: int, memory: memoryview) -> int:
+    """Fill ``memory`` from a file. Return the number of bytes read, fewer at the end of the file. Raises OSError."""
+    filled = 0
+    while filled < memory.nbytes:
+        count = os.preadv(fd, [memory[filled:]], offset + filled)
+        if not count:
+            break
+        filled += count
+    return filled

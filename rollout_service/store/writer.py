@@ -19,6 +19,7 @@ from rollout_service.runtime.threads import in_threads
 from rollout_service.store.layout import LaidOutFile, Layout
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, StoredTensor, joined_digests, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles, Registered, is_in_memory
+from rollout_service.store.reading import read_at
 from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.tensor_places import TensorPlace, neighbours
 from rollout_service.store.upload_progress import UploadProgress
@@ -171,13 +172,10 @@ class VersionWriter:
 
     def read(self, name: str) -> bytearray:
         """Return the bytes of a stored tensor. Raises KeyError for one that is not stored, or OSError."""
-        tensor, done = self._written[name], 0
+        tensor = self._written[name]
         data = bytearray(tensor.nbytes)
-        while done < tensor.nbytes:
-            count = os.preadv(self._fds[tensor.file], [memoryview(data)[done:]], tensor.offset + done)
-            if not count:
-                raise OSError(f"{self._folder / tensor.file} is shorter than what was written into it")
-            done += count
+        if read_at(self._fds[tensor.file], tensor.offset, memoryview(data)) < tensor.nbytes:
+            raise OSError(f"{self._folder / tensor.file} is shorter than what was written into it")
         return data
 
     def finish(self) -> tuple[StoredTensor, ...]:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from rollout_service.errors import InvalidManifest
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import DTYPE_BYTES, SourceDtype
+from rollout_service.store.reading import read_at
 
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -91,12 +92,7 @@ class SourceReader:
 
     def read(self, name: str, room: memoryview) -> None:
         """Fill ``room`` (uint8, the tensor's nbytes). Raises InvalidManifest if the file was changed, or OSError."""
-        tensor, done = self._file.tensors[name], 0
-        while done < room.nbytes:
-            count = os.preadv(self._fd, [room[done:]], tensor.offset + done)
-            if not count:
-                break
-            done += count
+        done = read_at(self._fd, self._file.tensors[name].offset, room)
         now = os.fstat(self._fd)  # after reading, so that a write before or during the read is detected
         if done < room.nbytes or _identity(now) != _identity(self._before):
             raise InvalidManifest(

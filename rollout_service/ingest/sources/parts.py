@@ -18,6 +18,7 @@ from rollout_service.model.convert import BATCH_BYTES, Named
 from rollout_service.protocol.upload import DTYPE_BYTES, UploadTensor, tensor_offsets
 from rollout_service.runtime.threads import STRETCH_BYTES, in_threads
 from rollout_service.store.buffers import ThreadBuffers, round_up
+from rollout_service.store.reading import read_at
 
 logger = logging.getLogger(__name__)
 _PART_FILE = re.compile(r"part-([0-9]{6,})\.([0-9a-f]{32})")
@@ -293,11 +294,8 @@ def _copy(copy: _Copy) -> None:
 
 def _read_into(target: memoryview, path: Path, first: int) -> None:
     with path.open("rb", buffering=0) as file:
-        file.seek(first)
-        while target.nbytes:
-            if not (count := file.readinto(target)):
-                raise OSError(f"{path} is shorter than when it came")
-            target = target[count:]
+        if read_at(file.fileno(), first, target) < target.nbytes:
+            raise OSError(f"{path} is shorter than when it came")
 
 
 def _digest_of(path: Path) -> str | None:
