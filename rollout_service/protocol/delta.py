@@ -173,7 +173,7 @@ def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Se
     """
     position, found = 0, []
     for number, place in enumerate(segments(nbytes)):
-        with naming(number):
+        with _naming(number):
             end = position + _encoded_bytes(encoded[position:], place.stop - place.start, itemsize)
         if encoded[position] != _UNCHANGED:
             found.append(Segment(number, place, encoded[position:end]))
@@ -205,7 +205,7 @@ def inflated(segment: Segment, itemsize: int) -> tuple[int, list[bytes]]:
     Each plane has one byte per change: ``GAP_PLANES`` planes of gaps, then the differences in zigzag order. An empty
     plane means zeros. Positions are not yet checked against the segment's size. Raises ValueError like ``apply``.
     """
-    with naming(segment.number):
+    with _naming(segment.number):
         return _inflated(segment.encoded, itemsize)
 
 
@@ -219,12 +219,12 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
 
     Raises ValueError like ``apply``.
     """
-    with naming(segment.number):
+    with _naming(segment.number):
         return _decoded(segment.encoded, nbytes // itemsize, UNSIGNED[itemsize])
 
 
 @contextmanager
-def naming(segment: int) -> Iterator[None]:
+def _naming(segment: int) -> Iterator[None]:
     """Add the segment's number to errors: raise ValueError in place of ValueError and ZstdError."""
     try:
         yield
@@ -299,14 +299,9 @@ def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Arra
     positions = _joined_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
     positions[1:] += 1
     np.cumsum(positions, out=positions)
-    require_inside(int(positions[-1]), size)
+    if positions[-1] >= size:
+        raise ValueError(f"its last change is at element {positions[-1]} of {size}")
     return positions, _unzigzag(_joined_planes(planes[GAP_PLANES:], count, dtype))
-
-
-def require_inside(last: int, size: int) -> None:
-    """Raise ValueError if ``last``, the last position in a segment of ``size`` elements, lies outside it."""
-    if last >= size:
-        raise ValueError(f"its last change is at element {last} of {size}")
 
 
 def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
