@@ -9,7 +9,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from rollout_service.config import ServiceConfig, WeightsConfig
+from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
@@ -51,8 +51,6 @@ VERSION_WAIT_S = 0.5
 """Maximum wait for a version on this replica in seconds. The gateway then asks again, possibly on another replica."""
 _EXIT_STATUS = 1
 """Exit status of a replica's process whose engine is lost."""
-_LOG_S = 0.5
-"""Seconds after which a start does not wait idly for the ingest's log."""
 _INGEST_S = 2.0
 """Timeout in seconds for calls to the ingest, which may be ending at the same time."""
 _TAKES_REQUESTS = ("ready", "syncing", "stale")
@@ -76,7 +74,7 @@ class EngineReplica:
         self._queues = GatewayQueues()
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
-        weights, copies = await self._find_log(model)
+        weights, copies = await find_log(config.weights, self._ingest)
         self._config = config.model_copy(update={"weights": weights})
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
             while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
@@ -97,20 +95,6 @@ class EngineReplica:
         if "group" in self._engine.attention_backends:
             self._counting = asyncio.create_task(watch_kv_reads(self._engine))
         self._drain.serves(self._end)
-
-    async def _find_log(self, model: ServedModel) -> tuple[WeightsConfig, NodeCache | None]:
-        """Return the result of ``find_log``. While the ingest makes version 0, have vLLM look at the model.
-
-        On a new host vLLM imports the model's class in another process for up to 15 s, and keeps what it found.
-        """
-        finding = asyncio.create_task(find_log(self._config.weights, self._ingest))
-        try:
-            if not (await asyncio.wait([finding], timeout=_LOG_S))[0]:
-                args = engine_args(self._config, (), model.has_tokenizer)
-                await asyncio.to_thread(args.create_model_config)
-            return await finding
-        finally:
-            finding.cancel()
 
     async def _start(
         self,
