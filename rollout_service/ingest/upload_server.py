@@ -10,7 +10,6 @@ conversion on a GPU.
 import asyncio
 import logging
 import re
-import socket
 import ssl
 from collections.abc import Coroutine
 from pathlib import Path
@@ -29,8 +28,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     VersionConflict,
 )
-from rollout_service.ingest.blocking_http import Body, CutOff, Reply, Request
-from rollout_service.ingest.connection_threads import ConnectionThreads
+from rollout_service.ingest.http_listener import Body, CutOff, HTTPListener, Reply, Request
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.metrics.process import count_part
@@ -153,7 +151,7 @@ class UploadRoutes:
         expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
-        place.announced(request.body.announced)
+        place.require_size(request.body.nbytes)
         if staged is None:
             return self._compare(request.body, place, expected)
         return self._receive(request.body, staged, place, expected, headers.get(UPLOADER_HEADER, ""))
@@ -171,7 +169,7 @@ class UploadRoutes:
         path = staged.incoming_path(place.part)
         try:
             with received(staged.space, path, place.nbytes) as incoming:
-                receipt = place.check(*self._read(body, place, incoming), expected)
+                receipt = place.receipt(self._read(body, place, incoming), expected)
                 self._in_loop(_accept(staged, place.part, receipt, path, uploader, incoming.memory))
         except FileNotFoundError as error:  # its folder is gone
             raise NotFound(
@@ -185,7 +183,7 @@ class UploadRoutes:
 
     def _compare(self, body: Body, place: "Place", expected: str) -> PartReceipt:
         """Compare a part with that of a committed version. Raises VersionConflict if they differ."""
-        receipt = place.check(*self._read(body, place, Incoming(None, None)), expected)
+        receipt = place.receipt(self._read(body, place, Incoming(None, None)), expected)
         committed = place.record.part_digests[place.part]
         if receipt.digest != committed:
             raise VersionConflict(
@@ -195,30 +193,22 @@ class UploadRoutes:
             )
         return receipt
 
-    def _read(self, body: Body, place: "Place", incoming: Incoming) -> tuple[int, str]:
-        """Read a body into ``incoming``. Return its size in bytes and its digest."""
-        hasher, nbytes = xxhash.xxh3_128(), 0
+    def _read(self, body: Body, place: "Place", incoming: Incoming) -> str:
+        """Read a body into ``incoming``. Return its digest."""
+        hasher = xxhash.xxh3_128()
         try:
-            while not body.ended:
+            while body.left:
                 memory = incoming.memory
-                rest = self._buffers.take(PIECE_BYTES) if memory is None else memory[nbytes:]
-                piece = rest[: min(PIECE_BYTES, place.nbytes - nbytes)]
-                if not piece.nbytes:
-                    self._require_end(body, place)
-                    break
-                count = body.read_into(piece)
-                hasher.update(piece[:count])
-                incoming.write(piece[:count])
-                nbytes += count
+                rest = self._buffers.take(PIECE_BYTES) if memory is None else memory[place.nbytes - body.left :]
+                piece = rest[: min(PIECE_BYTES, body.left)]
+                body.read_into(piece)
+                hasher.update(piece)
+                incoming.write(piece)
         except CutOff as error:
             raise MalformedRequest(
                 f"part {place.part} of version {place.version} was cut off ({error}): send it again"
             ) from error
-        return nbytes, hasher.hexdigest()
-
-    def _require_end(self, body: Body, place: "Place") -> None:
-        if body.read_into(memoryview(bytearray(1))):
-            place.require_room_for(place.nbytes + 1)
+        return hasher.hexdigest()
 
     def _in_loop(self, work: Coroutine[object, None, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -233,11 +223,11 @@ async def _accept(
 
 def _json_of(body: Body) -> bytes:
     """Read the whole body. Raises PayloadTooLarge or CutOff."""
-    memory = memoryview(bytearray(MOST_JSON_BYTES if body.announced is None else min(body.announced, MOST_JSON_BYTES)))
-    nbytes = 0 if body.ended else body.read_into(memory)
-    if not body.ended and (body.announced is not None or body.read_into(memoryview(bytearray(1)))):
+    if body.nbytes > MOST_JSON_BYTES:
         raise PayloadTooLarge(f"JSON has at most {MOST_JSON_BYTES} bytes here: send fewer tensors at once")
-    return memory[:nbytes].tobytes()
+    memory = bytearray(body.nbytes)
+    body.read_into(memoryview(memory))
+    return bytes(memory)
 
 
 class _NoMethod(InvalidRequest):
@@ -269,45 +259,32 @@ class Place:
         sizes = [begin.tensors[number].nbytes for tensors in parts for number in tensors]
         return min(most_bytes(sizes), LARGEST_PART_BYTES)
 
-    def announced(self, nbytes: int | None) -> None:
-        """Check the announced size in bytes; None: the sender gives none.
-
-        Raises PayloadTooLarge, or InvalidRequest if a size is required.
-        """
-        self.require_room_for(nbytes or 0)
-        if self.record.begin.delta is None:
-            return
-        if not nbytes:
-            raise InvalidRequest(
-                f"part {self.part} of version {self.version} holds changes: say in Content-Length how many bytes it has"
-            )
-        self.nbytes = nbytes
-
-    def require_room_for(self, nbytes: int) -> None:
-        """Raise PayloadTooLarge for more bytes than the part has."""
+    def require_size(self, nbytes: int) -> None:
+        """Check the size that the sender announces. Raises PayloadTooLarge or InvalidRequest."""
+        is_delta = self.record.begin.delta is not None
         if nbytes > self.nbytes:
             raise PayloadTooLarge(
-                f"part {self.part} of version {self.version} has {self.nbytes} bytes, and more came: cut the stream "
-                "as UploadPlan says"
-                + ("" if self.record.begin.delta is None else "; a delta that has more is sent as a whole version"),
+                f"part {self.part} of version {self.version} has {self.nbytes} bytes, and {nbytes} are sent: cut the "
+                "stream as UploadPlan says"
+                + ("; a delta that has more is sent as a whole version" if is_delta else ""),
                 {"limit_bytes": self.nbytes},
             )
-
-    def check(self, nbytes: int, digest: str, expected: str) -> PartReceipt:
-        """Return the receipt. Raises InvalidRequest or DigestMismatch if size or digest differ from the
-        announcement."""
-        if nbytes != self.nbytes:
+        if not nbytes or (nbytes < self.nbytes and not is_delta):
             raise InvalidRequest(
                 f"part {self.part} of version {self.version} must have {self.nbytes} bytes, not {nbytes}",
                 {"part": self.part, "expected_bytes": self.nbytes, "nbytes": nbytes},
             )
+        self.nbytes = nbytes
+
+    def receipt(self, digest: str, expected: str) -> PartReceipt:
+        """Return the receipt. Raises DigestMismatch if the digest differs from the announced one."""
         if digest != expected.lower():
             raise DigestMismatch(
                 f"part {self.part} of version {self.version} hashes to {digest}, but {PART_DIGEST_HEADER} says "
                 f"{expected}: send it again",
                 {"part": self.part, "digest": digest, "expected": expected},
             )
-        return PartReceipt(version=self.version, part=self.part, nbytes=nbytes, digest=digest)
+        return PartReceipt(version=self.version, part=self.part, nbytes=self.nbytes, digest=digest)
 
 
 class UploadServer:
@@ -331,42 +308,30 @@ class UploadServer:
         self._ingest, self._authorizer = ingest, authorizer
         self.certificate: str | None = None
         """Its certificate in PEM; None: it uses plain HTTP."""
-        self._tls: ssl.SSLContext | None = None
+        tls: ssl.SSLContext | None = None
         if certificate is not None:
             certfile, keyfile = certificate
             settings = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"
             self.certificate = require_certificate(certfile, keyfile, settings)
-            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            self._tls.load_cert_chain(certfile, keyfile)
-        # bound here, so that the port is known before the server runs
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        # connections of the previous listener linger
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(certfile, keyfile)
         try:
-            self._socket.bind((host, port))
+            self._listener = HTTPListener(host, port, tls)
         except OSError as error:
-            self._socket.close()
             raise OSError(error.errno, f"weights.upload_host {host}, weights.upload_port {port}: {error}") from error
-        self.host, self.port = host, self._socket.getsockname()[1]
-        self._threads: ConnectionThreads | None = None
+        self.host, self.port = host, self._listener.server_address[1]
 
     def start(self) -> None:
         """Start serving; the ingest lives in the running event loop."""
-        routes = UploadRoutes(self._ingest, self._authorizer, asyncio.get_running_loop())
-        self._threads = ConnectionThreads(self._socket, self._tls, routes)
-        self._threads.start()
+        self._listener.start(UploadRoutes(self._ingest, self._authorizer, asyncio.get_running_loop()))
         encrypted = "" if self.certificate is None else ", with TLS"
         logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
 
     async def stop(self) -> None:
         """Stop accepting connections, give running uploads a moment to end, and end every thread."""
-        if self._threads is None:
-            self._socket.close()
-        else:
-            await asyncio.to_thread(self._threads.stop, STOP_S)
+        await asyncio.to_thread(self._listener.stop, STOP_S)
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the listener has ended, with its error as the cause."""
-        if self._threads is None or not self._threads.serves:
-            cause = None if self._threads is None else self._threads.failure
-            raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped") from cause
+        """Raise RuntimeError if the listener has ended."""
+        if not self._listener.is_serving:
+            raise RuntimeError(f"the upload listener on {self.host}, port {self.port}, has stopped")

@@ -1,0 +1,231 @@
+"""The HTTP listener: bodies, bounds on connections and heads, and its end."""
+
+import json
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from rollout_service.ingest import http_listener
+from rollout_service.ingest.http_listener import CutOff, HTTPListener, Reply, Request
+
+GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+PUT = b"PUT /parts/1 HTTP/1.1\r\nHost: here\r\n"
+Handle = Callable[[Request], Reply]
+
+
+def echo(request: Request) -> Reply:
+    """Reply with the request's content."""
+    memory, pieces = memoryview(bytearray(5)), []
+    while request.body.left:
+        pieces.append(bytes(memory[: request.body.read_into(memory)]))
+    said = {"method": request.method, "target": request.target, "body": b"".join(pieces).decode("latin-1")}
+    return Reply.of_json({**said, "nbytes": request.body.nbytes, "host": request.caller.headers.get("host")})
+
+
+def refuse(request: Request) -> Reply:
+    """Reply without reading the body."""
+    return Reply(413, b"{}")
+
+
+@contextmanager
+def listening(handle: Handle = echo, max_connections: int = 2) -> Iterator[int]:
+    """Yield the port of a listener. It has ended, with its threads, when the block ends."""
+    listener = HTTPListener("127.0.0.1", 0, max_connections=max_connections)
+    listener.start(handle)
+    try:
+        yield int(listener.server_address[1])
+    finally:
+        listener.stop(30)
+    assert not listener.is_serving
+    for thread in threading.enumerate():
+        if thread.name.startswith("upload"):
+            thread.join(30)  # it has closed its connection, and ends
+            assert not thread.is_alive()
+
+
+@contextmanager
+def connected(handle: Handle = echo) -> Iterator[socket.socket]:
+    with listening(handle) as port, socket.create_connection(("127.0.0.1", port), timeout=30) as caller:
+        yield caller
+
+
+def replies_to(request: bytes, handle: Handle = echo) -> bytes:
+    """Return all replies to a caller that sends this and no more."""
+    with connected(handle) as caller:
+        caller.sendall(request)
+        caller.shutdown(socket.SHUT_WR)
+        return all_of(caller)
+
+
+def all_of(caller: socket.socket) -> bytes:
+    return b"".join(iter(lambda: caller.recv(1 << 16), b""))
+
+
+def bodies_of(replies: bytes) -> list[dict[str, object]]:
+    return [json.loads(line) for line in replies.replace(b"HTTP/1.1", b"\n").splitlines() if line.startswith(b"{")]
+
+
+class TestBody:
+    def test_a_body_is_read_however_it_is_cut(self) -> None:
+        whole = PUT + b"Content-Length: 12\r\n\r\nHello, world"
+        for cut in (10, len(whole) - 12, len(whole) - 9, len(whole) - 1):
+            with connected() as caller:
+                caller.sendall(whole[:cut])
+                caller.sendall(whole[cut:])
+                caller.shutdown(socket.SHUT_WR)
+                [said] = bodies_of(all_of(caller))
+            assert said["body"] == "Hello, world" and said["nbytes"] == 12
+
+    def test_no_body_is_an_empty_one(self) -> None:
+        [said] = bodies_of(replies_to(b"GET /x?y HTTP/1.1\r\nHost: here\r\n\r\n"))
+        assert said == {"method": "GET", "target": "/x?y", "body": "", "nbytes": 0, "host": "here"}
+
+    def test_a_head_request_is_answered_without_a_body(self) -> None:
+        replies = replies_to(GET.replace(b"GET", b"HEAD") + GET)
+        assert replies.count(b"HTTP/1.1 200 ") == 2 and len(bodies_of(replies)) == 1
+
+    def test_requests_follow_one_another_on_one_connection(self) -> None:
+        replies = replies_to((PUT + b"Content-Length: 3\r\n\r\none") * 3)
+        assert [said["body"] for said in bodies_of(replies)] == ["one"] * 3
+        assert b"onnection: close" not in replies
+
+    def test_a_truncated_body_raises_cut_off(self) -> None:
+        raised: list[CutOff] = []
+
+        def note(request: Request) -> Reply:
+            try:
+                return echo(request)
+            except CutOff as error:
+                raised.append(error)
+                return Reply(400, b"{}")
+
+        assert replies_to(PUT + b"Content-Length: 12\r\n\r\nHello", note).startswith(b"HTTP/1.1 400 ")
+        assert len(raised) == 1
+
+    def test_a_silent_sender_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(http_listener, "READ_S", 0.05)
+        with connected() as caller:
+            caller.sendall(PUT + b"Content-Length: 12\r\n\r\nHello")
+            assert all_of(caller) == b""
+
+    @pytest.mark.parametrize(
+        ("header", "status"),
+        [
+            (b"Transfer-Encoding: chunked", 411),
+            (b"Content-Length: -1", 400),
+            (b"Content-Length: 1\r\nContent-Length: 2", 400),
+        ],
+    )
+    def test_a_body_without_a_valid_length_is_refused(self, header: bytes, status: int) -> None:
+        [said] = bodies_of(reply := replies_to(PUT + header + b"\r\n\r\n3\r\ntwo\r\n0\r\n\r\n"))
+        assert reply.startswith(b"HTTP/1.1 %d " % status) and b"Connection: close" in reply
+        assert isinstance(said["error"], dict) and said["error"]["type"] == "MalformedRequest"
+
+    def test_a_caller_that_expects_100_continue_gets_it(self) -> None:
+        with connected() as caller:
+            caller.sendall(PUT + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+            assert caller.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+            caller.sendall(b"one")
+            caller.shutdown(socket.SHUT_WR)
+            assert bodies_of(all_of(caller))[0]["body"] == "one"
+
+    def test_a_refusal_reaches_a_caller_that_still_sends(self) -> None:
+        with connected(refuse) as caller:
+            caller.sendall(PUT + b"Content-Length: 20000000\r\n\r\n")
+            caller.sendall(bytes(20_000_000))
+            reply = all_of(caller)
+        assert reply.startswith(b"HTTP/1.1 413 ") and b"Connection: close" in reply
+
+
+class TestHead:
+    @pytest.mark.parametrize("noise", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"PUT\r\n\r\n", b"GET / HTTP/9.1\r\n\r\n"])
+    def test_noise_is_refused_in_the_services_form(self, noise: bytes) -> None:
+        [said] = bodies_of(reply := replies_to(noise))
+        assert reply.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 505 "))
+        assert isinstance(said["error"], dict) and said["error"]["type"] == "MalformedRequest"
+
+    @pytest.mark.parametrize("header", [b"X: " + b"x" * (64 << 10), b"X: x\r\n" * 101], ids=["long", "many"])
+    def test_a_head_has_a_bound(self, header: bytes) -> None:
+        assert replies_to(PUT + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+
+    @pytest.mark.parametrize("sent", [b"", PUT])
+    def test_a_silent_caller_is_disconnected(self, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+        monkeypatch.setattr(http_listener, "IDLE_S", 0.05)
+        with connected() as caller:
+            caller.sendall(sent)
+            assert all_of(caller) == b""
+
+    @pytest.mark.parametrize("request_line", [b"GET / HTTP/1.0\r\n", b"GET / HTTP/1.1\r\nConnection: close\r\n"])
+    def test_connection_close_is_honoured(self, request_line: bytes) -> None:
+        with connected() as caller:
+            caller.sendall(request_line + b"Host: here\r\n\r\n")
+            assert all_of(caller).startswith(b"HTTP/1.1 200 ")
+
+
+class Gate:
+    """Replies while it is open."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, request: Request) -> Reply:
+        self.entered.release()
+        self.open.wait(30)
+        return Reply(200, b"{}")
+
+
+def closed(connections: list[socket.socket], number: int) -> set[int]:
+    """Return the connections that the listener has closed, once there are ``number`` or 30 s have passed."""
+    poll, ended = select.poll(), set()
+    for connection in connections:
+        poll.register(connection, select.POLLIN)
+    while len(ended) < number and (events := poll.poll(30_000)):
+        for descriptor, _ in events:
+            ended.add(descriptor)
+            poll.unregister(descriptor)
+    return ended
+
+
+class TestConnections:
+    def connect(self, stack: ExitStack, port: int, sent: bytes = b"") -> socket.socket:
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        connection.sendall(sent)
+        return connection
+
+    def test_silent_connections_make_room_for_a_request(self) -> None:
+        with ExitStack() as stack:
+            port = stack.enter_context(listening())
+            silent = [self.connect(stack, port) for _ in range(5)]
+            assert self.connect(stack, port, GET).recv(1000).startswith(b"HTTP/1.1 200 ")
+            # any four of them: their threads decide which ones waited first
+            assert len(closed(silent, 4)) == 4
+
+    @pytest.mark.parametrize("half", [PUT, PUT + b"Content-Length: 1000\r\n\r\n"], ids=["head", "refused body"])
+    def test_half_requests_make_room_for_a_whole_one(self, half: bytes) -> None:
+        with ExitStack() as stack:
+            port = stack.enter_context(listening(refuse))
+            for _ in range(5):
+                self.connect(stack, port, half)
+            assert self.connect(stack, port, GET).recv(1000).startswith(b"HTTP/1.1 413 ")
+
+    def test_one_too_many_waits_until_another_is_answered(self) -> None:
+        gate = Gate()
+        with ExitStack() as stack:
+            port = stack.enter_context(listening(gate))
+            callers = [self.connect(stack, port, GET)]
+            gate.entered.acquire()
+            callers.append(self.connect(stack, port, GET))
+            gate.entered.acquire()
+            callers.append(self.connect(stack, port, GET))
+            assert not gate.entered.acquire(blocking=False)
+            gate.open.set()
+            for caller in callers:
+                assert caller.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+    def test_an_idle_connection_does_not_delay_the_stop(self) -> None:
+        with ExitStack() as stack, listening() as port:
+            assert self.connect(stack, port, GET).recv(1000)
