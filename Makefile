@@ -5,7 +5,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo serve bench dashboards dashboards-check test test-unit test-live test-gpu test-slow test-newest-vllm clients test-clients check format clean distclean
+.PHONY: help setup demo serve bench dashboards dashboards-check reference test test-unit test-live test-gpu test-slow test-newest-vllm clients test-clients check format clean distclean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ dashboards: setup ## make dashboards/*.json and alerts.yml anew from dashboards/
 
 dashboards-check: setup ## every panel and alert against a real Prometheus and a running service (about 5 minutes)
 	@$(PYTHON_VENV) -m dashboards.check
+
+reference: setup ## write docs/settings.md, docs/http.md and docs/metrics.md anew from the code
+	@$(PYTHON_VENV) -m scripts.reference --write
 
 # tests run beside each other: threads that spin while they wait, and engines that vLLM binds to one core, cost minutes
 test test-unit test-live test-slow: export OMP_NUM_THREADS := 1
@@ -63,13 +66,14 @@ clients: setup ## install trainers' released packages into .clients/, for the te
 test-clients: setup ## other people's clients against a running service, and the table of docs/clients.md
 	@$(PYTHON_VENV) -m benchmarks.clients
 
-check: setup ## lint, format, types, and the tables of docs/clients.md and docs/models.md
+check: setup ## lint, format, types, and whether generated pages and tables are up to date
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
 	@$(PYTHON_VENV) -m benchmarks.index
 	@$(PYTHON_VENV) -m benchmarks.clients.table
 	@$(PYTHON_VENV) -m benchmarks.families.table
+	@$(PYTHON_VENV) -m scripts.reference
 
 format: setup ## reformat the code and sort its imports
 	@$(PYTHON_VENV) -m ruff check --select I --fix --quiet .

@@ -103,7 +103,7 @@ class ContextTooLong(BadRequest):
 
 
 class MalformedRequest(RolloutServiceError):
-    """A body that does not parse."""
+    """The body is not JSON, or is cut off."""
 
     http_status = 400
 
@@ -133,7 +133,7 @@ class VersionConflict(RolloutServiceError):
 
 
 class DeltaBaseGone(RolloutServiceError):
-    """The base version of a delta is not in the log, cannot be read, or is another one: push a whole version."""
+    """The base version of a delta is not in the log, or differs: push a whole version."""
 
     http_status = 409
 
@@ -145,13 +145,14 @@ class TableUnknown(RolloutServiceError):
 
 
 class UploadIncomplete(RolloutServiceError):
-    """Commit before every part arrived."""
+    """A commit before every part arrived."""
 
     http_status = 409
 
 
 class NotShared(RolloutServiceError):
-    """The ingest cannot open a trainer's memory: another machine, container or user. Send the bytes instead."""
+    """The ingest cannot open a trainer's memory: send the bytes instead. The trainer is on another machine, or in
+    another container, or another user."""
 
     http_status = 409
 
@@ -194,7 +195,8 @@ class TooEarly(RolloutServiceError):
 
 
 class Overloaded(RolloutServiceError):
-    """A memory limit is reached. From a replica: it is full, and the gateway keeps the call in its queue."""
+    """A memory limit is reached: retry later. From a replica: it is full, and the gateway keeps the call in its
+    queue."""
 
     http_status = 503
     retry_after_s = 1.0

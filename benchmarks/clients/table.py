@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.clients.released import CLIENTS
-from benchmarks.common.marked import with_part, write_part
+from benchmarks.common.marked import markdown_table, with_part, write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.results import Json
 
@@ -22,14 +22,13 @@ PART = "python -m benchmarks.clients.table --write"
 
 def table(cases: list[Json]) -> str:
     """A row for each client that was run: what the result says of it, with the texts of ``released.py``."""
-    lines = ["| | version | rollouts | weights | how it was tested |", "|---|---|---|---|---|"]
+    rows = []
     found = {case["client"]: case for case in cases}
     for client in CLIENTS:
         if (case := found.get(client.name)) is not None:
             tested = client.tested if case["passed"] else f"**fails** ({case['date']}): {client.tested}"
-            cells = (client.linked, case["version"], client.rollouts, client.weights, tested)
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            rows.append((client.linked, case["version"], client.rollouts, client.weights, tested))
+    return markdown_table(("", "version", "rollouts", "weights", "how it was tested"), rows)
 
 
 def problems(result: Path, page: Path) -> list[str]:

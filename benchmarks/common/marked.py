@@ -1,6 +1,12 @@
 """Parts of a page that a script makes: between ``<!-- made by NAME -->`` and ``<!-- end of NAME -->``."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table. Cells must not contain a bare ``|``."""
+    return "".join(f"|{'|'.join(cells)}|\n" for cells in (heading, ["---"] * len(heading), *rows))
 
 
 def with_part(page: str, name: str, part: str) -> str:

@@ -4,13 +4,14 @@ python -m benchmarks.families.table            says what is wrong and exits with
 python -m benchmarks.families.table --write    makes the tables anew
 """
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.common import results
-from benchmarks.common.marked import with_part
+from benchmarks.common.marked import markdown_table, with_part
 from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 
@@ -21,14 +22,20 @@ CPU, GPU = "cpu-2-cores", "h100-80gb-hbm3"
 """The machines of the results."""
 WRITE = "python -m benchmarks.families.table --write"
 
+_REASONS = {
+    r"vLLM rearranges it as it loads": "rearranged",
+    r"vLLM never quantizes it": "never quantized",
+    r"a GPU's shard .* is no whole number of 128×128 blocks": "ragged",
+    r"not of the language model": "vision",
+}
+"""Pattern of a reason why a layer stays BF16 → the word for it, which docs/models.md explains."""
 _WORDS = 16
 """Words of an error in a cell of the table."""
 
 
 def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
     """Return a line of the families without a remark, and a table with a row for each other family."""
-    lines = ["| `model_type` | layers in FP8 | on the CPU | on an H100 |", "|---|---|---|---|"]
-    plain = []
+    rows, plain = [], []
     gpu = {case["family"]: case for case in gpu_cases}
     for case in sorted(cpu_cases, key=lambda case: str(case["family"])):
         other = gpu.get(case["family"])
@@ -36,9 +43,9 @@ def table(cpu_cases: list[Json], gpu_cases: list[Json]) -> str:
         if other is None and _read(case) == "100%" and case["difference"] is not None and not case["failure"]:
             plain.append(f"`{case['family']}`")
             continue
-        cells = (f"`{case['family']}`", _read(built), _served(case), "–" if other is None else _served(other))
-        lines.append(f"| {' | '.join(cells)} |")
-    return f"All layers in FP8, and served on the CPU alone: {', '.join(plain)}.\n\n" + "\n".join(lines) + "\n"
+        rows.append((f"`{case['family']}`", _read(built), _served(case), "–" if other is None else _served(other)))
+    heading = ("`model_type`", "layers in FP8", "on the CPU", "on an H100")
+    return f"All layers in FP8, and served on the CPU alone: {', '.join(plain)}.\n\n" + markdown_table(heading, rows)
 
 
 def _read(case: Json) -> str:
@@ -46,7 +53,11 @@ def _read(case: Json) -> str:
     if not case["source"]:
         return "not built"
     share = "" if case["fp8"] is None else f"{case['fp8']:.0%}"
-    return f"{share}: {'; '.join(case['kept'])}" if case["kept"] else share
+    return f"{share}: {'; '.join(map(_reason, case['kept']))}" if case["kept"] else share
+
+
+def _reason(text: str) -> str:
+    return next((word for pattern, word in _REASONS.items() if re.fullmatch(pattern, text)), text)
 
 
 def _served(case: Json) -> str:
@@ -78,14 +89,12 @@ def on_gpu() -> list[Json]:
 def published_table(cases: list[Json]) -> str:
     """A row for each published model: what becomes FP8 of it, by how many GPUs an engine has."""
     sizes = sorted({way["gpus"] for case in cases for way in case["ways"]})
-    lines = [
-        f"| | parameters | {' | '.join('1 GPU' if size == 1 else f'{size} GPUs' for size in sizes)} |",
-        f"|---|---|{'---|' * len(sizes)}",
-    ]
+    heading = ["", "parameters", *("1 GPU" if size == 1 else f"{size} GPUs" for size in sizes)]
+    rows = []
     for case in cases:
         cells = [_best([way for way in case["ways"] if way["gpus"] == size]) for size in sizes]
-        lines.append(f"| {case['model']} | {case['parameters'] / 1e9:.1f} B | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([case["model"], f"{case['parameters'] / 1e9:.1f} B", *cells])
+    return markdown_table(heading, rows)
 
 
 def _best(ways: list[Json]) -> str:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from benchmarks.common import results
 from benchmarks.common.command import run
-from benchmarks.common.marked import with_part
+from benchmarks.common.marked import markdown_table, with_part
 from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 
@@ -21,11 +21,11 @@ def table(cases: list[Json]) -> str:
     models = [model for model in NAMES if any(case["model"] == model for case in cases)]
     found = {(case["engine"], case["model"]): case for case in cases}
     titles = [title for model in models for title in (f"{NAMES[model]}: k3", "max \\|lr\\|")]
-    lines = [f"| engine, trainer | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    rows = []
     for engine in dict.fromkeys(engine for engine, _ in found):
         figures = [figure for model in models for figure in _figures(found.get((engine, model)))]
-        lines.append(f"| {engine} | {' | '.join(figures)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([engine, *figures])
+    return markdown_table(["engine, trainer", *titles], rows)
 
 
 def _figures(case: Json | None) -> tuple[str, str]:

@@ -10,7 +10,7 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from benchmarks.common.marked import write_part
+from benchmarks.common.marked import markdown_table, write_part
 from benchmarks.common.paths import PROJECT
 
 PAGES = PROJECT / "docs/trainers"
@@ -72,10 +72,8 @@ def table(cases: Sequence[Case], machine: str) -> str:
             else [("seconds until the first step is done", lambda case: f"{case['start']['first_step_s']:.0f}")]
         ),
     ]
-    head = [f"| {cases[0]['model']}, {machine} |", *(f" {title_of(case)} |" for case in cases)]
-    lines = ["".join(head), "|---" * (len(cases) + 1) + "|"]
-    lines += [f"| {title} | {' | '.join(cell(case) for case in cases)} |" for title, cell in rows]
-    return "\n".join(lines) + "\n"
+    heading = [f"{cases[0]['model']}, {machine}", *map(title_of, cases)]
+    return markdown_table(heading, [[title, *map(cell, cases)] for title, cell in rows])
 
 
 def draw(cases: Sequence[Case], path: Path) -> None:

@@ -14,6 +14,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from benchmarks.common.marked import markdown_table
+
 EDGE_STEPS = 5
 """The final reward is the mean over so many steps at the end."""
 PAIRS = (
@@ -175,17 +177,15 @@ def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
         "suspect versions": lambda row: f"{row['suspect']['mean']:.0%}",
         "seconds a step": lambda row: f"{row['step_s']['mean']:.2f}",
     }
-    lines = [f"| rollouts | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
-    for arm, row in summarize(runs).items():
-        lines.append(f"| {titles[arm]} | {' | '.join(cell(row) for cell in cells.values())} |")
-    if found := differences(runs):
-        lines += ["", "| difference, per seed | final reward | mean reward | accuracy: trainer | service |"]
-        lines.append("|---|---|---|---|---|")
-    for pair, by_column in found.items():
+    rows = [[titles[arm], *(cell(row) for cell in cells.values())] for arm, row in summarize(runs).items()]
+    tables = markdown_table(["rollouts", *cells], rows)
+    rows = []
+    for pair, by_column in differences(runs).items():
         one, _, other = pair.partition(" − ")
-        values = " | ".join(", ".join(f"{value:+.3f}" for value in each) for each in by_column.values())
-        lines.append(f"| {titles[one]} − {titles[other]} | {values} |")
-    return "\n".join(lines) + "\n"
+        values = [", ".join(f"{value:+.3f}" for value in each) for each in by_column.values()]
+        rows.append([f"{titles[one]} − {titles[other]}", *values])
+    heading = ("difference, per seed", "final reward", "mean reward", "accuracy: trainer", "service")
+    return f"{tables}\n{markdown_table(heading, rows)}" if rows else tables
 
 
 def _plus_minus(value: dict[str, float]) -> str:

@@ -23,17 +23,19 @@ class QuantConfig(Config):
     quantization."""
 
     skip: tuple[str, ...] = ()
-    """Further modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names, e.g. ``*.layers.0.*``.
+    """Further modules to leave in BF16, as ``fnmatch`` patterns over Hugging Face module names: ``*.layers.0.*``.
     Modules that vLLM fuses must be skipped together: ``*.qkv_proj`` or ``*.[qkv]_proj``, and ``*.mlp.experts`` for a
     layer's experts."""
 
     scales: Literal["fp32", "power_of_two"] = "fp32"
-    """``fp32``: a block's largest weight becomes exactly the largest code. ``power_of_two``: scales are rounded up to a
-    power of two (UE8M0), which Blackwell's kernels and DeepGEMM need and which costs some precision."""
+    """Scales of 128×128 blocks. ``fp32``: a block's largest weight becomes exactly the largest code. ``power_of_two``:
+    scales are rounded up to a power of two (UE8M0), which Blackwell's kernels and DeepGEMM need and which costs some
+    precision."""
 
     indivisible: Literal["error", "keep_bf16"] = "error"
-    """Treatment of a layer whose shard on a GPU is not a whole number of 128×128 blocks: refuse to start, or leave it
-    in BF16 with all layers fused with it. ``rollout-service inspect`` shows these layers."""
+    """Treatment of a layer whose shard on a GPU is not a whole number of 128×128 blocks. ``error``: refuse to start.
+    ``keep_bf16``: leave the layer in BF16, with all layers fused with it. ``rollout-service inspect`` shows these
+    layers."""
 
     @model_validator(mode="after")
     def _options_need_quantization(self) -> "QuantConfig":
@@ -57,24 +59,24 @@ class KVCalibrationConfig(Config):
     """Measurement of q, k and v of a version by a replica, before serving it."""
 
     prompts: Path | None = None
-    """File of JSON lines, each a list of token ids, that are measured every time. None: recent rollouts of the replica,
+    """File of JSON lines, each a list of token ids to measure. None: recent rollouts of the replica,
     prompts with completions; before there are any, random tokens."""
 
     max_sequences: int = Field(default=16, ge=1)
     """Number of sequences that are measured at once."""
 
     max_sequence_tokens: int = Field(default=256, ge=2, le=2048)
-    """Maximum tokens of each sequence, from its first on; also limited by ``engine.max_model_len`` and
-    ``max_num_batched_tokens``."""
+    """Maximum number of tokens of each sequence, from its first on. ``engine.max_model_len`` and
+    ``max_num_batched_tokens`` also limit it."""
 
 
 class KVCacheConfig(Config):
-    """The KV cache, and the scales of an FP8 one: docs/kv_scales.md."""
+    """The format of the KV cache. ``engine.gpu_memory_utilization`` bounds its size."""
 
     dtype: Literal["auto", "fp8_e4m3", "bfloat16"] = "auto"
-    """``auto``: FP8, or BF16 if FP8 is not accurate enough for the model's keys or values. The first replica measures
-    that, and restarts its engine if necessary. ``fp8_e4m3``: such a model is refused at start, with the names of its
-    layers."""
+    """Format of keys and values (docs/kv_scales.md). ``auto``: FP8, or BF16 if FP8 is not accurate enough for the
+    model's keys or values. The first replica measures that, and restarts its engine if necessary. ``fp8_e4m3``: such a
+    model is refused at start, with the names of its layers."""
 
     scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
     """Scales of a weight version that comes without any. ``calibrate``: replicas measure them before they serve it, and
@@ -103,7 +105,7 @@ class EngineConfig(Config):
     """Number of GPUs of one replica; the shards live inside the replica (vLLM's ``mp`` executor)."""
 
     expert_parallel: bool = False
-    """Give each GPU of a replica some of a mixture's experts as a whole, instead of a slice of every expert. Attention
+    """Give each GPU of a replica whole experts of a mixture, instead of a slice of every expert. Attention
     and all other layers are still sharded by ``tensor_parallel_size``. Use it for experts whose slices would not be
     whole FP8 blocks. vLLM's ``enable_expert_parallel``."""
 
@@ -115,7 +117,8 @@ class EngineConfig(Config):
     another program is 2048. Larger values read the weights fewer times for the same prompts."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory for weights and KV cache; not used on the CPU."""
+    """Share of the GPU's memory for weights, staging buffer and KV cache together. The KV cache gets the rest. Not used
+    on the CPU."""
 
     cpu_kv_cache_gib: int = Field(default=1, ge=1)
     """Size of a CPU engine's KV cache, in GiB; not used on a GPU."""
@@ -124,12 +127,13 @@ class EngineConfig(Config):
     """Disable torch.compile and CUDA graphs. Always on for the CPU."""
 
     cuda_graph_sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
-    """Batch sizes in tokens for which CUDA graphs are captured; a step is padded to the next larger one. None: 28 sizes
-    up to 512. Fewer sizes start faster and pad more. Not on the CPU."""
+    """Batch sizes in tokens for which CUDA graphs are captured. A step is padded to the next larger size. None: 28
+    sizes up to 512. Fewer sizes start faster and pad more. Not on the CPU."""
 
     linear_backend: str = "auto"
-    """vLLM's ``kernel_config.linear_backend``. On Hopper, ``cutlass`` needs no compiler. ``deep_gemm``, which ``auto``
-    selects, compiles its kernels at their first use with CUDA's nvcc, and is faster (docs/performance.md)."""
+    """Kernels of linear layers: vLLM's ``kernel_config.linear_backend``. On Hopper, ``cutlass`` needs no compiler.
+    ``deep_gemm``, which ``auto`` selects, compiles its kernels at their first use with CUDA's nvcc, and is faster
+    (docs/performance.md)."""
 
     attention_backend: Literal["auto", "group", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
     """Attention kernels on a GPU. ``FLASH_ATTN``, ``TRITON_ATTN``: vLLM's, which read live KV scales; its other
@@ -153,18 +157,19 @@ class EngineConfig(Config):
     engine's log shows the choice and its cost. On the CPU, memory is allocated for each version and released."""
 
     enable_sleep_mode: bool = False
-    """Let ``POST /sleep`` release the engines' memory for a trainer on the same GPUs, and ``POST /wake_up`` restore it
-    and load the newest version (docs/colocated.md). vLLM's own allocator then holds weights and KV cache."""
+    """Let ``POST /sleep`` release the engines' memory for a trainer on the same GPUs (docs/colocated.md).
+    ``POST /wake_up`` restores it and loads the newest version. vLLM's own allocator then holds weights and KV cache."""
 
     return_sampling_mask: bool = False
-    """Return with each completion the token ids that ``top_k``, ``top_p`` and ``min_p`` kept for each of its tokens, so
-    that a trainer can renormalize over them (docs/correction.md). It applies to every request: ``top_k`` must be at
+    """Return the token ids that ``top_k``, ``top_p`` and ``min_p`` kept for each token of a completion
+    (docs/correction.md). A trainer can renormalize over them. It applies to every request: ``top_k`` must be at
     least 1 and the temperature above 0, and other requests are refused. Not on the CPU."""
 
     return_routed_experts: bool = False
-    """Let requests ask with ``return_routed_experts`` for the experts of each token, so that a trainer can route it to
-    the same ones (docs/correction.md). Engines then record them for all tokens, including cached prompts. Host memory
-    in bytes: the KV cache's tokens times layers and experts per token. Only for mixtures of experts; not on the CPU."""
+    """Let requests ask for the experts of each token, with ``return_routed_experts`` (docs/correction.md). A trainer
+    can route each token to the same experts. Engines then record them for all tokens, including cached prompts. Host
+    memory in bytes: the KV cache's tokens times layers and experts per token. Only for mixtures of experts; not on the
+    CPU."""
 
     extra: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of vLLM, by the names of its AsyncEngineArgs: docs/vllm_settings.md. Arguments that the service
@@ -172,7 +177,7 @@ class EngineConfig(Config):
     tensor, above all RoPE scaling."""
 
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engines' processes, e.g. ``{"NCCL_SOCKET_IFNAME": "eth0"}``. Variables that the
+    """Environment variables of the engines' processes: ``{"NCCL_SOCKET_IFNAME": "eth0"}``. Variables that the
     service sets are refused. Ray logs them, so they must not contain secrets."""
 
     seed: int = 0
@@ -189,7 +194,7 @@ class EngineConfig(Config):
     returned with ``finish_reason="abort"``. A rollout without tokens waits without a limit."""
 
     admission_limit: int | None = Field(default=None, ge=1)
-    """Maximum number of sequences that a replica holds, including those waiting in vLLM; a request counts ``n``.
+    """Maximum number of sequences that a replica holds, running or waiting in vLLM; a request counts ``n``.
     Further requests wait in the gateways. None: four times ``max_num_seqs``, since a request occupies its places until
     its longest completion has ended."""
 

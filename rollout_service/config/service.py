@@ -64,11 +64,12 @@ class ModelConfig(Config):
     """The served model."""
 
     path: Path = Path("models/tiny-qwen3")
-    """Folder in Hugging Face's layout: config.json, safetensors, tokenizer. Version 0 is read from it. Environment
-    variables in it, such as ``$SCRATCH/model``, are expanded on each node, with the values at Ray's start there.
+    """Folder of the model in Hugging Face's layout, or a repository on the hub, such as ``Qwen/Qwen3-8B``. Version 0 is
+    read from it. Environment variables in it, such as ``$SCRATCH/model``, are expanded on each node, with the values at
+    Ray's start there.
 
-    If there is no such folder, a repository on the Hugging Face hub, such as ``Qwen/Qwen3-8B``. Every node downloads
-    the files that it needs into its ``HF_HOME``, with the value at Ray's start there.
+    An existing folder takes precedence. Every node downloads the files that it needs from the hub into its ``HF_HOME``,
+    with the value at Ray's start there.
     """
 
     revision: str | None = None
@@ -82,7 +83,7 @@ class ModelConfig(Config):
     """Further names that requests may use, such as the trainer's name or path of the model."""
 
     create: Literal["tiny-qwen3"] | None = None
-    """Create this model at ``path`` if nothing is there. None: a missing folder is an error."""
+    """Create this small random model at ``path`` if nothing is there. None: a missing folder is an error."""
 
     @model_validator(mode="after")
     def _revision_is_of_a_repository(self) -> "ModelConfig":
@@ -158,17 +159,18 @@ class ScalingConfig(Config):
     ingest's share if that is 1; else 0. Ray can only share a single GPU, so a number above 1 must be whole."""
 
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
-    """Custom resources that Ray reserves for a replica, to select nodes: for nodes started with that resource, e.g.
-    ``{"rollout_node": 1}``, or a kind of GPU, ``{"accelerator_type:H100": 0.001}``."""
+    """Custom resources that Ray reserves for a replica, to select its nodes. ``{"rollout_node": 1}`` selects nodes
+    started with that resource, ``{"accelerator_type:H100": 0.001}`` a kind of GPU."""
 
     gateways: int = Field(default=1, ge=1)
-    """Number of processes that answer HTTP. With 2 or more, requests are still answered while one is replaced.
+    """Number of gateways, the processes that answer HTTP. With 2 or more, requests are still answered while one is
+    replaced.
 
     Each uses one core at most.
     """
 
     drain_timeout_s: float = Field(default=30, gt=0)
-    """Time in seconds that a process gets to end: after SIGTERM, when scaling down, when a node is drained. Running
+    """Time in seconds that a process gets to end after SIGTERM, when scaling down, or when a node is drained. Running
     rollouts continue for two thirds of it; other replicas then continue the rest. In the remaining third, replies are
     sent and engines end. Set it to at most the notice that your machines get; a pod gets 30 s by default."""
 
@@ -200,10 +202,10 @@ class WeightsConfig(Config):
     """The log of weight versions, and the ingest that writes it."""
 
     root: Path = AUTO
-    """Folder of the log, on the ingest's node. ``auto``: in the host's memory, below /dev/shm and private to the user,
-    if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` and ``doctor`` show the choice and the reason.
-    A log in memory is lost if the host crashes; trainers then push again from a checkpoint. An existing log is
-    continued wherever it lies.
+    """Folder of the weight log, on the ingest's node, or ``auto``. ``auto``: in the host's memory, below /dev/shm and
+    private to the user, if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` and ``doctor`` show the
+    choice and the reason. A log in memory is lost if the host crashes; trainers then push again from a checkpoint. An
+    existing log is continued wherever it lies.
 
     Environment variables in it, such as ``$SCRATCH``, are expanded on each node, with the values at Ray's start there.
 
@@ -217,24 +219,24 @@ class WeightsConfig(Config):
     """
 
     disk_root: Path = Path("out/weights")
-    """Folder of the log on a disk, if ``root`` is ``auto`` and memory has no room. Environment variables as in
+    """Folder of the weight log if ``root`` is ``auto`` and memory has no room. Environment variables as in
     ``root``."""
 
     keep_versions: int = Field(default=2, ge=1)
-    """Number of committed versions kept on disk; older ones are removed once no live replica serves them. The one
-    before the newest is always kept: a starting replica may be reading it."""
+    """Number of committed versions in the log. Older ones are removed once no live replica serves them. The one before
+    the newest is always kept: a starting replica may be reading it."""
 
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size in bytes of an upload's parts, which the ingest requests from trainers."""
 
     ingest_num_gpus: float | None = Field(default=None, ge=0)
-    """GPUs, or a share of one such as 0.1, that Ray reserves for the ingest's quantization; 0: it uses the CPU. For an
+    """GPUs, or a share of one, that Ray reserves for the ingest's quantization; 0: it uses the CPU. For an
     engine on the same GPU, ``scaling.num_gpus`` must leave that share free. None: 0.1 if a replica has one GPU and
     ``scaling.num_gpus`` is also None; else 0."""
 
     ingest_resources: dict[str, float] = Field(default_factory=dict)
-    """Ray resources of the ingest, to keep it on the node with the log if ``root`` is a local disk of a cluster: e.g.
-    ``{"node:__internal_head__": 0.001}`` for the head node."""
+    """Ray resources of the ingest: ``{"node:__internal_head__": 0.001}`` keeps it on the head node. The ingest must
+    stay on the node with the log if ``root`` is a local disk."""
 
     source_roots: tuple[Path, ...] = ()
     """Folders that may contain a ``source: {path}``; empty: only uploads are accepted."""
@@ -249,12 +251,12 @@ class WeightsConfig(Config):
     """
 
     upload_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the listener, for a firewall. 0: any free port."""
+    """Port of the listener; 0: any free port."""
 
     upload_advertise_address: Annotated[str, AfterValidator(_advertised)] | None = None
-    """The host, or host:port, at which trainers reach the listener, if it is not one of its node's addresses: a name, a
-    load balancer, a NodePort. None: derived from ``upload_host``. Trainers that cannot reach it send parts through the
-    gateway. Gateways use the listener's own address."""
+    """Host, or host:port, at which trainers reach the listener: a name, a load balancer, a NodePort. None: an address
+    of its node, derived from ``upload_host``. Trainers that cannot reach it send parts through the gateway. Gateways
+    use the listener's own address."""
 
     upload_ssl_certfile: Path | None = None
     """File in PEM, on the ingest's node, with the listener's certificate. None: it uses plain HTTP, and trainers that
@@ -262,7 +264,7 @@ class WeightsConfig(Config):
     from the gateway."""
 
     upload_ssl_keyfile: Path | None = None
-    """File in PEM with its key, unencrypted."""
+    """File in PEM with the certificate's key, unencrypted."""
 
     poll_s: float = Field(default=5.0, gt=0)
     """Maximum time in seconds until a replica reads the log again if no wake-up call has reached it."""
@@ -333,13 +335,12 @@ class MonitorConfig(Config):
     """Statistics of the mismatch between engines and trainer, and thresholds for suspect versions."""
 
     remember_tokens: int = Field(default=1 << 22, ge=0)
-    """Size in tokens of recent rollouts kept for reports that contain only their request ids, 4 bytes a token. A
-    rollout and each of its completions count 256 tokens more. 0: none are kept, and reports must contain the rollouts'
-    logprobs."""
+    """Number of tokens of recent rollouts kept for reports by request id, 4 bytes a token. A rollout and each of its
+    completions count 256 tokens more. 0: none are kept, and reports must contain the rollouts' logprobs."""
 
     ratio_bound: float = Field(default=2.0, gt=1, allow_inf_nan=False)
-    """C: tokens whose probability ratio lies outside [1/C, C] are counted, and weights are truncated at C for the
-    effective sample size. Use the cap of the trainer's TIS, if it has one."""
+    """C: tokens with a probability ratio outside [1/C, C] are counted. Weights are truncated at C for the effective
+    sample size. Use the cap of the trainer's TIS, if it has one."""
 
     suspect_k3: float = Field(default=0.01, gt=0, allow_inf_nan=False)
     """Threshold of k3, in nats per token, above which a version on a replica is suspect."""
@@ -348,7 +349,7 @@ class MonitorConfig(Config):
     """Threshold of mean(exp |trainer − rollout|) above which a version on a replica is suspect."""
 
     min_tokens: int = Field(default=2000, ge=1)
-    """Minimum number of tokens that a replica must have sampled from a version before it is judged."""
+    """Minimum number of measured tokens before a version on a replica can be suspect."""
 
 
 def _network(value: object) -> object:
@@ -370,16 +371,16 @@ class AuthConfig(Config):
     """Access to the routes that move weights and pause engines."""
 
     token_file: Path | None = None
-    """File with the bearer token of the weight, control and mismatch routes, on the nodes of the gateways and the
-    ingest; surrounding whitespace is ignored. None: these routes only answer programs on this machine, neither web
-    pages nor requests through a proxy. A proxy on this machine that adds no header looks like a program, and needs a
-    token."""
+    """File with the bearer token of the guarded routes, on the nodes of gateways and ingest. Guarded are the weight,
+    control and mismatch routes. Whitespace around the token is ignored. None: these routes only answer programs on this
+    machine, neither web pages nor requests through a proxy. A proxy on this machine that adds no header looks like a
+    program, and needs a token."""
 
     trusted_networks: tuple[Network, ...] = ()
-    """IPv4 and IPv6 networks whose machines need no token on these routes, for trainers that cannot send one: TRL,
-    SkyRL, slime, AReaL. Web pages and requests through a proxy are refused from there, too. Any machine in such a
-    network can replace the model's weights: list only the trainer's nodes, not a network shared with others. Requests
-    through a NAT or a load balancer have its address."""
+    """IPv4 and IPv6 networks whose machines need no token on the guarded routes. They are for trainers that cannot send
+    a token: TRL, SkyRL, slime, AReaL. Web pages and requests through a proxy are refused from there, too. Any machine
+    in such a network can replace the model's weights: list only the trainer's nodes, not a network shared with others.
+    Requests through a NAT or a load balancer have its address."""
 
     @model_validator(mode="before")
     @classmethod
@@ -416,11 +417,11 @@ class ChatConfig(Config):
     """File with a Jinja template. None: that of the model's tokenizer."""
 
     tool_parser: str | None = None
-    """vLLM's ``--tool-call-parser``, e.g. ``hermes``: with it a model may choose to call tools. None: requests with
+    """vLLM's ``--tool-call-parser``, such as ``hermes``. With it a model may choose to call tools. None: requests with
     tools must have ``tool_choice: "none"``."""
 
     reasoning_parser: str | None = None
-    """vLLM's ``--reasoning-parser``, e.g. ``qwen3``: the model's reasoning becomes ``message.reasoning``."""
+    """vLLM's ``--reasoning-parser``, such as ``qwen3``. The model's reasoning becomes ``message.reasoning``."""
 
 
 class ServiceConfig(Config):

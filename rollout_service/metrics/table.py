@@ -1,5 +1,5 @@
-"""Declarations of every metric of the service. docs/metrics.md is generated from these tables, and tests compare both
-with the metrics that a running service exports.
+"""Declarations of every metric of the service. ``scripts/reference.py`` generates docs/metrics.md from these tables,
+and tests compare both with the metrics that a running service exports.
 
 Prometheus' conventions: seconds, bytes and ratios; counters end in ``_total``. No label is unbounded: no request ids,
 and only versions that are on disk, staged, served or among the newest measured.

@@ -28,8 +28,8 @@ class RolloutOptions(Frozen):
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     """vLLM's priority: a lower value is scheduled earlier."""
     on_abort: OnAbort = "continue"
-    """``return``: a completion that an update, a pause or a lost replica interrupts is returned with
-    ``finish_reason="abort"``. ``continue``: another replica continues it."""
+    """Fate of a completion that an update, a pause or a lost replica interrupts. ``continue``: another replica
+    continues it. ``return``: it is returned with ``finish_reason="abort"``."""
 
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     """Only requests with the same salt share entries of the prefix cache. A new weight version empties the cache in any
@@ -77,18 +77,21 @@ class GenerateRequest(RolloutOptions):
     """vLLM's ``GenerateRequest`` as far as it is implemented, plus ``prompt`` and the fields of ``RolloutOptions``."""
 
     token_ids: TokenIds | None = None
+    """The prompt, as token ids."""
     prompt: str | None = None
     """Text instead of ``token_ids``; the reply then has the prompt's token ids."""
     add_special_tokens: bool | None = None
     """Add special tokens to ``prompt``, such as a beginning of sequence. None: add them, but no second beginning of
     sequence to a text that has one, as chat templates write it."""
     sampling_params: Sampling = Sampling()
+    """The sampling parameters."""
     model: ModelName | None = None
+    """A name of the served model. None: any."""
     output_mode: Literal["tokens", "text"] = "tokens"
     """``text`` adds the text of each completion."""
     flat_logprobs: bool = False
-    """Return a choice's ``logprobs`` as one list beside its ``token_ids``: half the bytes, and an eighth of the work to
-    parse. Our client sets it; vLLM's clients do not know it."""
+    """Return a choice's ``logprobs`` as one list beside its ``token_ids``. It has half the bytes, and an eighth of the
+    work to parse. Our client sets it; vLLM's clients do not know it."""
     partial_token_ids: TokenIds = ()
     """Tokens of the completion that an earlier request has generated. The completion continues after them, and the
     reply has only the new tokens. ``sampling_params`` apply to the whole completion: ``max_tokens``, ``min_tokens`` and
@@ -99,6 +102,7 @@ class GenerateRequest(RolloutOptions):
     stream: bool | None = False
     """Send server-sent events during generation: see ``GenerateChunk``."""
     stream_options: StreamOptions | None = None
+    """Options of a stream: ``include_usage``, ``continuous_usage_stats``."""
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> "GenerateRequest":

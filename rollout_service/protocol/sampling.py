@@ -114,27 +114,28 @@ class CommonSampling(Frozen):
     min_tokens: int = Field(default=0, ge=0)
     """Minimum length of a completion in tokens."""
     temperature: Finite = Field(default=1.0, ge=0.0, le=2.0)
-    """0 is greedy; other values are at least ``LEAST_TEMPERATURE``."""
+    """Temperature; 0 is greedy, other values are at least 0.01."""
     top_p: Finite = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling. Below 1, the returned logprobs are renormalised over the kept tokens."""
+    """Nucleus sampling: probability of the tokens to sample from. Below 1, the returned logprobs are renormalised over
+    the kept tokens."""
     top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
     """Number of most likely tokens to sample from; 0 or -1: all tokens."""
     min_p: Finite = Field(default=0.0, ge=0.0, le=1.0)
     """Minimum probability of a token, as a share of the most likely token's."""
     repetition_penalty: Finite = Field(default=1.0, ge=0.01, le=100.0)
-    """1 is none. Logits are multiplied and divided by it in fp32 and must stay finite."""
+    """Factor against repeated tokens; 1: none. Logits are multiplied and divided by it in fp32 and must stay finite."""
     presence_penalty: Finite = Field(default=0.0, ge=-2.0, le=2.0)
-    """0 is none."""
+    """Subtracted from the logit of every token that the completion has; 0: none."""
     frequency_penalty: Finite = Field(default=0.0, ge=-2.0, le=2.0)
-    """0 is none."""
+    """Subtracted from a token's logit for each time that the completion has it; 0: none."""
     seed: int | None = Field(default=None, ge=-(2**63), le=LARGEST_SEED)
-    """Makes this request's samples repeatable on one replica; -1 is none, as in vLLM. Completion ``i`` has ``seed +
+    """Seed that makes this request's samples repeatable on one replica; -1: none. Completion ``i`` has ``seed +
     i``, which must fit 64 bits."""
     ignore_eos: bool = False
     """Continue after the end of sequence."""
     logprobs: int | None = Field(default=0, ge=0)
-    """Number of most likely tokens returned for each position, with their logprobs; at most 20, or
-    ``engine.extra.max_logprobs``. The sampled token's logprob is always returned."""
+    """Number of most likely tokens returned for each position, at most 20, or ``engine.extra.max_logprobs``. The
+    sampled token's logprob is always returned."""
     prompt_logprobs: int | None = Field(default=None, ge=0)
     """The same for the tokens of the prompt, at temperature 1 and without truncation. None: no prompt logprobs."""
     logit_bias: Annotated[dict[int, Finite], Field(max_length=MOST_BIASED)] | None = None

@@ -27,7 +27,7 @@ def test_every_metric_that_is_named_exists() -> None:
 
 def test_every_metric_is_on_a_dashboard_or_in_the_documentation() -> None:
     page = PAGE.read_text()
-    documented = {metric.name for metric in METRICS if f"| `{metric.name}` |" in page}
+    documented = {metric.name for metric in METRICS if f"|`{metric.name}`|" in page}
     assert {metric.name for metric in METRICS} - on_dashboards() - documented == set()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from benchmarks.common.marked import markdown_table
 from rollout_service.protocol.sessions import Message
 from rollout_service.sessions.probe import CONVERSATIONS, Outcome, outcomes
 
@@ -61,6 +62,5 @@ def test_the_documentation_has_every_outcome(results: dict[str, dict[str, Outcom
     others = max(by_outcomes, key=lambda each: len(by_outcomes[each]))
     by_outcomes[others] = [f"the other {len(by_outcomes[others])}"]
     header = ["template", *CONVERSATIONS]
-    rows = [header, ["---"] * len(header), *([", ".join(names), *each] for each, names in by_outcomes.items())]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    assert table in DOCS.read_text(), f"put this table into {DOCS.name}:\n{table}"
+    made = markdown_table(header, ([", ".join(names), *each] for each, names in by_outcomes.items()))
+    assert made in DOCS.read_text(), f"put this table into {DOCS.name}:\n{made}"

@@ -177,7 +177,7 @@ def test_resuming_a_finished_ablation_needs_no_service(tmp_path: Path) -> None:
         write(tmp_path / "runs", arm)
     options = ["--out", str(tmp_path), "--steps", "4", "--seeds", "1", "--arms", "fp8,fp8_tis", "--resume"]
     assert CliRunner().invoke(app, options, catch_exceptions=False).exit_code == 0
-    assert "| FP8, TIS | 0.500 ± 0.000 |" in (tmp_path / "table.md").read_text()
+    assert "|FP8, TIS|0.500 ± 0.000|" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "tis_ablation.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -185,10 +185,10 @@ def test_a_report_leaves_out_what_has_not_ended(tmp_path: Path) -> None:
     write(tmp_path / "runs", "bf16")
     write(tmp_path / "runs", "fp8", ended=False)
     assert CliRunner().invoke(app, ["--out", str(tmp_path), "--report"], catch_exceptions=False).exit_code == 0
-    assert "| FP8 |" not in (tmp_path / "table.md").read_text()
+    assert "|FP8|" not in (tmp_path / "table.md").read_text()
     options = ["--out", str(tmp_path), "--report", "--partial"]
     assert CliRunner().invoke(app, options, catch_exceptions=False).exit_code == 0
-    assert "| FP8 |" in (tmp_path / "table.md").read_text()
+    assert "|FP8|" in (tmp_path / "table.md").read_text()
 
 
 def test_the_addition_task_needs_its_model(tmp_path: Path) -> None:

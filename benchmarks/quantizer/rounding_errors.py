@@ -1,6 +1,6 @@
-"""Measures what FP8 does to weights of several kinds, and writes the table and the plot of docs/numerics.md.
+"""Measure the rounding errors of FP8 for weights of several kinds. Writes a table and the plot of docs/numerics.md.
 
-python docs/numerics.py
+python -m benchmarks.quantizer.rounding_errors
 """
 
 from collections.abc import Callable
@@ -9,12 +9,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
+from benchmarks.common.marked import markdown_table, write_part
+from benchmarks.common.paths import PROJECT
 from rollout_service.quant.blockwise import AMAX_FLOOR, CODES, E4M3_MAX, dequantize_blockwise, quantize_blockwise
 
-DOCS = Path(__file__).parent
+DOCS = PROJECT / "docs"
 SHAPE = (2048, 2048)
 OUTLIER_SHARE = 1e-5
-BEGIN, END = "<!-- made by docs/numerics.py -->\n", "<!-- end -->\n"
+PART = "python -m benchmarks.quantizer.rounding_errors"
 
 
 def gaussian(generator: torch.Generator) -> torch.Tensor:
@@ -94,10 +96,7 @@ def measure() -> dict[str, dict[str, Errors]]:
 
 def markdown(table: dict[str, dict[str, Errors]]) -> str:
     """For the page."""
-    lines = [
-        "| weights | scales | relative Frobenius | of the smaller half | max, in rms | became zero |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for kind, schemes in table.items():
         for scheme, e in schemes.items():
             cells = (
@@ -108,9 +107,10 @@ def markdown(table: dict[str, dict[str, Errors]]) -> str:
                 f"{e['max']:.2g}",
                 f"{e['zeros']:.2%}",
             )
-            lines.append(f"| {' | '.join(cells)} |")
+            rows.append(cells)
             kind = ""
-    return "\n".join(lines) + "\n"
+    heading = ("weights", "scales", "relative Frobenius", "of the smaller half", "max, in rms", "became zero")
+    return markdown_table(heading, rows)
 
 
 def error_beside_outliers(factor: float) -> dict[str, float]:
@@ -147,13 +147,10 @@ def plot(path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and put the table into docs/numerics.md."""
+    """Measure, and write the table and the plot."""
     table = measure()
     plot(DOCS / "numerics.png")
-    page = DOCS / "numerics.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    page.write_text(before + BEGIN + markdown(table) + END + rest.split(END)[1])
+    write_part(DOCS / "numerics.md", PART, markdown(table))
 
 
 if __name__ == "__main__":
