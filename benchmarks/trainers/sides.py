@@ -133,7 +133,7 @@ def measure(asked: SideOptions, run: Run) -> None:
             watch.server = stack.enter_context(
                 process(run.server, run.folder / "server.log", folder=run.folder, environment=gpu, grace_s=40)
             )
-        if run.is_server_first:
+        if run.server is not None and run.is_server_first:
             watch.until_server_answers()
         own = here[:1] if run.server is not None else here[:2]
         environment = {**run.environment, **({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {})}

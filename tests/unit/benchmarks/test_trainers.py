@@ -197,9 +197,8 @@ def test_a_side_is_measured_once_its_server_answers(asked: sides.SideOptions, tm
 
 
 def test_a_trainer_without_a_step_is_an_error(asked: sides.SideOptions, tmp_path: Path) -> None:
-    run = sides.Run(
-        "verl", "own", "trainers", {}, tmp_path / "run", None, [sys.executable, "-c", "raise SystemExit(3)"]
-    )
+    trainer = [sys.executable, "-c", "raise SystemExit(3)"]
+    run = sides.Run("verl", "own", "trainers", {}, tmp_path / "run", None, trainer, is_server_first=True)
     with pytest.raises(RuntimeError, match="own: 0 steps: the trainer ended with status 3"):
         sides.measure(asked, run)
     assert results.cases("trainers") == []
