@@ -32,7 +32,7 @@ def ls(path: Root) -> None:
     from rollout_service.errors import RolloutServiceError
     from rollout_service.store.upload_record import read_record
 
-    log = _opened(path)
+    log = _open_log(path)
     try:
         head = log.head()
         for version in log.versions():
@@ -40,7 +40,7 @@ def ls(path: Root) -> None:
             newest = "*" if head is not None and head.version == version else " "
             typer.echo(
                 f"{newest} {version:>10}  committed  {manifest.digest}  {manifest.total_bytes / 1e6:>10.1f} MB  "
-                f"{len(manifest.tensors)} tensors{_named(manifest)}"
+                f"{len(manifest.tensors)} tensors{_label_column(manifest)}"
             )
         for parts in sorted(log.root.glob("staging/*.parts")):
             record = read_record(parts)
@@ -63,7 +63,7 @@ def verify(
 
     from rollout_service.errors import RolloutServiceError
 
-    log, damaged = _opened(path), 0
+    log, damaged = _open_log(path), 0
     try:
         versions = log.versions()
     except (RolloutServiceError, OSError) as error:
@@ -128,7 +128,7 @@ def _roll_back_at(url: str, to: int | str, token_file: Path | None) -> None:
         fail(error)
     except httpx.TransportError as error:
         fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
-    typer.echo(f"version {status.version} is the newest: {len(status.replicas)} replicas know{_named(status)}")
+    typer.echo(f"version {status.version} is the newest: {len(status.replicas)} replicas know{_label_column(status)}")
 
 
 def _roll_back_in(path: Path, to: int | str) -> None:
@@ -139,7 +139,7 @@ def _roll_back_in(path: Path, to: int | str) -> None:
     from rollout_service.store.rollback import require_kept, stage_again
     from rollout_service.store.upload_record import read_record
 
-    log = _opened(path)
+    log = _open_log(path)
     try:
         with WriterLock(path).acquire(0):
             log.remove_uncommitted()
@@ -164,15 +164,15 @@ def _roll_back_in(path: Path, to: int | str) -> None:
         fail(f"{error}; or have the service that runs do it: rollout-service log rollback URL --to {to}")
     except (RolloutServiceError, OSError) as error:
         fail(error)
-    typer.echo(f"version {version} is the newest{_named(manifest)}")
+    typer.echo(f"version {version} is the newest{_label_column(manifest)}")
 
 
-def _named(version: "Manifest | WeightStatus") -> str:
+def _label_column(version: "Manifest | WeightStatus") -> str:
     label = "" if version.label is None else f"  {version.label}"
     return label if version.rollback_of is None else f"{label}  rollback of {version.rollback_of}"
 
 
-def _opened(path: Path) -> "WeightLog":
+def _open_log(path: Path) -> "WeightLog":
     from rollout_service.store.log import WeightLog, log_at
 
     root = log_at(path)

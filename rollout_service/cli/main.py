@@ -272,7 +272,7 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     from rich.table import Table
 
     paused = ", asleep" if fleet.asleep else ", paused" if fleet.paused else ""
-    newest = escape(_named(fleet.latest_version, fleet.latest_label))
+    newest = escape(_version_name(fleet.latest_version, fleet.latest_label))
     table = Table(title=f"{len(fleet.replicas)} replicas; newest version {newest}{paused}")
     for name in ("replica", "state", "version"):
         table.add_column(name)
@@ -285,7 +285,7 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     return table
 
 
-def _named(version: int, label: str | None) -> str:
+def _version_name(version: int, label: str | None) -> str:
     return str(version) if label is None else f"{version} ({label})"
 
 
@@ -313,7 +313,7 @@ def _failed_starts(fleet: "Fleet") -> list[str]:
 def _fleet_row(replica: "ReplicaStatus") -> list[str]:
     from rich.markup import escape
 
-    serving = "-" if replica.version is None else escape(_named(replica.version, replica.label))
+    serving = "-" if replica.version is None else escape(_version_name(replica.version, replica.label))
     update = replica.update
     return [
         escape(replica.replica_id),

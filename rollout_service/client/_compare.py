@@ -131,17 +131,17 @@ class Comparison:
         self._on_gpu: dict[int, list[torch.Tensor]] = {}
         self._counting: Counting | None = None
         """The previous batch if a GPU compares it, followed by the call that requires its deferred checks."""
-        self._require_sound: Callable[[], None] = _nothing
+        self._require_sound: Callable[[], None] = _do_nothing
         self._uploads: dict[torch.device, Uploads] = {}
         self._pool = ThreadPoolExecutor(compute_threads(), "delta")
-        self._compared: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
+        self._compare_piece: deque[tuple[Piece, int, Future[list[_SpanChange]]]] = deque()
         self._at_once = 0
         self._ends = {span.tensor: span.part.stop for piece in old.pieces for span in piece.spans}
         """Size of each tensor in bytes."""
         self._segments: dict[int, list[bytes]] = defaultdict(list)
         """Encoded segments of tensors whose comparison is unfinished. The dictionaries below hold the finished
         tensors."""
-        self._encoded: dict[int, bytes] = {}
+        self._encode: dict[int, bytes] = {}
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
         self._elements_bytes = 0
         self._most_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
@@ -189,7 +189,7 @@ class Comparison:
         self._read_counted()
         self._verdicts.require()
         self._compare_on_host()  # an incomplete batch: the caller stopped early and does not want the rest
-        while self._compared:
+        while self._compare_piece:
             self._take_first()
         for part, tensors in enumerate(self._parts):
             if not any(tensor in self._ends for tensor in tensors):
@@ -197,12 +197,12 @@ class Comparison:
         found: dict[int, Changed | None] = {}
         for tensors, told in self._told:
             found |= zip(tensors, told.result(), strict=True)
-        return found | {tensor: self._found(tensor)() for tensor in self._encoded if tensor not in found}
+        return found | {tensor: self._found(tensor)() for tensor in self._encode if tensor not in found}
 
     def _begin_telling(self, part: int) -> None:
         tensors = self._parts[part]
         found = [self._found(tensor) for tensor in tensors]
-        nbytes = sum(len(self._encoded.get(tensor, b"")) for tensor in tensors)
+        nbytes = sum(len(self._encode.get(tensor, b"")) for tensor in tensors)
         if nbytes + most_header_bytes(len(tensors)) > LARGEST_PART_BYTES:
             self.has_too_large_part = True
             return
@@ -216,7 +216,7 @@ class Comparison:
 
     def _found(self, tensor: int) -> Callable[[], Changed | None]:
         """Return a function that waits for a tensor's digest and returns the tensor's change. Tensors may be empty."""
-        encoded = self._encoded.get(tensor)
+        encoded = self._encode.get(tensor)
         if not encoded:
             return lambda: None
         elements = [each for each in self._elements[tensor] if each is not None]
@@ -242,7 +242,7 @@ class Comparison:
         if piece.is_part and not part.start:
             self._digests[number] = self._pool.submit(digest_of, view_of(bytes_of(tensors[0]).cpu())).result
         new = [bytes_of(tensor)[span.part].cpu() for span, tensor in zip(piece.spans, tensors, strict=True)]
-        self._submit(piece, piece.nbytes, partial(_compared, self._kept[index], new, piece))
+        self._submit(piece, piece.nbytes, partial(_compare_piece, self._kept[index], new, piece))
 
     def _begin_batch(self) -> None:
         """Start the comparison of the complete batch, as far as it has not started."""
@@ -284,7 +284,7 @@ class Comparison:
         if self._counting is None:
             return
         counted, self._counting = self._counting, None
-        require_sound, self._require_sound = self._require_sound, _nothing
+        require_sound, self._require_sound = self._require_sound, _do_nothing
         require_sound()
         counts, batch = counted.counts(), counted.batch
         if counted.digests is not None:
@@ -306,7 +306,7 @@ class Comparison:
                 continue
             copy = queued_to_host(counted.differences[place])
             wait = passed(counted.differences.device)
-            self._submit(piece, piece.nbytes, partial(_compared_by_difference, self._kept[index], copy, wait, piece))
+            self._submit(piece, piece.nbytes, partial(_compare_by_difference, self._kept[index], copy, wait, piece))
 
     def _read(
         self, counted: Counting, pieces: list[Piece], counts: list[int], run: slice
@@ -321,19 +321,19 @@ class Comparison:
             changes = slice(start, start + counts[number])
             first = (batch.places[number].start - begin) // itemsize
             kept = self._kept[batch.pieces[number]]
-            left[number] = partial(_encoded, kept, changed, changes, first, pieces[number])
+            left[number] = partial(_encode, kept, changed, changes, first, pieces[number])
             start = changes.stop
         return left
 
     def _submit(self, piece: Piece, nbytes: int, work: Callable[[], list[_SpanChange]]) -> None:
         """Queue ``work`` for a thread; ``nbytes`` is the memory in bytes that it holds."""
-        while self._compared and (self._at_once + nbytes > AT_ONCE_BYTES or self._compared[0][-1].done()):
+        while self._compare_piece and (self._at_once + nbytes > AT_ONCE_BYTES or self._compare_piece[0][-1].done()):
             self._take_first()
-        self._compared.append((piece, nbytes, self._pool.submit(work)))
+        self._compare_piece.append((piece, nbytes, self._pool.submit(work)))
         self._at_once += nbytes
 
     def _take_first(self) -> None:
-        piece, nbytes, future = self._compared.popleft()
+        piece, nbytes, future = self._compare_piece.popleft()
         self._at_once -= nbytes
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
@@ -345,7 +345,7 @@ class Comparison:
                 self._end_tensor(span.tensor)
 
     def _end_tensor(self, tensor: int) -> None:
-        self._encoded[tensor] = delta.joined(self._segments.pop(tensor))
+        self._encode[tensor] = delta.joined(self._segments.pop(tensor))
         part = self._part_of[tensor]
         self._lacking[part] -= 1
         if not self._lacking[part]:
@@ -362,7 +362,7 @@ def _digest_in(made: Future[dict[int, str]], tensor: int) -> str:
     return made.result()[tensor]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing. Used when there are no deferred checks."""
 
 
@@ -370,17 +370,17 @@ def _warn_of_no_room(error: Exception) -> None:
     logger.warning("what has changed is looked for on the CPU, since the GPU has no room: %s", error)
 
 
-def _compared(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[_SpanChange]:
+def _compare_piece(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> list[_SpanChange]:
     """Compare a piece on the CPU, span by span."""
     found = []
     for span, flat in zip(piece.spans, new, strict=True):
         was, now = view_of(old[span.place]), view_of(flat)
-        segments, elements = _compared_span(was, now, piece.itemsize, span.place.start // piece.itemsize)
+        segments, elements = _compare_span(was, now, piece.itemsize, span.place.start // piece.itemsize)
         found.append(_change(piece, segments, elements, partial(digest_of, now)))
     return found
 
 
-def _compared_span(was: memoryview, now: memoryview, itemsize: int, first: int) -> tuple[list[bytes], Elements | None]:
+def _compare_span(was: memoryview, now: memoryview, itemsize: int, first: int) -> tuple[list[bytes], Elements | None]:
     """Compare one span; ``first`` is the index of its first element in the piece."""
     segments: list[bytes] = []
     positions: list[npt.NDArray[np.int32]] = []
@@ -409,17 +409,17 @@ def _elements_of(positions: list[npt.NDArray[np.int32]], differences: list[delta
     return Elements(np.concatenate(positions), np.concatenate(differences))
 
 
-def _compared_by_difference(
+def _compare_by_difference(
     old: torch.Tensor, differences: torch.Tensor, wait: Callable[[], None], piece: Piece
 ) -> list[_SpanChange]:
     """Compare a piece from its differences (new bits minus old bits), which are on the host after ``wait``."""
     wait()
     dtype = SIGNED[piece.itemsize]
     new = (old.view(dtype) + differences.view(dtype)).view(torch.uint8)
-    return _compared(old, [new[span.place] for span in piece.spans], piece)
+    return _compare_piece(old, [new[span.place] for span in piece.spans], piece)
 
 
-def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece: Piece) -> list[_SpanChange]:
+def _encode(old: torch.Tensor, found: Found, changes: slice, first: int, piece: Piece) -> list[_SpanChange]:
     """Encode the changes that a GPU has found in a piece, span by span. The GPU computes the digests, too.
 
     Args:
@@ -457,7 +457,7 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
         places = segments[number]
         parts = list(itertools.islice(within, len(places)))
         encoded = [
-            _encoded_segment(old, place, Elements(positions[start:end], differences[start:end]), planes[:, start:end])
+            _encode_segment(old, place, Elements(positions[start:end], differences[start:end]), planes[:, start:end])
             for place, (start, end) in zip(places, parts, strict=True)
         ]
         all_of_it = slice(parts[0][0], parts[-1][1])
@@ -467,7 +467,7 @@ def _encoded(old: torch.Tensor, found: Found, changes: slice, first: int, piece:
     return changed
 
 
-def _encoded_segment(old: torch.Tensor, place: slice, elements: Elements, planes: npt.NDArray[np.uint8]) -> bytes:
+def _encode_segment(old: torch.Tensor, place: slice, elements: Elements, planes: npt.NDArray[np.uint8]) -> bytes:
     """Return the encoded segment at ``place`` in a piece."""
     count, itemsize, nbytes = elements.positions.size, elements.differences.itemsize, _length(place)
     if not count:

@@ -181,7 +181,7 @@ class DeltaPushes:
         """
         parts = PartsAsMade()
         sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
-        changes = await self._compared(
+        changes = await self._compare(
             push, sender, sent, sending, partial(sent.changes_to, stored, verdicts, parts.add)
         )
         if changes is None:
@@ -208,7 +208,7 @@ class DeltaPushes:
         await push.thread.call(sent.change, changes)
         return None
 
-    async def _compared(
+    async def _compare(
         self,
         push: Push,
         sender: PartSender,
@@ -225,12 +225,12 @@ class DeltaPushes:
         try:
             changes = await push.thread.call(compare)
         except asyncio.CancelledError:
-            await _stopped(sending)
+            await _cancel_sending(sending)
             raise
         except Exception as error:
             if sent.version is not None:
                 self._sent = sent
-            await _stopped(sending)
+            await _cancel_sending(sending)
             if not await _discard(push, sender) and isinstance(error, QuantizationError):
                 raise staged_still(sender.version, error) from error
             raise
@@ -240,7 +240,7 @@ class DeltaPushes:
                 "since version %s more than %g of all bytes have changed: the whole version is sent",
                 base, LARGEST_SHARE,
             )  # fmt: skip
-            await _stopped(sending)
+            await _cancel_sending(sending)
             await _discard(push, sender)
             return None
         logger.info("the changes since version %s have %d bytes of %d", base, nbytes_of(changes), sent.nbytes)
@@ -276,7 +276,7 @@ def _warn_if_failed(preparing: Future[None]) -> None:
         logger.warning("the second push compiles its kernels, which failed while the first was sent: %r", error)
 
 
-async def _stopped(sending: asyncio.Task[str]) -> None:
+async def _cancel_sending(sending: asyncio.Task[str]) -> None:
     """Cancel the sending task and ignore its errors."""
     sending.cancel()
     await asyncio.wait([sending])

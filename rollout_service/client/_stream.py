@@ -154,7 +154,7 @@ class RolloutStream:
             return Rollout(
                 request_id=last.request_id,
                 prompt_token_ids=self._prompt_token_ids or (),
-                completions=tuple(_joined(pieces) for pieces in self._pieces),
+                completions=tuple(_join_pieces(pieces) for pieces in self._pieces),
                 replica_id=last.replica_id or "",
                 attempts=last.attempts or 1,
                 truncated_sampling=bool(last.truncated_sampling),
@@ -190,7 +190,7 @@ def _flat(choice: StreamedChoice) -> tuple[float, ...]:
     return tuple(token.logprob for token in choice.logprobs.content)
 
 
-def _joined(pieces: list[StreamedChoice]) -> Completion:
+def _join_pieces(pieces: list[StreamedChoice]) -> Completion:
     """Return a completion that has ended."""
     if pieces[-1].finish_reason is None:
         raise ValueError(f"completion {pieces[-1].index} has no end")

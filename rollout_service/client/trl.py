@@ -93,14 +93,14 @@ class RolloutServiceWeightTransfer:
         weights.
         """
         deadline = time.monotonic() + self._server_timeout_s
-        while not self._opened().health():
+        while not self._open_client().health():
             if time.monotonic() >= deadline:
                 raise NotReady(
                     f"the service at {self._url} could not serve within {self._server_timeout_s:g} s: is it running "
                     "there? Its GET /health says why; a model that takes longer needs a larger server_timeout_s"
                 )
             time.sleep(POLL_S)
-        self._opened().weights()  # a caller that may not list versions may not push one either
+        self._open_client().weights()  # a caller that may not list versions may not push one either
 
     def pause(self) -> None:
         """Do nothing: engines serve the previous version while the next one is sent."""
@@ -141,7 +141,7 @@ class RolloutServiceWeightTransfer:
     def _push(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> WeightStatus:
         table = self._table
         learnt: list[UploadTensor] = []
-        status = self._opened().push_weights(
+        status = self._open_client().push_weights(
             "next",
             iterator if table is not None else described(iterator, learnt),
             tensor_table=table,
@@ -153,7 +153,7 @@ class RolloutServiceWeightTransfer:
         self._table = table or learnt
         return status
 
-    def _opened(self) -> SyncRolloutClient:
+    def _open_client(self) -> SyncRolloutClient:
         if self._client is None:
             self._client = SyncRolloutClient(self._url, token=self._token)
         return self._client

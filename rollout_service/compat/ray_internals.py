@@ -74,11 +74,11 @@ def shut_down_serve(controller: ActorHandle[object] | None) -> None:
     ``serve.shutdown`` waits in a call of the controller until the controller kills itself, and Ray then warns that this
     call has failed. Here no call is open at that time. ``controller``: None if there may be none.
     """
-    if controller is None or not _ended(controller):
+    if controller is None or not _end_controller(controller):
         serve.shutdown()  # if it has ended, this would also report that it died
 
 
-def _ended(controller: ActorHandle[object]) -> bool:
+def _end_controller(controller: ActorHandle[object]) -> bool:
     """Let Serve's controller end everything, and then itself.
 
     Return False if it has not ended in time, or is unreachable, since the cluster is ending.

@@ -34,7 +34,7 @@ def host_and_port(address: str) -> tuple[str, int | None]:
     return match[1] or match[2], port
 
 
-def _advertised(address: str) -> str:
+def _check_advertised(address: str) -> str:
     host, _ = host_and_port(address)
     if host in (*_LOOPBACK, "0.0.0.0", "::"):
         raise ValueError(f"{address!r} is no address at which another machine reaches this one")
@@ -253,7 +253,7 @@ class WeightsConfig(Config):
     upload_port: int = Field(default=0, ge=0, le=65535)
     """Port of the listener; 0: any free port."""
 
-    upload_advertise_address: Annotated[str, AfterValidator(_advertised)] | None = None
+    upload_advertise_address: Annotated[str, AfterValidator(_check_advertised)] | None = None
     """Host, or host:port, at which trainers reach the listener: a name, a load balancer, a NodePort. None: an address
     of its node, derived from ``upload_host``. Trainers that cannot reach it send parts through the gateway. Gateways
     use the listener's own address."""

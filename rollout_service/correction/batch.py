@@ -28,13 +28,13 @@ def as_batch(
     width = max([*lengths, *(tensor.shape[1] for tensor in tensors if tensor.dim() == 2)], default=0)
     device = _device(trainer_logprobs) or _device(rollout_logprobs) or torch.device("cpu")
     # padded with NaN, so that a mask that selects padding is refused below and never read as probability 1
-    trainer = _padded(trainer_logprobs, width, torch.nan, device)
-    rollout = _padded(rollout_logprobs, width, torch.nan, device)
+    trainer = _pad(trainer_logprobs, width, torch.nan, device)
+    rollout = _pad(rollout_logprobs, width, torch.nan, device)
     if mask is None:
         if not any(_is_ragged(value) for value in given.values()):
             raise ValueError("give a mask [batch, tokens]: padded logprobs do not tell which positions are tokens")
         mask = [[1] * length for length in lengths]
-    chosen = _padded(mask, width, 0, device)
+    chosen = _pad(mask, width, 0, device)
     _require_same_shape(trainer, rollout, chosen)
     selected = _as_bool(chosen)
     _require_finite(trainer, selected, "trainer_logprobs")
@@ -69,7 +69,7 @@ def _device(rows: Rows) -> torch.device | None:
     return first.device if isinstance(first, torch.Tensor) else None
 
 
-def _padded(rows: Rows, width: int, padding: float, device: torch.device) -> torch.Tensor:
+def _pad(rows: Rows, width: int, padding: float, device: torch.device) -> torch.Tensor:
     """Return [batch, width], or the given tensor."""
     if isinstance(rows, torch.Tensor):
         return rows

@@ -125,8 +125,8 @@ class FollowedLog:
         tensor.
         """
         manifest, staged = await asyncio.gather(
-            self._checked(head, asyncio.to_thread(self._manifest, head)),
-            self._checked(head, engine.stage(self.log.folder(head.version), head.digest)),
+            self._read_checked(head, asyncio.to_thread(self._manifest, head)),
+            self._read_checked(head, engine.stage(self.log.folder(head.version), head.digest)),
             return_exceptions=True,
         )
         if isinstance(manifest, BaseException):
@@ -142,7 +142,7 @@ class FollowedLog:
         self.log.verify_frame(manifest)
         return manifest
 
-    async def _checked(self, head: Head, reading: Awaitable[_Found]) -> _Found:
+    async def _read_checked(self, head: Head, reading: Awaitable[_Found]) -> _Found:
         """Await ``reading``. Raises NotFound, LogCorrupt or LogUnreadable if the version cannot be read."""
         try:
             return await reading

@@ -187,7 +187,7 @@ def read_layout(folder: Path) -> EngineLayout:
         config = _vllm_config(folder, {"quant_method": READING})
         with _world(config):
             layout = _read(model, config)
-        while refused := _refused(model, layout):
+        while refused := _split_modules(model, layout):
             layout = _without(layout, refused)
     except Exception as error:  # any model class of vLLM may raise any error for this configuration
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
@@ -225,7 +225,7 @@ def _read(model: ServedModel, config: VllmConfig) -> EngineLayout:
     _asked.clear()
     built = built_model(config)
     tensors = _without_tied_head(model)
-    recorder = _loaded(built, tensors)
+    recorder = _record_load(built, tensors)
     not_loaded: tuple[str, ...] = ()
     if model.tied and not _takes_head(built, model):
         not_loaded = (model.head,)
@@ -236,7 +236,7 @@ def _without_tied_head(model: ServedModel) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in model.shapes.items() if not (model.tied and name == model.head)}
 
 
-def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
+def _split_modules(model: ServedModel, layout: EngineLayout) -> set[str]:
     """Return the modules whose codes and scales do not both arrive in one layer of the quantized model."""
     planned = plan(layout.linears(model.shapes), QuantConfig(indivisible="keep_bf16"), layout=layout)
     if not planned.quantized:
@@ -249,7 +249,7 @@ def _refused(model: ServedModel, layout: EngineLayout) -> set[str]:
     config = _vllm_config(model.path, None, planned.not_converted)
     with _world(config):
         built = built_model(config)
-        recorder = _loaded(built, tensors)
+        recorder = _record_load(built, tensors)
     empty = [name for name, _ in built.named_parameters() if name.endswith(SCALE_SUFFIX)]
     if empty := [name for name in empty if name not in recorder.arrived]:
         raise ValueError(f"it is quantized in {len(empty)} modules that it is told to leave in BF16: {empty[:4]}")
@@ -273,7 +273,7 @@ def _without(layout: EngineLayout, refused: set[str]) -> EngineLayout:
     )
 
 
-def _loaded(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
+def _record_load(built: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recorder:
     checkpoint = Checkpoint(shapes)
     recorder = Recorder(checkpoint)
     load_weights(built, checkpoint.tensors(), recorder.loader)
@@ -284,7 +284,7 @@ def _takes_head(built: torch.nn.Module, model: ServedModel) -> bool:
     """Return True if the loader accepts a tied head. Many skip it, but a CPU engine's reload takes the head from
     there."""
     try:
-        _loaded(built, model.shapes)
+        _record_load(built, model.shapes)
     except (ValueError, KeyError):  # vLLM's loaders raise these for an unknown name
         return False
     return True
@@ -302,7 +302,7 @@ def _layout(built: torch.nn.Module, recorder: Recorder, not_loaded: tuple[str, .
         if not isinstance(layer, (LinearBase, RoutedExperts)) or id(layer) in seen:
             continue
         seen.add(id(layer))
-        arrived = _arrived(path, layer, recorder)
+        arrived = _arrivals_in(path, layer, recorder)
         prefix = asked.get(id(layer))
         parts = _parts(layer, arrived)
         why = _why_kept(prefix, parts, routers, path, language)
@@ -339,7 +339,7 @@ def _why_kept(
     return None if parts else REARRANGED
 
 
-def _arrived(path: str, layer: torch.nn.Module, recorder: Recorder) -> list[Arrived]:
+def _arrivals_in(path: str, layer: torch.nn.Module, recorder: Recorder) -> list[Arrived]:
     leaves = ("w13_weight", "w2_weight") if isinstance(layer, RoutedExperts) else ("weight",)
     return [arrived for leaf in leaves for arrived in recorder.arrived.get(f"{path}.{leaf}", ())]
 

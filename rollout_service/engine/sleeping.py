@@ -47,7 +47,7 @@ class SleepingWorker:
                 storage.resize_(0)
             return sum(nbytes for _, nbytes in self._emptied)
         before, _ = torch.cuda.mem_get_info(engine.device)
-        self._kept = [(held, held.cpu()) for held in _others(engine.model, storages)]
+        self._kept = [(held, held.cpu()) for held in _other_tensors(engine.model, storages)]
         self.sleep(level=2)  # type: ignore[attr-defined]  # vLLM's, which keeps the model's buffers
         return torch.cuda.mem_get_info(engine.device)[0] - before
 
@@ -76,7 +76,7 @@ class SleepingWorker:
             del self._kept
 
 
-def _others(model: torch.nn.Module, storages: Iterable[torch.UntypedStorage]) -> list[torch.Tensor]:
+def _other_tensors(model: torch.nn.Module, storages: Iterable[torch.UntypedStorage]) -> list[torch.Tensor]:
     """Return the GPU tensors in the model's modules that are in neither ``storages`` nor buffers, as bytes."""
     known = {storage.data_ptr() for storage in (*storages, *_storages(model.buffers()))}
     attributes = [value for module in model.modules() for value in vars(module).values()]

@@ -69,7 +69,7 @@ class StartupHeartbeat:
 
     def __init__(self, replica_id: str, ingest: DeploymentHandle, period_s: float) -> None:
         self._replica_id = replica_id
-        self.status: Callable[[], ReplicaStatus] = self._starting
+        self.status: Callable[[], ReplicaStatus] = self._starting_status
         """Returns the status to report."""
         self._waits_for: str | None = None
         self._ingest, self._period_s = ingest, period_s
@@ -85,13 +85,13 @@ class StartupHeartbeat:
 
     def start_over(self) -> None:
         """Report ``starting`` again, because another engine replaces the first."""
-        self.status = self._starting
+        self.status = self._starting_status
 
     def waits_for(self, reason: str | None) -> None:
         """Report why no engine is started yet. None: the start continues."""
         self._waits_for = reason
 
-    def _starting(self) -> ReplicaStatus:
+    def _starting_status(self) -> ReplicaStatus:
         return ReplicaStatus(
             replica_id=self._replica_id,
             sequence=next(REPORTS),

@@ -38,19 +38,19 @@ class OpenRequests:
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Return ``app`` with tracking of its open requests."""
 
-        async def noting(scope: Scope, receive: Receive, send: Send) -> None:
+        async def count_open(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
             else:
                 await self._answer(app, scope, receive, send)
 
-        return noting
+        return count_open
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         request, answered = asyncio.current_task(), False
         assert request is not None
 
-        async def noting_send(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal answered
             if not answered and request in self._refused:
                 # vLLM's classes take a cancelled task for a disconnected client, and answer 400
@@ -60,7 +60,7 @@ class OpenRequests:
 
         self._open.add(request)
         try:
-            await app(scope, receive, noting_send)
+            await app(scope, receive, send_noted)
         except asyncio.CancelledError:
             if request not in self._refused or answered:
                 raise

@@ -52,7 +52,7 @@ class OpenRoute(APIRoute):
         """Return the function that answers requests. FastAPI calls this."""
         handle = super().get_route_handler()
 
-        async def checked(request: Request) -> Response:
+        async def handle_checked(request: Request) -> Response:
             self.admit(request)
             if self.body_field is not None:
                 body = await read_body(request, self.body_bytes)
@@ -60,7 +60,7 @@ class OpenRoute(APIRoute):
                 request = _ReadRequest(request, body, _parse(request, body) if body else None)
             return await handle(request)
 
-        return checked
+        return handle_checked
 
     def admit(self, request: Request) -> None:
         """Raise an error if the caller may not call this route."""
@@ -142,24 +142,24 @@ def _bound(request: Request, what: str, number: int, limit: int) -> None:
 
 def body_of(model: type[BaseModel]) -> dict[str, object]:
     """Return the ``openapi_extra`` of a route that forwards its JSON body without parsing."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(model)}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline_references(model)}}}}
 
 
-def _inlined(model: type[BaseModel]) -> object:
+def _inline_references(model: type[BaseModel]) -> object:
     """Return the model's JSON schema without references, which would be resolved against the whole OpenAPI document."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
-    def inlined(part: object) -> object:
+    def inline(part: object) -> object:
         if isinstance(part, list):
-            return [inlined(item) for item in part]
+            return [inline(item) for item in part]
         if not isinstance(part, dict):
             return part
         if "$ref" in part:
-            return inlined(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: inlined(item) for name, item in part.items()}
+            return inline(definitions[part["$ref"].rpartition("/")[2]])
+        return {name: inline(item) for name, item in part.items()}
 
-    return inlined(schema)
+    return inline(schema)
 
 
 def _parse(request: Request, body: bytes) -> object:

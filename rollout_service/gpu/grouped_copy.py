@@ -88,17 +88,19 @@ def _tiles(copies: Iterable[Rows] | Integers) -> np.ndarray[tuple[int, int], np.
     """Return [tiles, 3]: source, target, size in bytes. Vectorized over copies, of which there are tens of
     thousands."""
     if isinstance(copies, np.ndarray):
-        return _tiled(*copies.T)
+        return _split_into_tiles(*copies.T)
     table = np.array(
         [(c.source, c.target, c.row_bytes, c.rows, c.source_stride_bytes, c.target_stride_bytes) for c in copies],
         np.int64,
     ).reshape(-1, 6)
     copy, row = numbered(table[:, 3])
     source, target, row_bytes, _, source_stride, target_stride = table[copy].T
-    return _tiled(source + row * source_stride, target + row * target_stride, row_bytes)
+    return _split_into_tiles(source + row * source_stride, target + row * target_stride, row_bytes)
 
 
-def _tiled(source: Integers, target: Integers, nbytes: Integers) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _split_into_tiles(
+    source: Integers, target: Integers, nbytes: Integers
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     of_run, number = numbered(-(-nbytes // TILE_BYTES))
     start = number * TILE_BYTES
     return np.stack(

@@ -133,7 +133,7 @@ class KVCalibrator:
         except EngineFailed as error:
             if lacks_scales:
                 raise EngineFailed(f"{error.message}; kv_cache.scales_policy: reuse needs no measurement") from error
-            self._choice = await self._choose(_unmeasured(error.message))
+            self._choice = await self._choose(_choose_unmeasured(error.message))
             self.status = KVCacheStatus(choice=self._choice)
             return
         errors = worst_errors(ranks)
@@ -180,7 +180,7 @@ class KVCalibrator:
         try:
             best = scales_from_amax([rank.amax for rank in ranks]).named()
         except InvalidRequest as error:
-            return await self._choose(_unmeasured(error.message))
+            return await self._choose(_choose_unmeasured(error.message))
         errors = worst_errors(await self._engine.measure_kv(sequences, best))
         if unfit := unfit_layers(errors):
             raise KVCacheUnfit(why_unfit(unfit, len(errors)), {"layers": unfit, "judged_by": judged_by})
@@ -272,7 +272,7 @@ def _number(share: float) -> float | None:
     return None if math.isnan(share) else share  # JSON has no NaN
 
 
-def _unmeasured(reason: str) -> KVCacheChoice:
+def _choose_unmeasured(reason: str) -> KVCacheChoice:
     """Choose FP8 without a measurement, and log an error for it."""
     logger.error("whether FP8 is accurate enough for keys and values is not known: %s", reason)
     return KVCacheChoice(dtype="fp8_e4m3", why=f"not measured: {reason}")

@@ -93,7 +93,7 @@ class Observation:
         except InvalidRequest as error:
             mine = error  # raised after the collective call, since the other ranks would wait for this one
         every: list[dict[str, Amax]] = []
-        for amax in _gathered(mine, group):
+        for amax in _gather(mine, group):
             if isinstance(amax, InvalidRequest):
                 raise amax
             every.append(amax)
@@ -132,7 +132,7 @@ class Observation:
         name = self.layers.get(module)
         if name is None or self._current is None:
             return
-        counts_q, counts_k = _counting(self._mask, q), _counting(self._mask, k)
+        counts_q, counts_k = _unmasked(self._mask, q), _unmasked(self._mask, k)
         self._current[name] = torch.stack(
             [masked_amax(q, counts_q), masked_amax(k, counts_k), masked_amax(v, counts_k)],
         )
@@ -226,7 +226,7 @@ def _eager_function(module: torch.nn.Module) -> AttentionFunction:
     return function
 
 
-def _counting(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def _unmasked(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """Return the mask of unmasked positions of x [batch, heads, tokens, head_dim]: [batch, tokens] bool."""
     batch, _, tokens, _ = x.shape
     if mask is None:
@@ -239,7 +239,7 @@ def _counting(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return mask[:, -tokens:].to(x.device)
 
 
-def _gathered(mine: _Mine, group: "torch.distributed.ProcessGroup | None") -> list[_Mine]:
+def _gather(mine: _Mine, group: "torch.distributed.ProcessGroup | None") -> list[_Mine]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return [mine]
     ranks = [mine] * torch.distributed.get_world_size(group)

@@ -99,7 +99,7 @@ def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: f
     largest: dict[str, Amax] = {}
     for rank in ranks:
         for layer, observed in rank.items():
-            here = percentile_over_micro_batches(_checked(layer, observed), percentile)
+            here = percentile_over_micro_batches(_require_valid(layer, observed), percentile)
             largest[layer] = np.maximum(largest.get(layer, here), here)
     if not largest:
         raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
@@ -131,7 +131,7 @@ def rounded_up(scale: float) -> float:
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 
-def _checked(layer: str, observed: npt.ArrayLike) -> Amax:
+def _require_valid(layer: str, observed: npt.ArrayLike) -> Amax:
     amax = np.asarray(observed, np.float64)
     if amax.ndim != 2 or amax.shape[1] != len(TENSORS) or not len(amax):
         raise InvalidRequest(

@@ -200,7 +200,7 @@ def load_kv_scales(model: torch.nn.Module, model_config: ModelConfig, scales: Ma
     changed = {name: layer for name, layer in layers.items() if not _has(name, layer, wanted)}
     for name, layer in changed.items():
         _load(name, layer, model_config, wanted)
-    if wrong := [line for name, layer in changed.items() for line in _differing(name, layer, wanted)]:
+    if wrong := [line for name, layer in changed.items() for line in _describe_differences(name, layer, wanted)]:
         raise RuntimeError(f"vLLM holds other KV scales than were loaded: {', '.join(wrong[:5])}")
     return len(TENSORS) * len(changed)
 
@@ -236,7 +236,7 @@ def _has(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) 
     return all(kv_scale(layer, x) == wanted[f"{name}.{x}_scale"].item() for x in TENSORS)
 
 
-def _differing(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+def _describe_differences(name: str, layer: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> list[str]:
     """Describe the scales that differ from ``wanted``."""
     return [
         f"{name}.{x}_scale is {copies}, not {wanted[f'{name}.{x}_scale'].item()}"

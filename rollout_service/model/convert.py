@@ -183,7 +183,7 @@ class Converter:
                 yield name, codes
                 yield name + self._form.scale_suffix, scales
             else:
-                yield name, self._kept(name, tensor, is_sound=are_sound)
+                yield name, self._keep(name, tensor, is_sound=are_sound)
 
     def makes_scales(self, name: str) -> bool:
         """Return True if the tensor of that name holds scales of codes."""
@@ -235,7 +235,7 @@ class Converter:
             found.append(are_finite(weights or [tensor for _, tensor in batch]))
         return found[0] if len(found) == 1 else torch.stack(found).all()
 
-    def _kept(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
+    def _keep(self, name: str, tensor: torch.Tensor, *, is_sound: bool) -> torch.Tensor:
         """Return the tensor as stored. ``is_sound``: it was checked. Raises QuantizationError, InvalidManifest."""
         if are_codes := is_codes(tensor):
             self._require_codes_of(name, str(tensor.dtype).removeprefix("torch."))

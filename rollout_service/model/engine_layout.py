@@ -38,12 +38,12 @@ class LayoutPart(Frozen):
         sections = self.sections or (Section(rows=rows),)
         if self.cut == "output":
             return tuple(
-                (self._divided(section.rows, min(ways, section.most_ways or ways)), columns) for section in sections
+                (self._divide(section.rows, min(ways, section.most_ways or ways)), columns) for section in sections
             )
-        columns = columns if self.cut == "none" else self._divided(columns, ways)
+        columns = columns if self.cut == "none" else self._divide(columns, ways)
         return tuple((section.rows, columns) for section in sections)
 
-    def _divided(self, size: int, ways: int) -> int:
+    def _divide(self, size: int, ways: int) -> int:
         if size % ways:
             raise ValueError(f"{self.name}: {size} rows or columns cannot be divided between {ways} GPUs")
         return size // ways

@@ -113,8 +113,8 @@ def shard_shape(
     if CUTS[leaf] == "none":
         return shape
     if CUTS[leaf] == "input":
-        return rows, _divided(name, columns, ways)
-    return _divided(name, rows, min(ways, heads.kv) if heads and leaf in KV else ways), columns
+        return rows, _divide(name, columns, ways)
+    return _divide(name, rows, min(ways, heads.kv) if heads and leaf in KV else ways), columns
 
 
 def require_whole_heads(heads: Heads, ways: int) -> None:
@@ -126,7 +126,7 @@ def require_whole_heads(heads: Heads, ways: int) -> None:
         )
 
 
-def _divided(name: str, size: int, ways: int) -> int:
+def _divide(name: str, size: int, ways: int) -> int:
     if size % ways:
         raise ValueError(f"{name}: its dimension of {size} cannot be divided between {ways} GPUs")
     return size // ways

@@ -90,10 +90,10 @@ def pinned(config: ServiceConfig) -> ServiceConfig:
     repo_id = config.model.repo_id
     if repo_id is None:
         return config
-    with _explained(config.model):
+    with _explain_errors(config.model):
         commit = hf.HfApi().resolve_revision(repo_id, revision=config.model.revision).resolved
     model = config.model.model_copy(update={"revision": commit})
-    folder = _downloaded(model, commit, SMALL_FILES)
+    folder = _download(model, commit, SMALL_FILES)
     if sizes := _sizes(repo_id, commit):
         _weight_files(model, folder, sizes)
     logger.info("%s: commit %s", repo_id, commit)
@@ -120,13 +120,13 @@ def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
     """Return a pinned repository's folder in this node's cache, downloading it if necessary. Raises
     ModelNotDownloaded."""
     assert model.repo_id is not None and model.revision is not None, f"{model.path} was not pinned"
-    folder = _downloaded(model, model.revision, SMALL_FILES)
+    folder = _download(model, model.revision, SMALL_FILES)
     if weights:
-        files, lacking, nbytes = _lacking(model, folder)
+        files, lacking, nbytes = _missing_files(model, folder)
         _require_free(model, nbytes)
         if lacking:
             logger.info("%s: downloading %d files, %s", model.repo_id, len(lacking), _size(nbytes))
-        _downloaded(model, model.revision, tuple(files), nbytes)
+        _download(model, model.revision, tuple(files), nbytes)
         if gone := [name for name in files if not (folder / name).is_file()]:
             raise ModelNotDownloaded(
                 f"{model.repo_id} at {model.revision} lacks what its {constants.SAFETENSORS_INDEX_FILE} names: "
@@ -138,20 +138,20 @@ def model_folder(model: ModelConfig, *, weights: bool = False) -> Path:
 def require_room(model: ModelConfig) -> None:
     """Raise ModelNotDownloaded if a pinned repository's weights do not fit into this node's cache."""
     if model.repo_id is not None:
-        _require_free(model, _lacking(model, model_folder(model))[2])
+        _require_free(model, _missing_files(model, model_folder(model))[2])
 
 
 def config_file(model: ModelConfig) -> Path:
     """Download and return only config.json of a repository. Raises ModelNotDownloaded."""
     assert model.repo_id is not None, f"{model.path} is a folder"
-    with _explained(model):
+    with _explain_errors(model):
         return Path(hf.hf_hub_download(model.repo_id, constants.CONFIG_NAME, revision=model.revision))
 
 
-def _downloaded(model: ModelConfig, commit: str, patterns: tuple[str, ...], nbytes: int = 0) -> Path:
+def _download(model: ModelConfig, commit: str, patterns: tuple[str, ...], nbytes: int = 0) -> Path:
     assert model.repo_id is not None
-    bars = None if sys.stderr.isatty() else _logged_bar(model.repo_id, nbytes)
-    with _explained(model):
+    bars = None if sys.stderr.isatty() else _log_progress(model.repo_id, nbytes)
+    with _explain_errors(model):
         folder = hf.snapshot_download(
             model.repo_id,
             revision=commit,
@@ -197,7 +197,7 @@ def _weight_files(model: ModelConfig, folder: Path, sizes: dict[str, int]) -> li
     return found
 
 
-def _lacking(model: ModelConfig, folder: Path) -> tuple[list[str], list[str], int]:
+def _missing_files(model: ModelConfig, folder: Path) -> tuple[list[str], list[str], int]:
     """Return the files of the weights, those that are missing here, and the size of these in bytes; 0 if unknown."""
     assert model.repo_id is not None and model.revision is not None
     sizes = _sizes(model.repo_id, model.revision)
@@ -219,7 +219,7 @@ def _require_free(model: ModelConfig, nbytes: int) -> None:
 
 
 @contextmanager
-def _explained(model: ModelConfig) -> Iterator[None]:
+def _explain_errors(model: ModelConfig) -> Iterator[None]:
     """Raise ModelNotDownloaded for errors of huggingface_hub, with advice."""
     facts = {
         "repo": model.path,
@@ -242,7 +242,7 @@ def _explained(model: ModelConfig) -> Iterator[None]:
         raise ModelNotDownloaded(f"{why.format(**facts)} ({said})") from error
 
 
-def _logged_bar(what: str, nbytes: int) -> type[tqdm]:
+def _log_progress(what: str, nbytes: int) -> type[tqdm]:
     """Return a class of progress bars that log the downloaded bytes, every ``LOG_EVERY_S`` seconds at most.
 
     huggingface_hub makes several bars for one download. Two of them count bytes: received ones and written ones.

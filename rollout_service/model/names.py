@@ -16,7 +16,7 @@ def collapse(names: Iterable[str]) -> list[str]:
     for name in names:
         numbers = tuple(int(number) for number in _NUMBER.findall(name))
         alike.setdefault(_NUMBER.sub("{}", name), set()).add(numbers)
-    return [line for kind, numbers in alike.items() for line in _written(kind, numbers)]
+    return [line for kind, numbers in alike.items() for line in _summarize(kind, numbers)]
 
 
 def kind(name: str) -> str:
@@ -35,7 +35,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _written(kind: str, numbers: set[tuple[int, ...]]) -> list[str]:
+def _summarize(kind: str, numbers: set[tuple[int, ...]]) -> list[str]:
     """Return one line for each set of last numbers that several first numbers share."""
     if numbers == {()}:
         return [kind]
@@ -43,13 +43,13 @@ def _written(kind: str, numbers: set[tuple[int, ...]]) -> list[str]:
     for *first, last in numbers:
         lasts.setdefault(tuple(first), set()).add(last)
     if lasts.keys() == {()}:
-        return [kind.format(_braced(lasts[()]))]
+        return [kind.format(_in_braces(lasts[()]))]
     sharing: dict[str, set[tuple[int, ...]]] = {}
     for firsts, group in lasts.items():
-        sharing.setdefault(_braced(group), set()).add(firsts)
+        sharing.setdefault(_in_braces(group), set()).add(firsts)
     head, _, tail = kind.rpartition("{}")
-    return [line + last + tail for last, firsts in sharing.items() for line in _written(head, firsts)]
+    return [line + last + tail for last, firsts in sharing.items() for line in _summarize(head, firsts)]
 
 
-def _braced(numbers: set[int]) -> str:
+def _in_braces(numbers: set[int]) -> str:
     return str(next(iter(numbers))) if len(numbers) == 1 else f"{{{ranges(numbers)}}}"

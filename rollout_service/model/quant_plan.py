@@ -71,9 +71,9 @@ def plan(
     if heads is not None:
         require_whole_heads(heads, tensor_parallel_size)
     modules = engine_modules(linears) if layout is None else layout.engine_modules()
-    kept = _skipped(modules, config.skip)
+    kept = _skipped_modules(modules, config.skip)
     candidates = [module for module in modules if module.parts[0] not in kept]
-    ragged = _ragged(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
+    ragged = _ragged_modules(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
     if not form.in_blocks:  # only blocks must divide: modules that cannot be sharded at all were refused above
         ragged = {}
     if ragged and config.indivisible == "error":
@@ -82,7 +82,7 @@ def plan(
     for module in modules:
         if not ragged.keys().isdisjoint(module.parts):
             kept |= {part: _indivisible(module, part, ragged) for part in module.parts}
-    not_converted = [name for module in modules if module.parts[0] in kept for name in _known_as(module, layout)]
+    not_converted = [name for module in modules if module.parts[0] in kept for name in _lookup_names(module, layout)]
     quantized = frozenset(f"{name}.weight" for name in linears if name not in kept)
     if layout is None:
         return QuantPlan(quantized, tuple(sorted(not_converted)), kept, form)
@@ -90,7 +90,7 @@ def plan(
     return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept}, form)
 
 
-def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, ...]:
+def _lookup_names(module: EngineModule, layout: EngineLayout | None) -> tuple[str, ...]:
     if layout is not None:
         return layout.known_as(module.name)
     if module.holds_experts or len(module.parts) == 1:
@@ -98,7 +98,7 @@ def _known_as(module: EngineModule, layout: EngineLayout | None) -> tuple[str, .
     return (module.name, *module.parts)
 
 
-def _skipped(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str, str]:
+def _skipped_modules(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str, str]:
     """Return checkpoint modules that a pattern matches, directly or through their fused module → reason."""
     names = [name for module in modules for name in {module.name, *module.parts}]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -116,7 +116,7 @@ def _skipped(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str
     if torn:
         raise ValueError(
             f"quant.skip leaves out only a part of what the engine fuses into one layer; {len(torn)} modules are to be "
-            f"skipped with it: {_listed(collapse(torn))}"
+            f"skipped with it: {_join_first(collapse(torn))}"
         )
     return skipped
 
@@ -125,7 +125,7 @@ def _match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
     return next((pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), None)
 
 
-def _ragged(
+def _ragged_modules(
     modules: Iterable[EngineModule],
     linears: Mapping[str, Shape],
     ways: int,
@@ -166,7 +166,7 @@ def _ways_out(
         try:
             if heads is not None:
                 require_whole_heads(heads, fewer)
-            return not _ragged(modules, linears, fewer, heads, whole_experts, layout)
+            return not _ragged_modules(modules, linears, fewer, heads, whole_experts, layout)
         except ValueError:
             return False
 
@@ -197,6 +197,6 @@ def _indivisible(module: EngineModule, part: str, ragged: Mapping[str, Shape]) -
     return f"in one layer with {kind(other)}, of which {_indivisible(module, other, ragged)}"
 
 
-def _listed(lines: list[str], most: int = 8) -> str:
+def _join_first(lines: list[str], most: int = 8) -> str:
     more = f" and {len(lines) - most} more" if len(lines) > most else ""
     return ", ".join(lines[:most]) + more

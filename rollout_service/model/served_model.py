@@ -118,8 +118,8 @@ class ServedModel:
             linears=_linears(model, stored),
             in_memory={name: shape for name, shape in held.items() if stored[name] != (Piece(name, shape),)},
             experts=experts,
-            ignored_by_class=_ignored(model, {*shapes, *held}),
-            keep_float32=_kept_in_float32(model, shapes),
+            ignored_by_class=_ignored_tensors(model, {*shapes, *held}),
+            keep_float32=_float32_tensors(model, shapes),
             attention=_attention_layers(model),
             embedding=_stored_weight(model, model.get_input_embeddings(), stored),
             head=_stored_weight(model, model.get_output_embeddings(), stored),
@@ -346,7 +346,7 @@ def _attention_layers(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(n for n, module in model.named_modules() if hasattr(module, "k_proj") and hasattr(module, "v_proj"))
 
 
-def _ignored(model: PreTrainedModel, names: set[str]) -> IgnoredTensors:
+def _ignored_tensors(model: PreTrainedModel, names: set[str]) -> IgnoredTensors:
     """Return the tensors that transformers and vLLM leave out. ``names``: the model's tensors, which are never left
     out."""
     # a class lists the next-token layers of all its sizes, such as GLM-4.5's layer 46, which is a regular layer of its
@@ -366,7 +366,7 @@ def _is_of_a_layer_in(names: set[str], pattern: str) -> bool:
     return re.search(r"layers\\?\.\d", pattern) is not None and any(re.search(pattern, name) for name in names)
 
 
-def _kept_in_float32(model: PreTrainedModel, shapes: Iterable[str]) -> frozenset[str]:
+def _float32_tensors(model: PreTrainedModel, shapes: Iterable[str]) -> frozenset[str]:
     """Return tensors such as DeepSeek's ``e_score_correction_bias``, which transformers and vLLM keep in fp32."""
     kept = kept_in_float32(model)
     return frozenset(name for name in shapes if not kept.isdisjoint(name.split(".")))

@@ -37,7 +37,7 @@ def read_layout(folder: Path) -> EngineLayout:
             f"{folder}: which of its layers can be FP8 is read from vLLM, which is not installed here; without it only "
             f"are {', '.join(FAMILIES)}"
         )
-    kept = _kept(folder, vllm)
+    kept = _cache_file(folder, vllm)
     try:
         return EngineLayout.model_validate_json(kept.read_bytes())
     except (OSError, ValidationError):  # not cached, or incomplete
@@ -58,7 +58,7 @@ def _vllm() -> str | None:
     return None
 
 
-def _kept(folder: Path, vllm: str) -> Path:
+def _cache_file(folder: Path, vllm: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - the user's, as of every program
     reader = importlib.util.find_spec(_READER)
     assert reader is not None and reader.origin is not None

@@ -62,9 +62,9 @@ class RolloutFeed:
             except (RolloutServiceError, TimeoutError) as error:
                 self._drop(len(batch), repr(error))
             else:
-                self._sent()
+                self._note_sent()
 
-    def _sent(self) -> None:
+    def _note_sent(self) -> None:
         if self._failing:
             logger.warning("the monitor takes rollouts again; it missed %d so far", self.dropped)
         self._failing = False

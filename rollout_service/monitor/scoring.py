@@ -81,7 +81,7 @@ def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bo
         into = apart if _is_truncated(rollout, remembered) else groups
         for j, completion in enumerate(rollout.completions):
             where = f"rollouts[{i}].completions[{j}]"
-            sampled, spans = _sampled(where, rollout, j, remembered)
+            sampled, spans = _rollout_logprobs(where, rollout, j, remembered)
             _collect(into, spans, *_log_ratio(where, completion, sampled))
     statistics = {
         key: Statistics.of(
@@ -125,7 +125,7 @@ def _collect(
             groups[key].sums.append(float(sum(tokens.sum() for tokens in tokens_of)))
 
 
-def _sampled(
+def _rollout_logprobs(
     where: str, rollout: ReportedRollout, position: int, remembered: dict[str, RecentRollout]
 ) -> tuple[Doubles, list[_Span]]:
     """Return rollout logprobs [tokens], and the spans."""

@@ -173,8 +173,8 @@ def changed_segments(encoded: memoryview, nbytes: int, itemsize: int) -> list[Se
     """
     position, found = 0, []
     for number, place in enumerate(segments(nbytes)):
-        with _naming(number):
-            end = position + _encoded_bytes(encoded[position:], place.stop - place.start, itemsize)
+        with _name_segment(number):
+            end = position + _encoded_size(encoded[position:], place.stop - place.start, itemsize)
         if encoded[position] != _UNCHANGED:
             found.append(Segment(number, place, encoded[position:end]))
         position = end
@@ -205,8 +205,8 @@ def inflated(segment: Segment, itemsize: int) -> tuple[int, list[bytes]]:
     Each plane has one byte per change: ``GAP_PLANES`` planes of gaps, then the differences in zigzag order. An empty
     plane means zeros. Positions are not yet checked against the segment's size. Raises ValueError like ``apply``.
     """
-    with _naming(segment.number):
-        return _inflated(segment.encoded, itemsize)
+    with _name_segment(segment.number):
+        return _inflate(segment.encoded, itemsize)
 
 
 def new_bytes(segment: Segment) -> memoryview | None:
@@ -219,12 +219,12 @@ def decode_changes(segment: Segment, nbytes: int, itemsize: int) -> tuple[Array,
 
     Raises ValueError like ``apply``.
     """
-    with _naming(segment.number):
-        return _decoded(segment.encoded, nbytes // itemsize, UNSIGNED[itemsize])
+    with _name_segment(segment.number):
+        return _decode(segment.encoded, nbytes // itemsize, UNSIGNED[itemsize])
 
 
 @contextmanager
-def _naming(segment: int) -> Iterator[None]:
+def _name_segment(segment: int) -> Iterator[None]:
     """Add the segment's number to errors: raise ValueError in place of ValueError and ZstdError."""
     try:
         yield
@@ -268,7 +268,7 @@ def _header(itemsize: int) -> struct.Struct:
     return struct.Struct(f"<BI{GAP_PLANES + itemsize}I")
 
 
-def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
+def _encoded_size(encoded: memoryview, nbytes: int, itemsize: int) -> int:
     """Return the encoded size of the first segment in ``encoded``, whose decoded size is ``nbytes``."""
     if not encoded.nbytes:
         raise ValueError("it is not there")
@@ -293,18 +293,18 @@ def _encoded_bytes(encoded: memoryview, nbytes: int, itemsize: int) -> int:
     return end
 
 
-def _decoded(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def _decode(encoded: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return positions and differences in a changed segment of ``size`` elements. The caller has checked the header."""
-    count, planes = _inflated(encoded, dtype.itemsize)
-    positions = _joined_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
+    count, planes = _inflate(encoded, dtype.itemsize)
+    positions = _join_planes(planes[:GAP_PLANES], count, np.dtype("<i8"))
     positions[1:] += 1
     np.cumsum(positions, out=positions)
     if positions[-1] >= size:
         raise ValueError(f"its last change is at element {positions[-1]} of {size}")
-    return positions, _unzigzag(_joined_planes(planes[GAP_PLANES:], count, dtype))
+    return positions, _unzigzag(_join_planes(planes[GAP_PLANES:], count, dtype))
 
 
-def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
+def _inflate(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
     """Return the number of changes in a segment and its planes; an empty plane means zeros.
 
     No plane is decompressed beyond one byte per change.
@@ -313,7 +313,7 @@ def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
     count, *lengths = map(int, header.unpack_from(encoded)[1:])
     planes, start = [], header.size
     for plane, length in enumerate(lengths):
-        values = _decompressed(encoded[start : start + length], count) if length else b""
+        values = _decompress(encoded[start : start + length], count) if length else b""
         if values is None:
             raise ValueError(f"plane {plane} does not decode to {count} bytes and end there")
         planes.append(values)
@@ -321,7 +321,7 @@ def _inflated(encoded: memoryview, itemsize: int) -> tuple[int, list[bytes]]:
     return count, planes
 
 
-def _decompressed(frame: memoryview, count: int) -> bytes | None:
+def _decompress(frame: memoryview, count: int) -> bytes | None:
     """Return ``count`` bytes; None if the frame holds another number. Raises ``zstandard.ZstdError``."""
     declared = zstandard.get_frame_parameters(frame).content_size
     if declared != zstandard.CONTENTSIZE_UNKNOWN:  # the decompressor would take that much memory
@@ -330,7 +330,7 @@ def _decompressed(frame: memoryview, count: int) -> bytes | None:
     return values if len(values) == count else None
 
 
-def _joined_planes(planes: list[bytes], count: int, dtype: np.dtype[Any]) -> Array:
+def _join_planes(planes: list[bytes], count: int, dtype: np.dtype[Any]) -> Array:
     """Join planes into ``count`` numbers."""
     numbers = np.frombuffer(planes[0], np.uint8).astype(dtype) if planes[0] else np.zeros(count, dtype)
     of_each = numbers.view(np.uint8).reshape(-1, numbers.itemsize)

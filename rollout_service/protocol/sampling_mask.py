@@ -42,7 +42,7 @@ def unpack(chunks: Sequence[str]) -> tuple[Ids, Ids]:
 
     Raises ValueError for invalid chunks.
     """
-    parts = [_unpacked(chunk) for chunk in chunks]
+    parts = [_unpack(chunk) for chunk in chunks]
     empty = np.zeros(0, np.int64)
     return (
         np.concatenate([empty, *(counts for counts, _ in parts)]),
@@ -50,7 +50,7 @@ def unpack(chunks: Sequence[str]) -> tuple[Ids, Ids]:
     )
 
 
-def _unpacked(chunk: str) -> tuple[Ids, Ids]:
+def _unpack(chunk: str) -> tuple[Ids, Ids]:
     try:
         planes = zlib.decompress(base64.b64decode(chunk, validate=True))
     except (binascii.Error, zlib.error) as error:

@@ -109,7 +109,7 @@ class GroupedQuantization:
             for matrix in [each] if each[0].dim() == 2 else zip(*(stacked.unbind() for stacked in each), strict=True):
                 if matrix[2].numel():
                     groups[_layout(matrix[0], matrix[1])].append(matrix)
-        self._launches = _prepared(
+        self._launches = _prepare(
             [
                 (layout, group[start : start + MAX_MATRICES])
                 for layout, group in groups.items()
@@ -198,7 +198,7 @@ def layout_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, 
     return Layout(rows, columns, row_stride, column_stride, dtype, whole)
 
 
-def _prepared(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
+def _prepare(groups: Sequence[tuple[Layout, list[_Matrix]]]) -> list[_Launch]:
     """Prepare the launches, with one table for all of them, since each table would be a copy to the device."""
     rows: list[tuple[int, int, int]] = []
     starts: list[int] = []

@@ -137,7 +137,7 @@ class Hashing:
         summed = self._sums.cpu() if self._on_host is None else self._on_host
         sums, lengths = summed.numpy().view(np.uint64), self._lengths[self._is_long]
         begins = np.stack([~(lengths * np.uint64(_P64_2)), lengths * np.uint64(_P64_1)], axis=1)
-        found[self._is_long] = _merged(sums, begins).astype(">u8", order="C").view(np.uint8)
+        found[self._is_long] = _merge(sums, begins).astype(">u8", order="C").view(np.uint8)
         for number in np.flatnonzero(~self._is_long).tolist():
             found[number] = np.frombuffer(xxhash.xxh3_128_digest(short(number)), np.uint8)
         return found.tobytes()
@@ -183,7 +183,7 @@ _HALVES = np.array([_words(len(_SECRET) - 64 - 11, 8), _words(11, 8)], np.uint64
 """[2, 8]: keys that are combined with the sums for the upper 64 bits of a digest, and for the lower ones."""
 
 
-def _merged(sums: Words, begins: Words) -> Words:
+def _merge(sums: Words, begins: Words) -> Words:
     """Return uint64 [runs, 2], the upper and the lower half of each digest, from sums [runs, 8] and initial values."""
     keyed = sums[:, None] ^ _HALVES
     merged: Words = begins + _folded_product(keyed[..., 0::2], keyed[..., 1::2]).sum(axis=2, dtype=np.uint64)

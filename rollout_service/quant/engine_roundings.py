@@ -113,7 +113,7 @@ def _is_known(layer: nn.Module) -> bool:
     return any(cls.__name__ in KNOWN_LAYERS for cls in type(layer).__mro__)
 
 
-def _rounded(like: torch.Tensor) -> torch.dtype:
+def _result_dtype(like: torch.Tensor) -> torch.dtype:
     """Return the dtype to which results are rounded: that of autocast, or of a parameter or input."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
@@ -125,14 +125,14 @@ def _rotary_forward(rotary: nn.Module) -> Forward:
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # in fp32, so that products with them are: ``_rounding_attention`` rounds the rotated queries and keys
         cos, sin = own(hidden, *args, **kwargs)
-        return cos.to(_rounded(hidden)).float(), sin.to(_rounded(hidden)).float()
+        return cos.to(_result_dtype(hidden)).float(), sin.to(_result_dtype(hidden)).float()
 
     return forward
 
 
 def _norm_forward(norm: Any, kernels: Kernels) -> Forward:
     def forward(summed: torch.Tensor) -> torch.Tensor:
-        rounded = _rounded(norm.weight)
+        rounded = _result_dtype(norm.weight)
         if kernels == "cuda_eager":
             summed = summed.to(rounded)
         summed = summed.float()
@@ -189,7 +189,7 @@ def _mlp_forward(mlp: Any) -> Forward:
 
 def _layer_forward(layer: Any) -> Forward:
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        rounded = _rounded(layer.input_layernorm.weight)
+        rounded = _result_dtype(layer.input_layernorm.weight)
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
         summed = hidden_states.to(rounded).float() + attended.float()
         fed = layer.mlp(layer.post_attention_layernorm(summed))
@@ -239,7 +239,7 @@ def _rounding_attention(own: AttentionFunction | None, rounding: Mapping[nn.Modu
             raise ValueError(f"{type(module).__name__} has no eager attention: load it with attn_implementation='sdpa'")
         if not rounding.get(module):
             return attend(module, query, key, value, *args, **kwargs)
-        rounded = _rounded(module.o_proj.weight)
+        rounded = _result_dtype(module.o_proj.weight)
         query, key, value = query.to(rounded), key.to(rounded), value.to(rounded)
         if query.device.type != "cpu":
             return attend(module, query, key, value, *args, **kwargs)

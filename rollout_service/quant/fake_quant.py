@@ -103,7 +103,7 @@ def fake_quant(
     held: dict[str, set[str]] = {}
     missing = set(recipe.quantized)
     for name, parameter in model.named_parameters():
-        stored = [piece.name for piece in pieces(_own(name), tuple(parameter.shape), recipe.experts)]
+        stored = [piece.name for piece in pieces(_unwrapped_name(name), tuple(parameter.shape), recipe.experts)]
         here = missing.intersection(stored)
         if 0 < len(here) < len(stored):
             raise ValueError(f"{name}: the service quantizes {len(here)} of its {len(stored)} matrices, and not all")
@@ -182,7 +182,7 @@ def _roundings_of(model: nn.Module, kernels: Kernels) -> EngineRoundings | None:
         return None
 
 
-def _own(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """Return a parameter's name without the prefixes of wrappers."""
     return _WRAPPERS.sub("", name)
 
@@ -202,8 +202,8 @@ def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         made = arithmetic.product(hidden, module.weight)
         if arithmetic.kernels != "cpu":
-            made = made.to(_made(hidden))  # vLLM adds the bias to the rounded result of CUTLASS
-        return (made if module.bias is None else made + module.bias).to(_made(hidden))
+            made = made.to(_result_dtype(hidden))  # vLLM adds the bias to the rounded result of CUTLASS
+        return (made if module.bias is None else made + module.bias).to(_result_dtype(hidden))
 
     return forward
 
@@ -214,7 +214,7 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
     def forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # unbind once: the gradient of each indexed expert would be as large as all of them
         gates_ups, downs = module.gate_up_proj.unbind(), module.down_proj.unbind()
-        rounded = _made(hidden)
+        rounded = _result_dtype(hidden)
         if on_cpu:  # vLLM's router for the CPU rounds them, its kernel for CUDA does not
             top_k_weights = top_k_weights.to(rounded)
         places, made = [hidden.new_zeros(0, dtype=torch.int64)], [hidden.new_zeros(0, hidden.shape[1]).float()]
@@ -228,7 +228,7 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
                     output = arithmetic.product(gated, down, _OF_EXPERTS).float()
                 else:
                     output = arithmetic.product(
-                        _gated_on_gpu(module.act_fn, gate, up, rounded), down, _SECOND_OF_EXPERTS
+                        _gate_on_gpu(module.act_fn, gate, up, rounded), down, _SECOND_OF_EXPERTS
                     )
                 output = output * top_k_weights[token, place, None]
                 made.append(output if on_cpu else output.to(rounded).float())
@@ -244,7 +244,7 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
     return forward
 
 
-def _gated_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
+def _gate_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
     """Return the gated activation of vLLM's experts, in fp32. Only SiLU is fused with the quantization."""
     gated: torch.Tensor
     if is_silu(activation):
@@ -254,7 +254,7 @@ def _gated_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, r
     return gated
 
 
-def _made(hidden: torch.Tensor) -> torch.dtype:
+def _result_dtype(hidden: torch.Tensor) -> torch.dtype:
     """Return the dtype of a layer's result: that of autocast, or of its input."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -268,7 +268,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, arithmetic: _Arithmetic, kernel: _Kernel
     ) -> torch.Tensor:
         ctx.quantizer, ctx.kernel = arithmetic.quantizer, kernel
-        ctx.computed = torch.float32 if arithmetic.products == "fp32" else _made(weight)
+        ctx.computed = torch.float32 if arithmetic.products == "fp32" else _result_dtype(weight)
         ctx.save_for_backward(hidden, weight)
         if arithmetic.products == "fp8":
             return _in_fp8(hidden, weight, arithmetic.quantizer, ctx.computed, kernel)

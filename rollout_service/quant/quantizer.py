@@ -84,7 +84,7 @@ class Quantizer:
         callers = torch.cuda.current_stream(gpu)
         with own_stream(gpu) as stream:
             sources = [
-                weight if weight.device == gpu else _pinned(weight.detach()).to(gpu, non_blocking=True)
+                weight if weight.device == gpu else _pin(weight.detach()).to(gpu, non_blocking=True)
                 for _, weight in weights
             ]
             shapes = [tuple(weight.shape) for weight in sources]
@@ -132,7 +132,7 @@ class _Bucket:
     def of(
         cls, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, align: int = 1
     ) -> "_Bucket":
-        length = sum(_padded(shape, align) for shape in shapes)
+        length = sum(_padded_size(shape, align) for shape in shapes)
         return cls(torch.empty(length, dtype=dtype, device=device), tuple(shapes), align)
 
     def cpu(self) -> "_Bucket":
@@ -141,11 +141,11 @@ class _Bucket:
         return replace(self, storage=storage.copy_(self.storage, non_blocking=True))
 
     def views(self) -> list[torch.Tensor]:
-        starts = accumulate((_padded(shape, self.align) for shape in self.shapes), initial=0)
+        starts = accumulate((_padded_size(shape, self.align) for shape in self.shapes), initial=0)
         return [view_at(self.storage, start, shape) for start, shape in zip(starts, self.shapes, strict=False)]
 
 
-def _pinned(weight: torch.Tensor) -> torch.Tensor:
+def _pin(weight: torch.Tensor) -> torch.Tensor:
     # torch reuses pinned memory; from other memory the driver copies in small pieces, one thread at a time
     if weight.device.type == "cuda" or weight.is_pinned():
         return weight
@@ -153,7 +153,7 @@ def _pinned(weight: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(1024)
-def _padded(shape: tuple[int, ...], align: int) -> int:
+def _padded_size(shape: tuple[int, ...], align: int) -> int:
     return -(-math.prod(shape) // align) * align
 
 

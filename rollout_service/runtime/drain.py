@@ -30,7 +30,7 @@ def work_s(drain_timeout_s: float) -> float:
     return drain_timeout_s * _FOR_WORK
 
 
-async def _nothing() -> None:
+async def _do_nothing() -> None:
     """Default work of a drain: nothing but the open calls."""
 
 
@@ -57,9 +57,9 @@ class Drain:
 
     def begin_on_sigterm(self) -> None:
         """Handle SIGTERM; call it first. Until ``serves`` is called, SIGTERM ends the process at once."""
-        _on_sigterm(self._signalled)
+        _on_sigterm(self._handle_signal)
 
-    def serves(self, work: Callable[[], Coroutine[object, None, None]] = _nothing) -> None:
+    def serves(self, work: Callable[[], Coroutine[object, None, None]] = _do_nothing) -> None:
         """Let SIGTERM begin a drain from now on: ``work`` runs in this event loop, and ends the process's work."""
         self._work, self._loop = work, asyncio.get_running_loop()
 
@@ -72,7 +72,7 @@ class Drain:
         )
         self._deadline = self._clock() + self.work_s
         self._task = asyncio.create_task(self._work())
-        self._task.add_done_callback(self._worked)
+        self._task.add_done_callback(self._end_after_work)
 
     @property
     def begun(self) -> bool:
@@ -94,7 +94,7 @@ class Drain:
         if self.begun:
             raise NotReady(f"process {os.getpid()} got SIGTERM and drains: it is to be replaced")
 
-    def _signalled(self) -> None:
+    def _handle_signal(self) -> None:
         """Handle the signal, on its own thread: a blocked event loop must not keep the process from ending."""
         if self._loop is None:
             _exit("before it served anybody")
@@ -103,7 +103,7 @@ class Drain:
             _end_in(self.work_s + self.ending_s)
             self._loop.call_soon_threadsafe(self.begin)
 
-    def _worked(self, task: asyncio.Task[None]) -> None:
+    def _end_after_work(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("what a drain was to do failed", exc_info=error)
         if self._told:

@@ -180,7 +180,7 @@ class EngineClient:
         # Serve's router identifies pending calls by an id that all calls of one HTTP request share; outside of the
         # request's context each call has its own
         response = only_the_trace().run(self._handle.generate.remote, call)
-        with _translated("engine"):
+        with _translate_errors("engine"):
             try:
                 rollout: Rollout = await response
             except asyncio.CancelledError:
@@ -192,14 +192,14 @@ class EngineClient:
 
     async def progress(self, ask: ProgressAsk) -> ProgressReply:
         """See ``EngineReplica.progress``. Raises NotReady if that replica is gone."""
-        with _translated("engine"):
+        with _translate_errors("engine"):
             reply: ProgressReply = await only_the_trace().run(self._handle.progress.remote, ask)
         return reply
 
 
 def report_from_thread(ingest: DeploymentHandle, status: ReplicaStatus, timeout_s: float) -> None:
     """Call ``IngestCalls.report`` from a thread without an event loop. Also raises TimeoutError."""
-    with _translated("ingest"):
+    with _translate_errors("ingest"):
         ingest.report.remote(status).result(timeout_s=timeout_s)
 
 
@@ -211,14 +211,14 @@ class _Client:
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: object, **named: object) -> Any:
-            with _translated(self._deployment):
+            with _translate_errors(self._deployment):
                 return await getattr(self._handle, method).remote(*args, **named)
 
         return call
 
 
 @contextmanager
-def _translated(deployment: str) -> Iterator[None]:
+def _translate_errors(deployment: str) -> Iterator[None]:
     """Convert Ray's errors, as the module's docstring describes."""
     try:
         yield

@@ -48,7 +48,7 @@ class _Keys:
         """True if the last message was assistant text. ``_text`` and ``_calls`` then describe that reply."""
 
     def add(self, message: Message) -> None:
-        said = _said(message)
+        said = _key_fields(message)
         if message.get("role") == "assistant" and isinstance(said["content"], str):
             self._in_reply = True
             self._text.update(said["content"].encode("utf-8", "surrogatepass"))
@@ -82,7 +82,7 @@ def as_one_message(parts: Sequence[Message]) -> Message:
     return reply
 
 
-def _said(message: Message) -> Message:
+def _key_fields(message: Message) -> Message:
     """Return the fields of a message that enter the key.
 
     An assistant message contributes its text and its tool calls. Agents return a reply without its reasoning, with a

@@ -99,10 +99,10 @@ def text_after(
     if has_calls and (whole or "").count(marked) != 1:  # a template without tool support renders the text only
         history = _with_marks(messages[: reply.stop], in_call=False)
         whole = yield Rendering([*history, *messages[reply.stop :]])
-    whole = _written(whole)
+    whole = _require_text(whole)
     if whole.count(marked) != 1:
         raise BeginsBranch("hidden_reply")
-    earlier = _written((yield Rendering(history[: reply.start])))
+    earlier = _require_text((yield Rendering(history[: reply.start])))
     of_reply = {_mark("reply", index) for index in range(reply.start, reply.stop)}
     place = next(found.start() for found in _MARK.finditer(whole) if found.group() in of_reply)
     yield from _require_unchanged(earlier, whole[:place], history[: reply.start])
@@ -201,7 +201,7 @@ def _require_unchanged(earlier: str, now: str, history: list[Message]) -> Genera
         return
     if any(not mark.startswith("reply") for mark, _, _ in changed):
         raise BeginsBranch("rewritten_history")
-    without_reply = _written((yield Rendering(history, with_generation_prompt=False)))
+    without_reply = _require_text((yield Rendering(history, with_generation_prompt=False)))
     closing = _MARK.split(without_reply)[-1]
     header = _header(earlier[len(without_reply) :], pieces[-1][2][len(closing) :])
     if not earlier.startswith(without_reply) or not pieces[-1][2].startswith(closing) or not header:
@@ -233,7 +233,7 @@ def _mark(kind: Literal["reply", "input"], index: int) -> str:
     return f"{kind}{index}x{_NONCE}"
 
 
-def _written(text: str | None) -> str:
+def _require_text(text: str | None) -> str:
     if text is None:
         raise BeginsBranch("refused_by_template")
     return text

@@ -80,7 +80,7 @@ class NodeCache:
         self.log.root.mkdir(parents=True, exist_ok=True)
         require_own(self.log.root)
         self._in_use: dict[int, int] = {}
-        self._fd = _shared_lock(self.log.root)
+        self._fd = _lock_shared(self.log.root)
         for other in self.log.root.parent.iterdir():
             if other != self.log.root and _nobody_holds(other):
                 shutil.rmtree(other, ignore_errors=True)  # of a log that is no more
@@ -110,7 +110,7 @@ class NodeCache:
                 await to_thread_and_back(self._remove, head.version)
                 await self._copy(head)
             if head.version not in self._in_use:
-                self._in_use[head.version] = _shared_lock(self.log.folder(head.version))
+                self._in_use[head.version] = _lock_shared(self.log.folder(head.version))
             await to_thread_and_back(self._remove_old, max(head.version, self.newest.head.version))
 
     async def forget(self, version: int) -> None:
@@ -242,7 +242,7 @@ def _append(fd: int, chunk: np.ndarray) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def _shared_lock(folder: Path) -> int:
+def _lock_shared(folder: Path) -> int:
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd

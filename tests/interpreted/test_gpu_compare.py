@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_service.client import _gpu_compare, _pieces
-from rollout_service.client._compare import Elements, _compared, _encoded, _SpanChange, view_of
+from rollout_service.client._compare import Elements, _compare_piece, _encode, _SpanChange, view_of
 from rollout_service.client._gpu_compare import Counting, counting, found, runs_of
 from rollout_service.client._pieces import Piece, batches_of, pieces_of
 from rollout_service.client._tensors import describe
@@ -50,7 +50,7 @@ def encoded(piece: Piece, old: torch.Tensor, new: torch.Tensor) -> list[_SpanCha
     counts = counted([piece], [old], [new])
     (count,) = counts.counts()
     changes = found(counts.differences.view(SIGNED[piece.itemsize]), count)
-    return _encoded(old, changes, slice(0, count), 0, piece)
+    return _encode(old, changes, slice(0, count), 0, piece)
 
 
 def listed(elements: Elements | None) -> list[tuple[int, int]] | None:
@@ -71,7 +71,7 @@ def test_what_a_gpu_finds_is_encoded_as_the_comparison_of_threads(
     old, new = pair(dtype, share)
     piece = piece_of(new, dtype.itemsize)
     of_gpu = encoded(piece, old, new)
-    of_threads = _compared(old, [new[span.place] for span in piece.spans], piece)
+    of_threads = _compare_piece(old, [new[span.place] for span in piece.spans], piece)
     assert [change.segments for change in of_gpu] == [change.segments for change in of_threads]
     assert [listed(change.elements) for change in of_gpu] == [listed(change.elements) for change in of_threads]
     for change, span in zip(of_gpu, piece.spans, strict=True):
@@ -117,8 +117,8 @@ def test_a_run_is_encoded_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> 
     for number, index in enumerate(both.batch.pieces[1:]):
         changes = slice(ends[number], ends[number + 1])
         old, new = pairs[index]
-        made = _encoded(old, run, changes, 10_000 * number, pieces[index])
-        expected = _compared(old, [new[span.place] for span in pieces[index].spans], pieces[index])
+        made = _encode(old, run, changes, 10_000 * number, pieces[index])
+        expected = _compare_piece(old, [new[span.place] for span in pieces[index].spans], pieces[index])
         assert [change.segments for change in made] == [change.segments for change in expected]
 
 

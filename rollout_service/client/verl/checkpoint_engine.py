@@ -95,10 +95,10 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
 
     def receive_weights(self, global_steps: int | None = None) -> SentVersion:
         """Return the number of the version that is being sent."""
-        return SentVersion(self._known())
+        return SentVersion(self._require_version())
 
     async def _upload(self, iterator: Iterable[Named], global_steps: int | None) -> dict[str, float]:
-        version, table = self._known(), self._table
+        version, table = self._require_version(), self._table
         learnt: list[UploadTensor] = []
         began = asyncio.get_running_loop().time()
         async with self._settings.client() as client:
@@ -115,7 +115,7 @@ class RolloutServiceCheckpointEngine(CheckpointEngine):
         logger.info("version %d (global_steps %s) is loaded, after %.1f s", version, global_steps, took_s)
         return {"rollout_service/version": float(status.version), "rollout_service/update_s": took_s}
 
-    def _known(self) -> int:
+    def _require_version(self) -> int:
         if self._version is None:
             raise RuntimeError("no version was agreed on: verl calls prepare and init_process_group before each update")
         return self._version

@@ -70,13 +70,13 @@ class RolloutServer:
         tokens = [int(token) for token in prompt_ids]
         parameters = dict(sampling_params)
         wants_logprobs = bool(parameters.pop("logprobs", False))
-        rollout = await self._opened().generate(
+        rollout = await self._open_client().generate(
             tokens,
             max_tokens=self._max_tokens(parameters, len(tokens)),
             request_id=request_id,
             priority=priority,
             on_abort="return",
-            **taken(parameters),
+            **generate_arguments(parameters),
         )
         (completion,) = rollout.completions
         return TokenOutput(
@@ -93,11 +93,11 @@ class RolloutServer:
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """End running requests with their tokens so far. Hold new requests, or with ``reject_request`` refuse them."""
         self._rejecting = reject_request
-        await self._opened().pause("abort")
+        await self._open_client().pause("abort")
 
     async def resume_generation(self) -> None:
         """Resume the service, and accept requests again."""
-        await self._opened().resume()
+        await self._open_client().resume()
         self._rejecting = False
 
     async def clear_kv_cache(self) -> None:
@@ -148,13 +148,13 @@ class RolloutServer:
     def _newest_steps(self) -> int | None:
         return self._steps[max(self._steps)] if self._steps else None
 
-    def _opened(self) -> RolloutClient:
+    def _open_client(self) -> RolloutClient:
         if self._client is None:
             self._client = self._settings.client()
         return self._client
 
 
-def taken(parameters: Mapping[str, object]) -> dict[str, Any]:
+def generate_arguments(parameters: Mapping[str, object]) -> dict[str, Any]:
     """Return verl's sampling parameters as arguments of ``RolloutClient.generate``. Raises InvalidRequest for
     others."""
     refused = {

@@ -175,7 +175,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.grouped = grouped
         entries, rows = (grouped.shared, grouped.sequences) if self.reads_fp8_itself else (grouped, grouped.rows)
         metadata.grouped_splits = splits(rows, self.attention_config.flash_attn_max_num_splits_for_cuda_graph)
-        metadata.grouped_schedule = self._scheduled(entries, batch.max_seq_len, metadata.grouped_splits)
+        metadata.grouped_schedule = self._schedule(entries, batch.max_seq_len, metadata.grouped_splits)
         if self.reads_fp8_itself:
             parts = fp8_decode.splits_of(grouped.sequences, self.num_heads_kv)
             metadata.own_kernel = fp8_decode.Variant(splits=parts)
@@ -190,7 +190,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             and 1 < batch.num_reqs <= MAX_SEQUENCES
         )
 
-    def _scheduled(self, grouped: Entries, max_tokens: int, most_splits: int) -> torch.Tensor:
+    def _schedule(self, grouped: Entries, max_tokens: int, most_splits: int) -> torch.Tensor:
         """Return FlashAttention's schedule, in the buffer that CUDA graphs read."""
         quantized = is_quantized_kv_cache(self.cache_config.cache_dtype)
         made: torch.Tensor = flash_attention_calls().get_scheduler_metadata(

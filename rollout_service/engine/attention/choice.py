@@ -129,10 +129,10 @@ def _against_groups(
     if capability is not None and capability[0] != FLASH_ATTENTION_3:
         yield f"it needs FlashAttention 3, and the GPU's compute capability is {capability[0]}.{capability[1]}, not 9.0"
     if (size := head_size(model)) not in HEAD_SIZES:
-        yield f"the model's heads have {size} numbers, and it is right with {_listed(HEAD_SIZES)}"
+        yield f"the model's heads have {size} numbers, and it is right with {_join_with_and(HEAD_SIZES)}"
     if (ratio := _queries_per_kv_head(model, engine.tensor_parallel_size)) not in QUERIES_PER_KV_HEAD:
         found = "an unknown number of" if ratio is None else f"{ratio:g}"
-        measured = _listed(QUERIES_PER_KV_HEAD)
+        measured = _join_with_and(QUERIES_PER_KV_HEAD)
         yield f"the model has {found} query heads for each KV head, and it was measured with {measured}"
     if given.get("sliding_window") and given.get("use_sliding_window", True):
         yield "the model has a sliding window"
@@ -158,5 +158,5 @@ def _queries_per_kv_head(model: AttentionSettings, ranks: int) -> float | None:
     return heads / ranks / max(1, kv_heads / ranks)
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _join_with_and(numbers: tuple[int, ...]) -> str:
     return " and ".join(map(str, numbers))

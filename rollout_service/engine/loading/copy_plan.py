@@ -213,7 +213,7 @@ class CopyPlan:
             by_parameter[copy.parameter].append(copy)
         for name, copies in by_parameter.items():
             _require_same(name, parameters[name], copies, placement, area)
-        joined = _joined([_addresses(c, parameters[c.parameter], placement, area) for c in recorded])
+        joined = _coalesce([_addresses(c, parameters[c.parameter], placement, area) for c in recorded])
         device = next(iter(parameters.values())).device
         return cls(layout, placement, GroupedCopy(joined, device), len(joined))
 
@@ -278,7 +278,7 @@ def _addresses(copy: Copy, parameter: torch.nn.Parameter, placement: Placement, 
     return Rows(source, target, copy.row_bytes, copy.rows, copy.staged_stride(), copy.target_stride_bytes)
 
 
-def _joined(copies: list[Rows]) -> list[Rows]:
+def _coalesce(copies: list[Rows]) -> list[Rows]:
     """Return the same copies, with ranges coalesced that are adjacent on both sides."""
     joined: list[Rows] = []
     for copy in sorted(copies, key=lambda c: c.source):

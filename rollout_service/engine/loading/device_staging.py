@@ -94,7 +94,7 @@ def _stage(
     placement: Placement,
     area: torch.Tensor,
 ) -> list[tuple[list[Piece], bytes]]:
-    with own_stream_of(area.device) as stream, _waited_for(stream):
+    with own_stream_of(area.device) as stream, _wait_at_exit(stream):
         queued = [(batch, *_queue(reader, batch, passage, placement, area)) for batch in batches]
     return [(batch, hashing.read(short)) for batch, hashing, short in queued]
 
@@ -149,7 +149,7 @@ def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:
 
 
 @contextmanager
-def _waited_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _wait_at_exit(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Wait for all copies at exit, even after an error, because the files may be unmapped then."""
     try:
         yield

@@ -92,7 +92,7 @@ class Placement:
 
     def _moves_of(self, piece: Piece) -> list[Move]:
         moves: list[Move] = []
-        for tensor, start, end in _stretches(piece):
+        for tensor, start, end in _tensor_ranges(piece):
             for span in self._of_tensor.get(tensor.name, []):
                 for part, done in _part(span, start, end):
                     source = tensor.offset - piece.offset + part.start
@@ -141,7 +141,7 @@ def _batch(group: list[StoredTensor]) -> Piece:
     return Piece(first.file, first.offset, last.offset + last.nbytes - first.offset, chunks)
 
 
-def _stretches(piece: Piece) -> Iterator[tuple[StoredTensor, int, int]]:
+def _tensor_ranges(piece: Piece) -> Iterator[tuple[StoredTensor, int, int]]:
     """Yield each tensor of a piece with the byte range that the piece holds."""
     current: tuple[StoredTensor, int, int] | None = None
     for tensor, chunk in piece.chunks:

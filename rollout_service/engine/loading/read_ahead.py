@@ -83,7 +83,7 @@ class ReadAhead:
         # nothing is prepared before an upload exists: threads that reopen the engine need the GIL
         while not self._stop.is_set() and not self.is_whole:
             with UploadToRead.newest(uploads_folder(root)) or nullcontext() as upload:
-                if upload is not None and upload.places == self._prepared():
+                if upload is not None and upload.places == self._prepare():
                     assert self._read is not None
                     self._read.is_read[:] = False
                     with suppress(FileNotFoundError), copying(upload.folder, self._loaded, self.placement) as copies:
@@ -111,7 +111,7 @@ class ReadAhead:
         self.read_bytes = sum(piece.nbytes for piece in compress(read.pieces, is_there))
         return [] if is_there.all() else list(read.pieces_of(manifest, digests, ~is_there))
 
-    def _prepared(self) -> bytes:
+    def _prepare(self) -> bytes:
         """Return the digest of the tensor offsets that an upload must have."""
         if self._read is not None:
             return self._places

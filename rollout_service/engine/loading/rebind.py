@@ -150,7 +150,7 @@ def _parts(value: object, path: str) -> Iterator[tuple[object, object, str]]:
     elif isinstance(value, types.MethodType):
         yield None, value.__self__, path
     elif isinstance(value, types.FunctionType):
-        yield from ((None, part, f"{path}()") for part in _closed_over(value))
+        yield from ((None, part, f"{path}()") for part in _closure_values(value))
     elif isinstance(value, torch.nn.Module) or not f"{type(value).__module__}.".startswith(_NO_HOLDERS):
         slots = (_slots(cls) for cls in type(value).__mro__)
         names = dict.fromkeys(name for of_class in slots for name in of_class)
@@ -158,7 +158,7 @@ def _parts(value: object, path: str) -> Iterator[tuple[object, object, str]]:
         yield from ((name, part, f"{path}.{name}") for name, part in (own | getattr(value, "__dict__", {})).items())
 
 
-def _closed_over(function: types.FunctionType) -> Iterator[object]:
+def _closure_values(function: types.FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty cell
             yield cell.cell_contents

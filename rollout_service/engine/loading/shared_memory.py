@@ -58,7 +58,9 @@ class SharedMemory:
 
         ``folder``: the folder with the file that lists processes. None: this user's folder for temporary files.
         """
-        self._fd, self.is_new = _joined(f"rollout-{name}-{nbytes}", HEADER_BYTES + nbytes, folder or _own_folder())
+        self._fd, self.is_new = _open_or_create(
+            f"rollout-{name}-{nbytes}", HEADER_BYTES + nbytes, folder or _own_folder()
+        )
         try:
             self._map = mmap.mmap(self._fd, HEADER_BYTES + nbytes)
         except (OSError, OverflowError) as error:
@@ -131,7 +133,7 @@ def _own_folder() -> Path:
     return folder
 
 
-def _joined(name: str, nbytes: int, folder: Path) -> tuple[int, bool]:
+def _open_or_create(name: str, nbytes: int, folder: Path) -> tuple[int, bool]:
     """Return a file descriptor of the memory, and True if it was created here. Concurrent callers get the same
     memory."""
     with (folder / f"{name}.holders").open("a+") as holders:
@@ -139,7 +141,7 @@ def _joined(name: str, nbytes: int, folder: Path) -> tuple[int, bool]:
         holders.seek(0)
         fd, alive = None, []
         for line in holders.read().splitlines():
-            opened = _opened(line, name, nbytes)
+            opened = _open_through(line, name, nbytes)
             if opened is None:
                 continue
             alive.append(line)
@@ -156,7 +158,7 @@ def _joined(name: str, nbytes: int, folder: Path) -> tuple[int, bool]:
         return fd, is_new
 
 
-def _opened(holder: str, name: str, nbytes: int) -> int | None:
+def _open_through(holder: str, name: str, nbytes: int) -> int | None:
     """Open the memory through a process that had it open. Its pid may belong to another process by now."""
     try:
         pid, number = map(int, holder.split())

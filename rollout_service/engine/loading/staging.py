@@ -108,14 +108,14 @@ class Stager:
         ``digest``: the digest of the expected manifest. None: any.
         """
         with self._asking:
-            reading = self._started(folder, digest, plan)
+            reading = self._start_read(folder, digest, plan)
         try:
             return StageAnswer(refused=reading.result().refused)
         except LogCorrupt as error:
             return StageAnswer(corrupt=(error.message, error.detail))
 
-    def _started(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> Future[Staged]:
-        if (folder, digest) == self._asked and digest is not None and self._reading and not self._failed():
+    def _start_read(self, folder: Path, digest: str | None, plan: CopyPlan | None) -> Future[Staged]:
+        if (folder, digest) == self._asked and digest is not None and self._reading and not self._has_failed():
             return self._reading
         self._asked = folder, digest
         ahead, self._ahead = self._ahead, None
@@ -126,7 +126,7 @@ class Stager:
 
     def staged(self, folder: Path) -> Staged | None:
         """Return the version in ``folder`` if it was read and checked, else None."""
-        if self._reading is None or not self._reading.done() or self._failed():
+        if self._reading is None or not self._reading.done() or self._has_failed():
             return None
         staged = self._reading.result()
         return staged if staged.folder == folder else None
@@ -160,7 +160,7 @@ class Stager:
         if self._reading is not None:
             wait([self._reading])
 
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         return self._reading is not None and self._reading.done() and self._reading.exception() is not None
 
     def _read_ahead(self, ahead: ReadAhead, root: Path) -> None:
@@ -221,7 +221,7 @@ class StagingBuffer:
         if kind == "device":
             # one allocation, which sleep mode releases as a whole, and in which bounce buffers have aligned addresses
             sizes = [PASSAGE_BYTES] * PASSAGES + [area_bytes(model)]
-            *self._passages, self.memory = _taken(sum(sizes), device, pinned=False).split(sizes)
+            *self._passages, self.memory = _allocate(sum(sizes), device, pinned=False).split(sizes)
 
     def ahead_of(
         self, loaded: Staged, placement: Placement, *, every: bool, before: ReadAhead | None
@@ -248,7 +248,7 @@ class StagingBuffer:
             ahead: a reader that may have read some of the version.
         """
         if self.limit_bytes is None:
-            self.memory = _taken(placement.nbytes, None, pinned=False)
+            self.memory = _allocate(placement.nbytes, None, pinned=False)
         elif placement.nbytes > self.limit_bytes:
             raise CannotStage(
                 f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "
@@ -272,7 +272,7 @@ class StagingBuffer:
             self._shared = SharedMemory(f"{shared_name(log)}-{self._shard}", nbytes)
         except OSError as error:
             logger.warning("this worker stages in memory of its own, not in its node's: %s", error)
-            self.memory = _taken(nbytes, None, pinned=self._device.type == "cuda")
+            self.memory = _allocate(nbytes, None, pinned=self._device.type == "cuda")
             return
         if self._shared.is_new and nbytes > free:
             self._shared = None
@@ -420,7 +420,7 @@ class _ToDevice:
 
     def __init__(self, area: torch.Tensor, device: torch.device) -> None:
         self._area, self._device = area, device
-        self._buffers = [(_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)) for _ in range(2)]
+        self._buffers = [(_allocate_pinned(PIECE_BYTES), _allocate_pinned(PIECE_BYTES)) for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in self._buffers]
         self._stream = torch.cuda.Stream(device)
         self._turn = 0
@@ -448,7 +448,7 @@ def packed_runs(
     ``before_reuse`` is called when ``packed`` is full, before yielded ranges in it are overwritten.
     """
     position = 0
-    for run in _neighbours(moves, packed.numel()):
+    for run in _coalesce(moves, packed.numel()):
         if len(run) == 1 and run[0].rows == 1:
             yield run[0].target, read[run[0].source : run[0].source + run[0].row_bytes]
             continue
@@ -464,7 +464,7 @@ def packed_runs(
         yield run[0].target, packed[start:position]
 
 
-def _neighbours(moves: list[Move], most_bytes: int) -> Iterator[list[Move]]:
+def _coalesce(moves: list[Move], most_bytes: int) -> Iterator[list[Move]]:
     """Yield groups of moves with adjacent targets, of up to ``most_bytes`` each."""
     run: list[Move] = []
     end = nbytes = 0
@@ -486,11 +486,11 @@ def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.n
     return np.lib.stride_tricks.as_strided(memory[start:], (move.rows, move.row_bytes), (stride_bytes, 1))
 
 
-def _pinned(nbytes: int) -> torch.Tensor:
-    return _taken(nbytes, None, pinned=True)
+def _allocate_pinned(nbytes: int) -> torch.Tensor:
+    return _allocate(nbytes, None, pinned=True)
 
 
-def _taken(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:
+def _allocate(nbytes: int, device: torch.device | None, *, pinned: bool) -> torch.Tensor:
     where = f"{device} memory" if device is not None else "pinned memory" if pinned else "memory"
     try:
         if device is not None:

@@ -243,7 +243,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         names = _names_of_parameters(self.model)
         self._layerwise = staged
         sources = Sources()
-        recording = self._recording(staged, sources)
+        recording = self._record_copies(staged, sources)
         initialize_layerwise_reload(self.model)
         # vLLM derives some tensors after loading (latent attention's absorbed matrices); these are served but never
         # loaded. A tied head is loaded separately only where it is served separately.
@@ -263,10 +263,10 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             sources.add(name, tensor)
             yield name, tensor
 
-    def _recording(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
+    def _record_copies(self, staged: Staged, sources: Sources) -> AbstractContextManager[object]:
         """Return the context that records copies for a plan, if possible. Call it before the reload begins."""
         self._recorder = None
-        if self._area is None or not self._may_plan or self._known_no_plan(staged) is not None:
+        if self._area is None or not self._may_plan or self._reason_without_plan(staged) is not None:
             return nullcontext()
         self._held_before = list(held_tensors(self.model))
         self._recorder = CopyRecorder(self.model, sources)
@@ -278,7 +278,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         recorder, self._recorder = self._recorder, None
         held_before, self._held_before = self._held_before, []
         if self._area is None or recorder is None:
-            if (known := self._known_no_plan(staged)) is not None:
+            if (known := self._reason_without_plan(staged)) is not None:
                 self.report["no_plan"] = known
             return
         try:
@@ -298,7 +298,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         except (CannotStage, LogCorrupt, OSError) as reason:  # another version may still get a plan
             self._without_plan(reason)
 
-    def _known_no_plan(self, staged: Staged) -> str | None:
+    def _reason_without_plan(self, staged: Staged) -> str | None:
         """Return the known reason why versions of this layout have no plan, or None."""
         return self._no_plan[1] if self._no_plan is not None and self._no_plan[0] == staged.layout else None
 

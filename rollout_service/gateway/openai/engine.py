@@ -179,12 +179,14 @@ def sampling_of(params: SamplingParams, stop: tuple[str, ...] = ()) -> Sampling:
     fields = {name: getattr(params, name) for name in _AS_THEY_ARE}
     fields["stop"] = (*stop, *(fields["stop"] or ()))
     try:
-        return Sampling.model_validate(fields | {"structured_outputs": _structured(params.structured_outputs)})
+        return Sampling.model_validate(
+            fields | {"structured_outputs": _structured_outputs_of(params.structured_outputs)}
+        )
     except ValidationError as error:
         raise bad_request("sampling parameters", error) from error
 
 
-def _structured(params: object | None) -> StructuredOutputs | None:
+def _structured_outputs_of(params: object | None) -> StructuredOutputs | None:
     if params is None:
         return None
     names = [field.alias or name for name, field in StructuredOutputs.model_fields.items()]

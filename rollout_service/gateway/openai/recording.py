@@ -72,13 +72,13 @@ class ContinuingRenderer(OnlineRenderer):
             return conversation, inputs
         [whole] = inputs
         try:
-            tokens = await self._continued(request, params, sent, prefix, whole["prompt_token_ids"])
+            tokens = await self._continue_prefix(request, params, sent, prefix, whole["prompt_token_ids"])
         except BeginsBranch as branch:
             turn.begin_branch(branch.why)
             return conversation, inputs
         return conversation, [tokens_input(tokens, cache_salt=whole.get("cache_salt"))]
 
-    async def _continued(
+    async def _continue_prefix(
         self, request: Any, params: ChatParams, messages: list[Message], prefix: Prefix, whole: list[int]
     ) -> list[int]:
         """Return the tokens of ``prefix`` and of the text that the template writes after them. Raises BeginsBranch."""
@@ -93,12 +93,12 @@ class ContinuingRenderer(OnlineRenderer):
         text: str | None = None
         try:
             while True:
-                text = await self._written(params, steps.send(text))
+                text = await self._render(params, steps.send(text))
         except StopIteration as finished:
             after: str = finished.value
         tokens = await self._tokens(after, last, end)
         if not tokens or whole[-len(tokens) :] != tokens:
-            written = await self._written(params, Rendering(messages))
+            written = await self._render(params, Rendering(messages))
             if not tokens or self._text(tokens) != after or written is None or not written.endswith(after):
                 raise BeginsBranch("other_tokens")
         return [*prefix.token_ids, *tokens]
@@ -126,7 +126,7 @@ class ContinuingRenderer(OnlineRenderer):
             context |= {"tool_choice": params.tool_choice, "response_format": params.response_format}
         return context
 
-    async def _written(self, params: ChatParams, wanted: Rendering) -> str | None:
+    async def _render(self, params: ChatParams, wanted: Rendering) -> str | None:
         """Return the conversation as rendered by the chat template, or None if the template refuses it."""
         if not wanted.with_generation_prompt:
             params = replace(
@@ -207,7 +207,7 @@ class _Forgiving(Parser):
         logger.warning("%s failed on what the model said, which is returned as text: %s", type(self).__name__, error)
 
 
-def _forgiving(parser: type[Parser] | None) -> type[Parser] | None:
+def _make_forgiving(parser: type[Parser] | None) -> type[Parser] | None:
     return None if parser is None else type(parser.__name__, (_Forgiving, parser), {})
 
 
@@ -216,7 +216,7 @@ class _KeepsTurns(OpenAIServingChat):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parser_cls = _forgiving(self.parser_cls)  # type: ignore[has-type]
+        self.parser_cls = _make_forgiving(self.parser_cls)  # type: ignore[has-type]
 
     async def chat_completion_full_generator(self, *arguments: object, **options: object) -> object:
         """Call vLLM's method, correct the finish reasons, and note the replies."""
@@ -330,7 +330,7 @@ class RecordedResponses(OpenAIServingResponses):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.parser = _forgiving(self.parser)  # type: ignore[has-type]
+        self.parser = _make_forgiving(self.parser)  # type: ignore[has-type]
 
     async def responses_full_generator(self, *arguments: Any, **options: Any) -> object:
         """Call vLLM's method. For a stream, its result is in the last event, so the turn is recorded before that

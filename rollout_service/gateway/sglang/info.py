@@ -27,11 +27,11 @@ async def server_info(services: Here) -> dict[str, object]:
         **_model(services, fleet),
         "tp_size": services.tensor_parallel_size,
         "pp_size": 1,
-        "dp_size": len(_serving(fleet)),
+        "dp_size": len(_serving_replicas(fleet)),
         "context_length": services.max_model_len,
         "disaggregation_mode": "null",
         "enable_memory_saver": False,
-        "internal_states": [_load(rank, replica) for rank, replica in enumerate(_serving(fleet))],
+        "internal_states": [_load(rank, replica) for rank, replica in enumerate(_serving_replicas(fleet))],
         "version": __version__,
     }
 
@@ -48,7 +48,7 @@ async def loads(services: Here, include: Literal["core"] = "core") -> dict[str, 
     """Return the load of each engine as last reported, at least every ``weights.poll_s`` seconds."""
     ranks = [
         _load(rank, replica)
-        for rank, replica in enumerate(_serving(await known_fleet(services.ingest, services.not_running)))
+        for rank, replica in enumerate(_serving_replicas(await known_fleet(services.ingest, services.not_running)))
     ]
     return {
         "timestamp": datetime.now(UTC).isoformat(),
@@ -82,7 +82,7 @@ def _model(services: Services, fleet: Fleet) -> dict[str, object]:
     }
 
 
-def _serving(fleet: Fleet) -> list[ReplicaStatus]:
+def _serving_replicas(fleet: Fleet) -> list[ReplicaStatus]:
     return sorted((r for r in fleet.replicas if r.version is not None), key=lambda r: r.replica_id)
 
 

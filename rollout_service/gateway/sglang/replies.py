@@ -20,7 +20,7 @@ class DataRoute(PromptsRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """Return the function that answers requests. FastAPI calls this."""
-        return _answering(super().get_route_handler(), _data_refusal)
+        return _answer_errors(super().get_route_handler(), _data_refusal)
 
 
 class ControlRoute(GuardedRoute):
@@ -32,7 +32,7 @@ class ControlRoute(GuardedRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """Return the function that answers requests. FastAPI calls this."""
-        return _answering(super().get_route_handler(), _control_refusal)
+        return _answer_errors(super().get_route_handler(), _control_refusal)
 
 
 class Done(BaseModel):
@@ -52,8 +52,8 @@ class Success(BaseModel):
 _Handler = Callable[[Request], Coroutine[object, None, Response]]
 
 
-def _answering(handle: _Handler, refusal: Callable[[RolloutServiceError], Response]) -> _Handler:
-    async def answered(request: Request) -> Response:
+def _answer_errors(handle: _Handler, refusal: Callable[[RolloutServiceError], Response]) -> _Handler:
+    async def handle_errors(request: Request) -> Response:
         try:
             return await handle(request)
         except RequestValidationError as error:
@@ -61,7 +61,7 @@ def _answering(handle: _Handler, refusal: Callable[[RolloutServiceError], Respon
         except RolloutServiceError as error:
             return refusal(error)
 
-    return answered
+    return handle_errors
 
 
 def _data_refusal(error: RolloutServiceError) -> Response:

@@ -51,7 +51,7 @@ async def update_weights_from_disk(body: UpdateWeightsFromDisk, services: Here) 
     status = await update_from_folder(
         services,
         body.model_path,
-        **_named(body.weight_version),
+        **_parse_version(body.weight_version),
         mode="abort" if body.abort_all_requests else "keep",
     )
     return UpdatedFromDisk(
@@ -66,7 +66,7 @@ class _Named(TypedDict, total=False):
     label: str
 
 
-def _named(weight_version: str | None) -> _Named:
+def _parse_version(weight_version: str | None) -> _Named:
     if weight_version is None:
         return {}
     if weight_version.isdecimal() and weight_version.isascii() and len(weight_version) <= len(str(MAX_VERSION)):

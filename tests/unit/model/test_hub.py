@@ -294,7 +294,7 @@ class TestRefusals:
     def test_a_disk_that_gets_full(self) -> None:
         with (
             pytest.raises(hub_module.ModelNotDownloaded, match=r"the disk of .* is full: make room, or set HF_HOME"),
-            hub_module._explained(ModelConfig(path=Path(REPO))),
+            hub_module._explain_errors(ModelConfig(path=Path(REPO))),
         ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.engine.loading.copy_plan import Copy, CopyRecorder, NoPlan, Sources, _joined, _require_same, _runs
+from rollout_service.engine.loading.copy_plan import (
+    Copy,
+    CopyRecorder,
+    NoPlan,
+    Sources,
+    _coalesce,
+    _require_same,
+    _runs,
+)
 from rollout_service.engine.loading.placement import Placement
 from rollout_service.gpu.grouped_copy import Rows
 
@@ -191,11 +199,11 @@ def places(tensor: torch.Tensor) -> Iterator[int]:
 class TestRuns:
     def test_runs_that_follow_each_other_on_both_sides_become_one(self) -> None:
         first, second, elsewhere = Rows(0, 100, 10), Rows(10, 110, 6), Rows(16, 200, 4)
-        assert _joined([second, elsewhere, first]) == [Rows(0, 100, 16), elsewhere]
+        assert _coalesce([second, elsewhere, first]) == [Rows(0, 100, 16), elsewhere]
 
     def test_rows_are_never_joined(self) -> None:
         rows = [Rows(0, 100, 4, rows=2, source_stride_bytes=8, target_stride_bytes=4), Rows(16, 108, 4)]
-        assert _joined(rows) == rows
+        assert _coalesce(rows) == rows
 
     @given(pairs_of_views())
     def test_runs_cover_every_element_once_and_in_its_place(self, views: tuple[torch.Tensor, torch.Tensor]) -> None:

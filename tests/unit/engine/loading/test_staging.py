@@ -94,7 +94,7 @@ def test_memory_that_is_not_there_is_a_reason_and_no_failure(log: WeightLog, mon
         raise CannotStage("pinned memory is refused")
 
     stager = Stager(StagingBuffer("memory", torch.nn.Linear(8, 8), torch.device("cpu")), rank=0)
-    monkeypatch.setattr(staging, "_taken", refused)
+    monkeypatch.setattr(staging, "_allocate", refused)
     assert staged(stager, log) == StageAnswer(refused="pinned memory is refused")
     flip_a_byte(log, 1, FIRST)
     assert staged(stager, log).corrupt is not None
