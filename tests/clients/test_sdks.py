@@ -1,7 +1,7 @@
 """OpenAI's and Anthropic's SDKs, in the versions beside vLLM's and in the newest, on every API that they have here."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class TestOpenAI:
         [text] = [part["text"] for item in reply["output"] for part in item.get("content") or ()]
         assert text == await native_text(client) and reply["weight_version"] == version
         events = await sdks.call("openai.stream", url, RESPONSES, **asked)
-        assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == text
+        assert_streamed((each["delta"] for each in events if each["type"] == "response.output_text.delta"), text)
 
     async def test_errors_are_the_sdks(self, sdks: ClientProcess, url: str, model: Path) -> None:
         with pytest.raises(ClientError, match=r"NotFoundError.*gpt-9"):
@@ -128,6 +128,12 @@ class TestOpenAI:
         overlong = [{"role": "user", "content": "1" * 5000}]
         with pytest.raises(ClientError, match=r"BadRequestError.*maximum context length"):
             await sdks.call("openai.create", url, CHAT, model=str(model), messages=overlong)
+
+
+def assert_streamed(pieces: Iterable[str], text: str) -> None:
+    """vLLM's hermes parser holds back what may begin a tag, and never sends it when the reply ends there."""
+    streamed = "".join(pieces)
+    assert text.startswith(streamed) and "<tool_call>".startswith(text.removeprefix(streamed))
 
 
 class TestAnthropic:
@@ -142,7 +148,7 @@ class TestAnthropic:
         assert 1 <= reply["usage"]["output_tokens"] <= 8
         events = await sdks.call("anthropic.stream", service_url, MESSAGES, **asked)
         deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-        assert "".join(delta["text"] for delta in deltas) == text
+        assert_streamed((delta["text"] for delta in deltas), text)
 
     async def test_messages_are_counted(self, sdks: ClientProcess, service_url: str, model: Path) -> None:
         asked = {"model": str(model), "messages": HELLO, "system": "brief"}
