@@ -22,6 +22,7 @@
     ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group or start again
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
+    │   └── VersionNotServed      409  no replica serves what ``weight_version`` asks for
     ├── Overloaded                503  a memory limit is reached, such as that of the gateway's queue: retry later.
     │                                  Between gateway and replica: the replica is full, and the call waits
     ├── NotReady                  503  no live replica, or the service is still starting
@@ -192,6 +193,12 @@ class TooEarly(RolloutServiceError):
 
     http_status = 425
     retry_after_s = 1.0
+
+
+class VersionNotServed(TooEarly):
+    """No replica serves the version in ``weight_version``: ``detail.live`` has the version of each replica."""
+
+    http_status = 409
 
 
 class Overloaded(RolloutServiceError):

@@ -31,6 +31,8 @@ _CUT = (httpx.NetworkError, httpx.RemoteProtocolError, NotReady, Overloaded)
 """Errors that end a stream but leave its tokens usable: another request can continue them."""
 
 
+_VERSIONS = ("min_weight_version", "weight_version")
+"""Options that say which weight version may answer."""
 _OF_ONE_PROMPT = (InvalidRequest, NonFiniteLogprob, EngineFailed)
 """Errors of a single prompt: the rest of the batch continues. Any other error ends the batch."""
 
@@ -83,6 +85,8 @@ class Group:
             about: options of the request other than sampling parameters.
         """
         self._http, self._sampling, self._about = http, sampling, about
+        options = request_of((0,), sampling, **about)
+        self._min_version, self._exact_version = options.min_version, options.exact_version
         if not isinstance(prompt, PartialRollout):
             text = prompt if isinstance(prompt, str) else None
             token_ids = None if isinstance(prompt, str) else tuple(token_ids_of(prompt))
@@ -106,6 +110,12 @@ class Group:
             )
         most = self._sampling.max_tokens
         for completion in self._completions:
+            exact, spans = self._exact_version, completion.spans
+            if completion.finish_reason == "abort" and isinstance(exact, int) and spans and spans[-1].version != exact:
+                raise InvalidRequest(
+                    f"completion {completion.index} of {self._before.request_id} has tokens of version "
+                    f"{spans[-1].version}, and exact_version={exact} would continue it: leave out one of them"
+                )
             if completion.finish_reason == "abort" and most is not None and len(completion.token_ids) >= most:
                 raise InvalidRequest(
                     f"completion {completion.index} of {self._before.request_id} has {len(completion.token_ids)} "
@@ -150,7 +160,7 @@ class Group:
                 await self._read_stream(None, self._whole_request())
                 return
             request = self._rest_request(self._completions[index])
-            asked = self._about.get("min_weight_version")
+            asked = self._min_version
             try:
                 await self._read_stream(index, request)
             except TooEarly as refusal:
@@ -180,10 +190,15 @@ class Group:
         if sampling.seed is not None:
             seed = sampling.seed + partial.index
             changes["seed"] = seed if seed <= LARGEST_SEED else seed % LARGEST_SEED
-        about = dict(self._about)
-        # a label maps to a version number that only the ingest knows
-        if not isinstance(asked := about.get("min_weight_version"), str):
-            about["min_weight_version"] = min_version_of_rest(asked if isinstance(asked, int) else None, partial)
+        about = {name: value for name, value in self._about.items() if name not in _VERSIONS}
+        if self._exact_version is not None:
+            # a label may mean another version by now
+            exact = partial.spans[-1].version if partial.spans else self._exact_version
+            about["weight_version"] = {"exact_version": exact}
+        elif isinstance(self._min_version, str):  # only the ingest knows the label's version
+            about["min_weight_version"] = self._min_version
+        else:
+            about["min_weight_version"] = min_version_of_rest(self._min_version, partial)
         return request_of(
             self._prompt_token_ids or (),
             sampling.model_copy(update=changes),

@@ -153,6 +153,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
             stop: Strings that end a completion. They need a tokenizer.
             min_weight_version: Sample from this weight version or a newer one. Give its number or its label. The
                 service waits a limited time for the version. A label costs one query to the ingest per request.
+            weight_version: ``{"exact_version": V}`` to sample every token from this version, by number or label.
+                ``{"min_version": V}`` means the same as ``min_weight_version``.
             session_id: Calls with the same id go to one replica while it lives, so that they share its prefix cache.
             priority: Requests with lower values are scheduled earlier.
             on_abort: The action when an update, a pause or a lost replica interrupts a completion. ``continue``:
@@ -169,6 +171,8 @@ class RolloutClient(ControlCalls, MismatchCalls):
         Raises:
             InvalidRequest: The service does not accept a parameter or a token.
             TooEarly: No replica reached ``min_weight_version`` in time.
+            VersionNotServed: No replica serves what ``weight_version`` asks for; ``detail["live"]`` has what each one
+                serves.
             NotFound: No version has that label.
             Overloaded, NotReady: The service refused every attempt.
         """

@@ -1,7 +1,7 @@
 """``POST /inference/v1/generate``: build the request from a call's arguments, and the rollout from the reply."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import httpx
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from rollout_service.client._http import parse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
-from rollout_service.protocol.generate import GenerateReply, GenerateRequest, Usage
+from rollout_service.protocol.generate import GenerateReply, GenerateRequest, Usage, WantedVersion
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import Sampling
 
@@ -33,6 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     min_tokens: int
     min_weight_version: int | str | None
+    weight_version: WantedVersion | Mapping[str, int | str | None] | None
     session_id: str | None
     priority: int
     on_abort: OnAbort
@@ -43,6 +44,7 @@ class GenerateOptions(TypedDict, total=False):
 
 _ABOUT_THE_REQUEST = (
     "min_weight_version",
+    "weight_version",
     "session_id",
     "priority",
     "on_abort",

@@ -184,7 +184,7 @@ class EngineConfig(Config):
     """Seed of the engine; requests may have their own."""
 
     version_wait_s: float = Field(default=30.0, ge=0)
-    """Maximum time in seconds that a request with ``min_weight_version`` waits for that version, then 425."""
+    """Maximum time in seconds that a request waits for the weight version that it asks for, then 425 or 409."""
 
     max_attempts: int = Field(default=3, ge=1)
     """Maximum number of generations of a completion, if replicas abort it or die; refusals do not count."""

@@ -30,6 +30,7 @@ from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, staged_by
 from rollout_service.engine.partial_penalties import with_partial_penalties
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
+from rollout_service.fleet.continuation import of_version
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.fleet import PauseMode, Staging
@@ -69,6 +70,8 @@ class EngineAdapter:
         self._has_loaded = False
         self._loading_since = math.inf
         self._generating: set[asyncio.Task[RequestOutput]] = set()
+        self._exact: dict[str, int] = {}
+        """Running requests that accept tokens of one weight version only, with that version."""
 
     @property
     def broken(self) -> str | None:
@@ -127,10 +130,12 @@ class EngineAdapter:
         cache_salt: str | None = None,
         reasoning: Reasoning | None = None,
         partial_tokens: int = 0,
+        exact_version: int | None = None,
     ) -> tuple[Completion, ...]:
         """Return the ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
-        ``partial_tokens``: see ``GenerateCall``.
+        ``partial_tokens``: see ``GenerateCall``. ``exact_version``: the only weight version whose tokens are returned.
+        A completion that another version would continue ends with "abort".
 
         Raises EngineFailed if the engine is dead or broken, InvalidRequest if vLLM refuses the request, and
         NonFiniteLogprob.
@@ -139,7 +144,14 @@ class EngineAdapter:
             raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
         parameters = vllm_sampling(sampling, len(prompt), partial_tokens)
         stream = self._stream(request_id, prompt, parameters, priority, cache_salt, reasoning)
-        return completions(await self._output(request_id, stream), sampling)
+        if exact_version is None:
+            return completions(await self._output(request_id, stream), sampling)
+        self._exact[request_id] = exact_version
+        try:
+            made = completions(await self._output(request_id, stream), sampling)
+        finally:
+            del self._exact[request_id]
+        return tuple(of_version(each, exact_version) for each in made)
 
     def tokens_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
         """Return the new tokens of each completion of a running call: those after its first ``since[index]`` tokens.
@@ -157,7 +169,8 @@ class EngineAdapter:
                 made.append(completion(replace(output, finish_reason="abort") if goes_on else output, candidates))
             except (EngineFailed, NonFiniteLogprob):
                 continue
-        return made
+        exact = self._exact.get(request_id)
+        return made if exact is None else [of_version(each, exact) for each in made]
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
         """Return the natural-log probability of each token but the first, [tokens - 1], and the weight version.
@@ -275,7 +288,8 @@ class EngineAdapter:
     async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
         """Load a committed version while paused, and return the seconds it took. Any failure leaves the engine broken.
 
-        Requests wait in the engine during the load, as in any pause.
+        Requests wait in the engine during the load, as in any pause. Those that accept another version only are
+        aborted.
 
         ``kv_scales``: scales of the FP8 KV cache. None: those in the manifest.
         """
@@ -283,6 +297,8 @@ class EngineAdapter:
         self._loading_since = started = time.perf_counter()
         info = {"folder": str(folder), "kv_scales": kv_scales}
         try:
+            # a request that vLLM does not know yet is missed here; its tokens of this version are cut off later
+            await self._llm.abort([name for name, exact in self._exact.items() if exact != version])
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(version))

@@ -153,8 +153,7 @@ class EngineReplica:
         self._hand_over.asked()
         try:
             self._require_sound()
-            if call.min_weight_version is not None:  # a waiting call holds no place, because the version may never come
-                await self._wait_version(call.min_weight_version)
+            await self._wait_version(call)  # a waiting call holds no place, because the version may never come
             returns = self._weight_sync.returns
             with self._admission.admit(call.sampling.n, call.origin), self._progress.follow(call) as engine_id:
                 completions = await self._engine.generate(
@@ -165,6 +164,7 @@ class EngineReplica:
                     call.cache_salt,
                     call.reasoning,
                     call.partial_tokens,
+                    call.exact_weight_version,
                 )
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
             raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error
@@ -264,16 +264,20 @@ class EngineReplica:
         if self._engine.broken is not None:
             raise NotReady(f"replica {self._replica_id} is being replaced: {self._engine.broken}")
 
-    async def _wait_version(self, version: int) -> None:
+    async def _wait_version(self, call: GenerateCall) -> None:
+        exact = call.exact_weight_version
+        version = call.min_weight_version if exact is None else exact
+        if version is None:
+            return
         wait_s = min(VERSION_WAIT_S, self._config.engine.version_wait_s)
-        if not await self._weight_sync.wait_version(version, wait_s):
+        if not await self._weight_sync.wait_version(version, wait_s, exact=exact is not None):
             here = self._weight_sync.version
+            why = f"which is behind min_weight_version={version}" if exact is None else f"not exact_version={exact}"
             raise TooEarly(
                 f"replica {self._replica_id} is asleep: POST /wake_up"
                 if here is None
-                else f"replica {self._replica_id} serves version {here}, which is behind "
-                f"min_weight_version={version}: push it, or ask for what is live",
-                {"min_weight_version": version, "live_version": self._weight_sync.version},
+                else f"replica {self._replica_id} serves version {here}, {why}: push it, or ask for what is live",
+                {"wanted_version": version, "live_version": here},
             )
 
     async def __del__(self) -> None:  # Serve awaits destructors

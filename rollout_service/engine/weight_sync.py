@@ -194,13 +194,16 @@ class WeightSync:
             load=None if self._load is None else self._load(),
         )
 
-    async def wait_version(self, version: int, timeout_s: float) -> bool:
+    async def wait_version(self, version: int, timeout_s: float, *, exact: bool = False) -> bool:
         """Wait until this replica serves ``version`` or newer. Returns False after ``timeout_s``.
 
         A sleeping replica will load the newest version when it wakes up. If that is new enough, this returns True at
         once, and requests wait in the engine.
+
+        ``exact``: True if a newer version does not qualify. Returns False at once if this replica serves a newer one.
         """
-        if self.version is None and self._newest_is(version):
+        newest = self._newest_version() if self.version is None else None
+        if newest is not None and (newest == version or (newest > version and not exact)):
             return True
         async with self._moved:
             try:
@@ -208,14 +211,14 @@ class WeightSync:
                     await self._moved.wait_for(lambda: self.version is not None and self.version >= version)
             except TimeoutError:
                 return False
-        return True
+        return self.version == version or not exact
 
-    def _newest_is(self, version: int) -> bool:
-        """Return True if the newest version of the log, as last read, is ``version`` or newer."""
+    def _newest_version(self) -> int | None:
+        """Return the newest version of the log, as last read; None if it cannot be read."""
         try:
-            return self._log.newest().version >= version
+            return self._log.newest().version
         except (LogCorrupt, NotReady):
-            return False
+            return None
 
     async def caught_up(self) -> None:
         """Wait until the newest version is served. Raises LogCorrupt or EngineFailed if that is not possible."""

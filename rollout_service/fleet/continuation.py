@@ -22,11 +22,12 @@ characters."""
 def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> GenerateCall:
     """Return the request for the tokens that ``partial``, one of the call's completions, still lacks.
 
-    Its ``min_weight_version`` is at least the version of the last token of ``partial``. Routed experts are requested
-    from the last token on, which no engine has read, or from the call's start if ``partial`` has none.
+    Its ``min_weight_version`` is at least the version of the last token of ``partial``, unless the call has an exact
+    version, which stays. Routed experts are requested from the last token on, which no engine has read, or from the
+    call's start if ``partial`` has none.
     """
     done = len(partial.token_ids)
-    sampling = call.sampling
+    sampling, is_exact = call.sampling, call.exact_weight_version is not None
     changes = dict[str, object]()
     if partial.prompt_logprobs is not None:  # a lost replica does not report prompt logprobs
         changes["prompt_logprobs"] = None
@@ -37,7 +38,7 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
             "request_id": f"{call.request_id}-{partial.index}-{attempt}",
             "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
             "partial_tokens": call.partial_tokens + done,
-            "min_weight_version": min_version_of_rest(call.min_weight_version, partial),
+            "min_weight_version": None if is_exact else min_version_of_rest(call.min_weight_version, partial),
             "sampling": sampling_of_the_rest(sampling, partial.index, done).model_copy(update=changes),
         }
     )
@@ -68,6 +69,17 @@ def sampling_of_the_rest(sampling: Sampling, index: int, done: int) -> Sampling:
     if sampling.seed is not None:
         changes["seed"] = _seed(sampling.seed, index, done)
     return sampling.model_copy(update=changes)
+
+
+def of_version(completion: Completion, version: int) -> Completion:
+    """Return the completion up to its first token of another weight version. If there is one, it ends with "abort"."""
+    end = next((span.start for span in completion.spans if span.version != version), None)
+    if end is None:
+        return completion
+    cut: dict[str, object] = {"finish_reason": "abort", "stop_reason": None}
+    if end == 0:  # the other version has read the prompt, too
+        cut["prompt_logprobs"] = None
+    return slice_completion(completion, 0, end).model_copy(update=cut)
 
 
 def with_replica_id(rollout: Rollout) -> Rollout:

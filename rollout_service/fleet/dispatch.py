@@ -220,8 +220,8 @@ class Dispatcher:
         """Send the call until a replica accepts it. If that replica is lost, return the tokens it had reported.
 
         Waits in the queue while replicas are full or being replaced; the rest of a completion for at most
-        ``replica_wait_s``. Waits up to ``version_wait_s`` for ``min_weight_version``. Raises EngineFailed if the lost
-        replica had reported no token.
+        ``replica_wait_s``. Waits up to ``version_wait_s`` for the weight version that it asks for, but not for an exact
+        one that every replica has passed. Raises EngineFailed if the lost replica had reported no token.
         """
         time = asyncio.get_running_loop().time
         rounds, refusals = 0, list[RolloutServiceError]()
@@ -243,6 +243,8 @@ class Dispatcher:
                     raise await self._too_early(call) from None
                 raise self._not_placed(call, refusals) from None
             rounds, refusals = rounds + 1, answer
+            if all(_has_passed(refusal, call) for refusal in refusals):
+                raise await self._too_early(call)  # no replica goes back to an older version
             if not all(isinstance(refusal, TooEarly) for refusal in refusals):
                 version_until = math.inf
             elif version_until == math.inf:
@@ -369,11 +371,20 @@ class Dispatcher:
             async with asyncio.timeout(_FLEET_ANSWERS_S):
                 fleet = await self._ingest.fleet()
             latest, live = fleet.latest_version, {each.replica_id: each.version for each in fleet.replicas}
+        name, version = "exact_version", call.exact_weight_version
+        if version is None:
+            name, version = "min_weight_version", call.min_weight_version
         return TooEarly(
-            f"no replica serves min_weight_version={call.min_weight_version} after {self._limits.version_wait_s} s "
-            f"(live: {live}): push it, or ask for what is live",
-            {"min_weight_version": call.min_weight_version, "latest_version": latest, "live": live},
+            f"no replica serves {name}={version} after {self._limits.version_wait_s} s (live: {live}): push it, or ask "
+            "for what is live",
+            {name: version, "latest_version": latest, "live": live},
         )
+
+
+def _has_passed(refusal: RolloutServiceError, call: GenerateCall) -> bool:
+    """Return True if a replica refused because it serves a newer version than the exact one that the call wants."""
+    exact, live = call.exact_weight_version, refusal.detail.get("live_version")
+    return isinstance(refusal, TooEarly) and exact is not None and isinstance(live, int) and live > exact
 
 
 def _serves(fleet: Fleet) -> bool:

@@ -64,6 +64,7 @@ def ranked(
     candidates: Collection[Candidate],
     *,
     min_version: int | None = None,
+    exact_version: int | None = None,
     session_replica: str | None = None,
     prefix_replica: str | None = None,
     sequences: int = 1,
@@ -83,11 +84,13 @@ def ranked(
         return candidate.replica_id == prefix_replica and has_room and is_even
 
     def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, bool, int, int, str]:
-        behind = min_version is not None and candidate.version is not None and candidate.version < min_version
+        version = candidate.version
+        behind = min_version is not None and version is not None and version < min_version
+        differs = exact_version is not None and version is not None and version != exact_version
         return (
             candidate.state == "failed",
             candidate.replica_id in avoid,
-            behind,
+            behind or differs,
             _LAST_RESORT.get(candidate.state, 0),
             candidate.is_full,
             candidate.replica_id != session_replica,
@@ -259,6 +262,7 @@ class RolloutRouter(RequestRouter):
         order = ranked(
             [self._candidate(replica) for replica in candidate_replicas],
             min_version=getattr(call, "min_weight_version", None),
+            exact_version=getattr(call, "exact_weight_version", None),
             session_replica=self._ledger.replica_of(session),
             prefix_replica=self._ledger.replica_with(begins),
             sequences=1 if call is None else call.sampling.n,

@@ -16,6 +16,7 @@ from rollout_service.errors import (
     Overloaded,
     RolloutServiceError,
     TooEarly,
+    VersionNotServed,
 )
 from rollout_service.fleet.continuation import sampling_of_the_rest
 from rollout_service.fleet.progress import RolloutProgress
@@ -30,7 +31,8 @@ from rollout_service.tracing import describe
 from rollout_service.web.errors import documented
 
 DATA_ERRORS = documented(
-    ContextTooLong, EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly
+    *(ContextTooLong, EngineFailed, InvalidRequest, NonFiniteLogprob, NotFound, NotReady, Overloaded, TooEarly),
+    VersionNotServed,
 )
 """Error replies of a data route."""
 BYTES_PER_TOKEN = 64
@@ -310,13 +312,19 @@ async def roll_out(
         prompt_token_ids=prompt,
         sampling=sampling,
         partial_tokens=len(partial),
-        min_weight_version=await _number_of(options.min_weight_version, services),
+        min_weight_version=await _number_of(options.min_version, services),
+        exact_weight_version=await _number_of(options.exact_version, services),
         session_id=options.session_id,
         priority=options.priority,
         cache_salt=options.cache_salt,
         reasoning=reasoning if sampling.structured_outputs is not None else None,
     )
-    rollout = await services.dispatcher.complete(request, options.on_abort, progress)
+    try:
+        rollout = await services.dispatcher.complete(request, options.on_abort, progress)
+    except TooEarly as error:
+        if options.weight_version is None:
+            raise
+        raise VersionNotServed(error.message, error.detail) from error
     if sampling.is_truncated:
         rollout = rollout.model_copy(update={"truncated_sampling": True})
     describe(rollout)

@@ -1,6 +1,6 @@
 """``POST /inference/v1/generate``: vLLM's request and reply as far as they are implemented, with our additions."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
@@ -15,6 +15,25 @@ TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 ModelName = Annotated[str, Field(max_length=1024)]
 
 
+class WantedVersion(Frozen):
+    """The weight version that may answer, as miles's contract for external rollout services names it.
+
+    Both fields take a number or a label. If no replica qualifies, the request fails with 409 and ``Retry-After``.
+    """
+
+    min_version: KnownVersion | None = None
+    """This version or a newer one, see ``RolloutOptions.min_weight_version``."""
+    exact_version: KnownVersion | None = None
+    """This version only, for every token. A label is looked up once. A completion that an update interrupts continues
+    on a replica that still serves the version, or comes back with ``finish_reason="abort"``."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.min_version is not None and self.exact_version is not None:
+            raise ValueError("min_version and exact_version are given: send one of them")
+        return self
+
+
 class RolloutOptions(Frozen):
     """Options that both data routes share: which replica and which weight versions may answer, and how."""
 
@@ -23,6 +42,8 @@ class RolloutOptions(Frozen):
     min_weight_version: KnownVersion | None = None
     """The oldest weight version that may answer, by number or label. The request waits up to ``engine.version_wait_s``
     for it, then fails with 425. A label that no version has yet is 404."""
+    weight_version: WantedVersion | None = None
+    """``{"exact_version": …}`` or ``{"min_version": …}``, by number or label. 409 if no replica serves it."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Requests of one session go to one replica while it lives. Also accepted as header ``X-Session-Id``."""
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
@@ -42,6 +63,24 @@ class RolloutOptions(Frozen):
     @classmethod
     def _few_names_are_unknown(cls, data: object) -> object:
         return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+
+    @model_validator(mode="after")
+    def _one_form_of_the_version(self) -> Self:
+        if self.min_weight_version is not None and self.weight_version not in (None, WantedVersion()):
+            raise ValueError("min_weight_version and weight_version are given: send one of them")
+        return self
+
+    @property
+    def min_version(self) -> int | str | None:
+        """The oldest version that may answer, in either form."""
+        if self.weight_version is None or self.min_weight_version is not None:
+            return self.min_weight_version
+        return self.weight_version.min_version
+
+    @property
+    def exact_version(self) -> int | str | None:
+        """The only version that may answer."""
+        return None if self.weight_version is None else self.weight_version.exact_version
 
     def options(self, session_header: str | None) -> "RolloutOptions":
         """Return only these fields, with the session from the body or the header. Raises InvalidRequest if both

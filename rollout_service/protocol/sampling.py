@@ -244,6 +244,8 @@ class GenerateCall(Frozen):
     and a stop string may begin among them."""
     min_weight_version: WeightVersion | None = None
     """The oldest weight version that may answer."""
+    exact_weight_version: WeightVersion | None = None
+    """The only weight version that may answer."""
     session_id: str | None = None
     """Calls of one session go to one replica while it lives, to share its prefix cache."""
     priority: int = 0

@@ -340,6 +340,30 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_exact_call_ends_when_another_version_is_loaded(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+    config, engine = served
+    folder = WeightLog(config.weights.root).folder(0)
+    await load(engine, folder, 0)
+    endless = Sampling(max_tokens=4000, ignore_eos=True)
+    exact = asyncio.create_task(engine.generate("exact", (5, 6), endless, exact_version=0))
+    free = asyncio.create_task(engine.generate("free", (5, 6), endless))
+    while not (engine.tokens_since("exact", [0]) and engine.tokens_since("free", [0])):
+        await asyncio.sleep(0.01)
+    await engine.pause("keep")
+    await engine.load(folder, 1)
+    # submitted while paused, as by a replica that checked its version just before
+    late = asyncio.create_task(engine.generate("late", (5, 6), Sampling(max_tokens=4), exact_version=0))
+    await engine.resume()
+    [ended], [cut] = await exact, await late
+    assert (ended.finish_reason, ended.versions) == ("abort", (0,)) and ended.token_ids
+    assert (cut.finish_reason, cut.token_ids) == ("abort", ())
+    await engine.pause("abort")
+    [goes_on] = await free
+    assert goes_on.versions[0] == 0
+    await engine.resume()
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served: tuple[ServiceConfig, EngineAdapter]) -> None:
     """Tokens, logprobs, candidates and the version that made each, for a reader at every step and for a slow one."""
     config, engine = served

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
@@ -118,6 +119,34 @@ async def test_a_request_for_weights_that_nobody_pushed_is_told_so(client: Rollo
         await client.generate(PROMPT, max_tokens=2, min_weight_version=telltale + 7)
     rollout = await client.generate(PROMPT, max_tokens=2, min_weight_version=telltale)
     assert rollout.completions[0].versions == (telltale,)
+
+
+async def test_exact_version_is_served_until_replaced_then_refused(
+    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, telltale: int
+) -> None:
+    wanted = {"weight_version": {"exact_version": telltale}}
+    running = [
+        asyncio.create_task(client.generate(PROMPT, max_tokens=1900, temperature=0.0, ignore_eos=True, **wanted))
+        for _ in range(4)
+    ]
+    await _running(client, 4)
+    await client.push_weights(telltale + 1, canary_weights(service.config.model.path, telltale + 1), mode="keep")
+    for rollout in running:
+        [completion] = (await rollout).completions
+        assert (completion.finish_reason, completion.versions) == ("abort", (telltale,))
+        assert_pure(completion)
+    bodies = {
+        "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
+        "/generate": {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    }
+    for path, body in bodies.items():
+        refused = await http.post(path, json={**body, **wanted})
+        assert (refused.status_code, refused.headers["Retry-After"]) == (409, "1"), refused.text
+        detail = refused.json()["error"]["detail"]
+        assert sorted(detail["live"].values()) == [telltale + 1] * 2 and detail["latest_version"] == telltale + 1
+        served = await http.post(path, json={**body, "weight_version": {"exact_version": telltale + 1}})
+        assert served.status_code == 200, served.text
 
 
 async def _running(client: RolloutClient, sequences: int) -> None:

@@ -29,7 +29,7 @@ from rollout_service.web.errors import bad_request, documented
 router = APIRouter(tags=["chat"], route_class=OpenRoute)
 _ERRORS = DATA_ERRORS | documented(BadRequest)
 
-OURS = ("min_weight_version", "on_abort")
+OURS = ("min_weight_version", "on_abort", "weight_version")
 """Options of this service that a body may contain in addition to the API's fields."""
 IDLE = frozenset(
     {
@@ -314,6 +314,7 @@ def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Ser
     exchange.options = RolloutOptions(
         session_id=exchange.options.session_id,
         min_weight_version=given.min_weight_version,
+        weight_version=given.weight_version,
         on_abort=given.on_abort,
     )
     current.set(exchange)

@@ -11,7 +11,7 @@ from rollout_service.gateway.generate import spans
 from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all, text_of
 from rollout_service.gateway.sglang.replies import DataRoute
 from rollout_service.protocol.base import Frozen
-from rollout_service.protocol.generate import RolloutOptions, TokenIds
+from rollout_service.protocol.generate import RolloutOptions, TokenIds, WantedVersion
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import (
     FEW,
@@ -111,6 +111,8 @@ class SglangGenerate(Frozen):
     """The rollout's name in logs. With several prompts, the prompt's index is appended."""
     lora_path: None = None
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    weight_version: WantedVersion | None = None
+    """The version that may answer: not SGLang's field, but that of miles and Stitch."""
 
     @model_validator(mode="before")
     @classmethod
@@ -148,7 +150,9 @@ async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey
     sampling, given = body.sampling_params.sampling(), body.input_ids if body.text is None else body.text
     prompts = await read_prompts(given or (), sampling.n, services)
     check_prompts(prompts, sampling, services)
-    options = RolloutOptions(session_id=routing_key or None, priority=body.priority, on_abort="return")
+    options = RolloutOptions(
+        session_id=routing_key or None, priority=body.priority, on_abort="return", weight_version=body.weight_version
+    )
     several = body.rid is not None and len(prompts) > 1
     names = [f"{body.rid}-{i}" if several else body.rid for i in range(len(prompts))]
     rollouts = await roll_out_all(prompts, sampling, services, options, names)

@@ -230,6 +230,25 @@ async def test_a_rest_asks_for_weights_no_older_than_its_own(asked: int | str | 
     assert [body["min_weight_version"] for body in scripted.bodies] == [wanted]
 
 
+@pytest.mark.parametrize("asked", [3, "golden"])
+async def test_rest_of_an_exact_version_keeps_its_number(asked: int | str) -> None:
+    scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
+    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
+    async with RolloutClient(URL, transport=scripted) as client:
+        await client.generate_batch([partial], weight_version={"exact_version": asked})
+        with pytest.raises(InvalidRequest, match="has tokens of version 3, and exact_version=4 would continue it"):
+            await client.generate_batch([partial], weight_version={"exact_version": 4})
+    assert [body["weight_version"] for body in scripted.bodies] == [{"exact_version": 3}]
+
+
+async def test_rest_keeps_a_minimum_in_the_other_form() -> None:
+    scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
+    partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
+    async with RolloutClient(URL, transport=scripted) as client:
+        await client.generate_batch([partial], weight_version={"min_version": 5})
+    assert [body["min_weight_version"] for body in scripted.bodies] == [5]
+
+
 async def test_a_rest_goes_on_in_a_service_without_its_version() -> None:
     def script(body: Body) -> list[Step]:
         if "min_weight_version" in body:

@@ -25,11 +25,11 @@ class WaitingWeightSync:
         self.waiting, self.let_go = asyncio.Event(), asyncio.Event()
         self.labels = ServedLabels()
 
-    async def wait_version(self, version: int, timeout_s: float) -> bool:
+    async def wait_version(self, version: int, timeout_s: float, *, exact: bool = False) -> bool:
         if version > self.version:
             self.waiting.set()
             await self.let_go.wait()
-        return version <= self.version
+        return version == self.version if exact else version <= self.version
 
 
 class Engine:
@@ -86,3 +86,10 @@ async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
         with pytest.raises(TooEarly, match="behind min_weight_version=99"):
             await refused
     assert replica._admission.running == 0
+
+
+async def test_call_for_another_exact_version_is_refused_by_name() -> None:
+    asked = call("exact").model_copy(update={"exact_weight_version": 0})
+    with pytest.raises(TooEarly, match="serves version 1, not exact_version=0") as refused:
+        await Replica(WaitingWeightSync()).generate(asked)
+    assert refused.value.detail == {"wanted_version": 0, "live_version": 1, "replica_id": "r1"}

@@ -191,6 +191,30 @@ class TestWaitingForAVersion:
         await push(log, ingest, 2)
         assert await asyncio.wait_for(waiting, LONG_S)
 
+    async def test_older_exact_version_is_refused_at_once(
+        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
+    ) -> None:
+        await push(log, ingest, 2)
+        await serving(weight_sync, ingest, 2)
+        assert await weight_sync.wait_version(2, timeout_s=LONG_S, exact=True)
+        assert not await weight_sync.wait_version(1, timeout_s=1e9, exact=True)
+
+    async def test_waiting_for_an_exact_version_ends_at_a_newer_one(
+        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
+    ) -> None:
+        waiting = asyncio.create_task(weight_sync.wait_version(1, timeout_s=LONG_S, exact=True))
+        await push(log, ingest, 2)
+        assert not await asyncio.wait_for(waiting, LONG_S)
+
+    async def test_sleeping_replica_takes_calls_for_its_exact_version(
+        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
+    ) -> None:
+        await ingest.change(paused=True, asleep=True)
+        await ingest.reported(lambda s: s.state == "asleep")
+        commit(log, 1)
+        assert await weight_sync.wait_version(1, timeout_s=LONG_S, exact=True)
+        assert not await weight_sync.wait_version(0, timeout_s=0.01, exact=True)
+
     async def test_a_sleeping_replica_takes_calls_that_it_can_answer(
         self, weight_sync: WeightSync, ingest: FakeIngest
     ) -> None:

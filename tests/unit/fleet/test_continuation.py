@@ -12,6 +12,7 @@ from rollout_service.fleet.continuation import (
     continuation_call,
     cut_at_stop,
     merge_completions,
+    of_version,
     slice_completion,
     why_restart,
     without_tokens,
@@ -88,6 +89,29 @@ def test_the_rest_is_of_weights_no_older_than_its_beginning(
     partial = piece((6, 7, 8)[: sum(length for _, length in spans)], *spans)
     asking = CALL.model_copy(update={"min_weight_version": asked})
     assert continuation_call(asking, partial, 2).min_weight_version == wanted
+
+
+def test_rest_of_an_exact_call_has_no_other_minimum() -> None:
+    asking = CALL.model_copy(update={"min_weight_version": None, "exact_weight_version": 4})
+    rest = continuation_call(asking, piece((6, 7), (4, 2)), 2)
+    assert (rest.min_weight_version, rest.exact_weight_version) == (None, 4)
+
+
+def test_completion_of_one_version_is_left_as_it_is() -> None:
+    completion = piece((6, 7), (4, 2), end="stop")
+    assert of_version(completion, 4) is completion
+
+
+@pytest.mark.parametrize(("spans", "kept"), [(((4, 2), (5, 1)), 2), (((4, 1), (5, 1), (4, 1)), 1), (((5, 3),), 0)])
+def test_completion_ends_before_tokens_of_another_version(spans: tuple[tuple[int, int], ...], kept: int) -> None:
+    prompt_logprobs = (None, (Candidate(2, -0.1, 1),))
+    whole = piece((6, 7, 8), *spans, end="stop").model_copy(
+        update={"stop_reason": 8, "prompt_logprobs": prompt_logprobs}
+    )
+    cut = of_version(whole, 4)
+    assert cut.token_ids == (6, 7, 8)[:kept] and cut.versions == (4,) * bool(kept)
+    assert (cut.finish_reason, cut.stop_reason) == ("abort", None)
+    assert cut.prompt_logprobs == (prompt_logprobs if kept else None)
 
 
 def test_a_minimum_that_is_reached_stays_reached() -> None:

@@ -41,6 +41,11 @@ def refusal(cls: type[RolloutServiceError], replica_id: str) -> Exception:
     return raised(cls("no", {"replica_id": replica_id}))
 
 
+def passed(replica_id: str, version: int) -> Exception:
+    """A refusal by a replica that serves ``version``."""
+    return raised(TooEarly("no", {"replica_id": replica_id, "live_version": version}))
+
+
 def made(*lengths: int, version: int = 3, end: str = "length", replica_id: str = "a") -> Step:
     """An answer with a completion of each length, ended by ``end``."""
 
@@ -265,6 +270,36 @@ class TestRefusal:
         assert refused.value.detail == {"min_weight_version": 7, "latest_version": 4, "live": {"a": 3, "b": 4}}
         waited = await dispatcher(Script([*steps, made(9)]), version_wait_s=60).complete(call(min_weight_version=7))
         assert waited.attempts == 1
+
+
+class TestExactVersion:
+    async def test_exact_version_that_all_passed_is_refused_at_once(self) -> None:
+        engine = Script([*[passed("a", 3), passed("b", 4)], passed("a", 3)])
+        with pytest.raises(TooEarly, match="exact_version=2 ") as refused:
+            await dispatcher(engine, version_wait_s=1e9).complete(call(exact_weight_version=2))
+        assert refused.value.detail == {"exact_version": 2, "latest_version": 4, "live": {"a": 3, "b": 4}}
+
+    async def test_exact_version_that_may_come_is_awaited(self) -> None:
+        engine = Script([passed("a", 3), passed("b", 5), passed("a", 3), made(9, version=4)])
+        rollout = await dispatcher(engine, version_wait_s=60).complete(call(exact_weight_version=4))
+        assert rollout.completions[0].versions == (4,) and rollout.attempts == 1
+
+    async def test_interrupted_exact_call_continues_with_its_version(self) -> None:
+        engine = Script([made(4, version=4, end="abort"), passed("a", 5), made(5, version=4, replica_id="b")])
+        rollout = await dispatcher(engine).complete(call(exact_weight_version=4))
+        assert rollout.completions[0].versions == (4,) and len(rollout.completions[0].token_ids) == 9
+        assert [(c.exact_weight_version, c.min_weight_version) for c in engine.calls[1:]] == [(4, None)] * 2
+
+    async def test_interrupted_exact_call_without_its_version_is_aborted(self) -> None:
+        engine = Script([made(4, version=4, end="abort"), *[passed("a", 5)] * 2])
+        rollout = await dispatcher(engine, version_wait_s=1e9).complete(call(exact_weight_version=4))
+        [completion] = rollout.completions
+        assert (completion.finish_reason, completion.versions) == ("abort", (4,)) and len(completion.token_ids) == 4
+
+    async def test_exact_call_cut_before_its_first_token_is_refused(self) -> None:
+        engine = Script([made(0, end="abort"), *[passed("a", 5)] * 2])
+        with pytest.raises(TooEarly, match="exact_version=4 "):
+            await dispatcher(engine, version_wait_s=1e9).complete(call(exact_weight_version=4))
 
 
 class Starting:

@@ -38,6 +38,10 @@ class TestRanked:
         assert ranked(candidates, min_version=4) == ["c", "b", "a"]
         assert ranked(candidates) == ["a", "c", "b"]
 
+    def test_replica_with_the_exact_version_ranks_first(self) -> None:
+        candidates = [Candidate("a", version=3), Candidate("b", version=4, load=50), Candidate("c", version=5)]
+        assert ranked(candidates, exact_version=4) == ["b", "a", "c"]
+
     def test_a_replica_without_a_report_is_taken_for_up_to_date(self) -> None:
         assert ranked([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
 

@@ -5,10 +5,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from rollout_service.errors import InvalidRequest
+from rollout_service.config.engine import EngineConfig
+from rollout_service.errors import InvalidRequest, TooEarly, VersionNotServed
+from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
+from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 from rollout_service.protocol.generate import RolloutOptions
-from tests.unit.gateway.fakes import EchoEngine, LabelIngest, http_to
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall
+from tests.unit.gateway.fakes import EchoEngine, LabelIngest, client_of, http_to
 
 ROUTES = {"/inference/v1/generate": {"token_ids": [5, 6]}, "/v1/completions": {"prompt": [5, 6]}}
 
@@ -75,6 +80,95 @@ async def test_a_version_that_there_is_not_is_refused(
 ) -> None:
     reply = await post(replace(services, ingest=LabelIngest({})), path, min_weight_version=asked)
     assert reply.status_code == status and engine.calls == []
+
+
+EVERY_ROUTE = {
+    **ROUTES,
+    "/generate": {"input_ids": [5, 6]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+@pytest.mark.parametrize("path", EVERY_ROUTE)
+@pytest.mark.parametrize(
+    ("wanted", "minimum", "exact"),
+    [
+        ({"exact_version": 7}, None, 7),
+        ({"exact_version": "golden", "min_version": None}, None, 12),
+        ({"min_version": "golden"}, 12, None),
+        ({"min_version": 3, "exact_version": None}, 3, None),
+        ({}, None, None),
+        (None, None, None),
+    ],
+)
+async def test_weight_version_of_every_route_reaches_the_engines(
+    chatting: Services, path: str, wanted: object, minimum: int | None, exact: int | None
+) -> None:
+    engine = EchoEngine()
+    services = replace(
+        chatting,
+        ingest=LabelIngest({"golden": 12}),
+        dispatcher=Dispatcher(engine, LabelIngest({}), EngineConfig()),
+    )
+    async with http_to(services) as http:
+        reply = await http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
+    assert reply.status_code == 200, reply.text
+    assert (engine.calls[0].min_weight_version, engine.calls[0].exact_weight_version) == (minimum, exact)
+
+
+@pytest.mark.parametrize("path", EVERY_ROUTE)
+@pytest.mark.parametrize(
+    "wanted",
+    [{"exact_version": -1}, {"exact_version": 1, "min_version": 1}, {"newest": True}, 7, {"exact_version": ""}],
+)
+async def test_impossible_weight_version_is_refused_by_name(chatting: Services, path: str, wanted: object) -> None:
+    async with http_to(chatting) as http:
+        reply = await http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
+    assert reply.status_code in (400, 422) and "weight_version" in reply.json()["error"]["message"], reply.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_two_forms_of_a_minimum_are_refused(services: Services, path: str) -> None:
+    reply = await post(services, path, min_weight_version=3, weight_version={"min_version": 3})
+    assert reply.status_code == 422
+    assert "min_weight_version and weight_version are given" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", EVERY_ROUTE)
+@pytest.mark.parametrize("wanted", [{"exact_version": 8}, {"min_version": 9}])
+async def test_version_that_nobody_serves_is_a_retryable_409(
+    chatting: Services, path: str, wanted: dict[str, int]
+) -> None:
+    dispatcher = Dispatcher(Serving(7), Serving(7), EngineConfig(version_wait_s=0))
+    async with http_to(replace(chatting, dispatcher=dispatcher)) as http:
+        reply = await http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
+    assert (reply.status_code, reply.headers["Retry-After"]) == (409, "1")
+    error = reply.json()["error"]
+    assert error["type"] == "VersionNotServed"
+    assert error["detail"]["live"] == {"r1": 7} and error["detail"]["latest_version"] == 7
+
+
+async def test_client_asks_for_an_exact_version(services: Services, engine: EchoEngine) -> None:
+    async with client_of(services) as client:
+        await client.generate([5, 6], weight_version={"exact_version": 7})
+    async with client_of(replace(services, dispatcher=Dispatcher(Serving(7), Serving(7), EngineConfig()))) as client:
+        with pytest.raises(VersionNotServed, match="exact_version=6") as refused:
+            await client.generate([5, 6], weight_version={"exact_version": 6})
+    assert engine.calls[0].exact_weight_version == 7 and refused.value.detail["live"] == {"r1": 7}
+
+
+class Serving:
+    """A replica that serves one version and refuses all calls for another, and the ingest that knows it."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        raise TooEarly("no", {"replica_id": "r1", "live_version": self._version})
+
+    async def fleet(self) -> Fleet:
+        replica = ReplicaStatus(replica_id="r1", version=self._version, state="ready")
+        return Fleet(latest_version=self._version, paused=False, replicas=(replica,))
 
 
 async def test_a_session_in_a_header_that_is_too_long_is_refused(services: Services) -> None:
