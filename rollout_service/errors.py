@@ -284,7 +284,7 @@ def from_wire(status: int, body: object) -> RolloutServiceError:
     return cls(str(error["message"]), error.get("detail") or {})
 
 
-def shortened(reason: str) -> str:
+def shorten(reason: str) -> str:
     """Truncate a reason to about ``LONGEST_REASON`` characters: its beginning and its end."""
     half = LONGEST_REASON // 2
     return reason if len(reason) <= LONGEST_REASON else f"{reason[:half]} … {reason[-half:]}"

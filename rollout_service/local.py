@@ -74,7 +74,7 @@ def running_service(
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         options = start_options(read_document(path))
         http = {**options.get("http_options", {}), "host": "127.0.0.1", "port": port}
-        with deployed(config, {**options, "http_options": http}):
+        with deploy(config, {**options, "http_options": http}):
             url = f"{'https' if http.get('ssl_certfile') else 'http'}://127.0.0.1:{port}"
             yield LocalService(url=url, config=config.resolved(), metrics_targets=metrics_targets(url))
 
@@ -98,7 +98,7 @@ def local_ray(*, verbose: bool = False) -> Iterator[str]:
 
 
 @contextmanager
-def deployed(config: ServiceConfig, options: Document) -> Iterator[None]:
+def deploy(config: ServiceConfig, options: Document) -> Iterator[None]:
     """Run Serve, with the service as its application, in this process's Ray cluster until the block ends.
 
     ``options``: see ``start_options``. The block begins once the service answers. Raises ServiceNotStarted, with the

@@ -151,7 +151,7 @@ def carve(bucket: torch.Tensor, shapes: Shapes) -> Iterator[torch.Tensor]:
 
 def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
     """Ours against the reference and vLLM's function, which is plain torch."""
-    from rollout_service.quant.cpu import quantize_cpu
+    from rollout_service.quant.cpu import quantize_blocks_cpu
 
     for shape in CPU_SHAPES:
         weight = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
@@ -160,7 +160,7 @@ def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
         source, target = torch.zeros(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
         kernels: dict[str, Callable[[], Any]] = {
             "copy of as many bytes": partial(target.copy_, source),
-            "ours": partial(quantize_cpu, weight),
+            "ours": partial(quantize_blocks_cpu, weight),
             "reference": partial(quantize_blockwise, weight),
             "vllm": partial(vllm, weight),
         }

@@ -168,7 +168,7 @@ def keep_to_gpus(prepared: Prepared, asked: tuple[int, ...] | None) -> KeptToGpu
     if missing := [str(index) for index in asked or () if index not in known]:
         there = ", ".join(map(str, sorted(known))) or "none"
         raise ValueError(f"--gpus: this machine has no GPU {', '.join(missing)}: name some of {there}")
-    in_use = nvidia_smi.taken(here, nvidia_smi.holders(), plan.config.engine.gpu_memory_utilization)
+    in_use = nvidia_smi.find_taken(here, nvidia_smi.holders(), plan.config.engine.gpu_memory_utilization)
     if asked is not None and (wrong := [f"GPU {index}: {in_use[index]}" for index in asked if index in in_use]):
         raise ValueError(f"--gpus: {'; '.join(wrong)}: end that process, or name other GPUs")
     used = sorted(known - in_use.keys()) if asked is None else list(asked)
@@ -203,7 +203,7 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
     from ray import serve
 
     from rollout_service.cli.start_progress import look_at_start, progress_lines
-    from rollout_service.local import APPLICATION, ServiceNotStarted, deployed
+    from rollout_service.local import APPLICATION, ServiceNotStarted, deploy
 
     plan, status = Plan.of(document), _INTERRUPTED
     try:
@@ -223,7 +223,7 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
             )
         with ExitStack() as service:
             with progress_lines(lambda: look_at_start(plan.url, APPLICATION), complain):
-                service.enter_context(deployed(plan.config, start_options(document)))
+                service.enter_context(deploy(plan.config, start_options(document)))
             typer.echo(how_to_call(plan, context.dashboard_url))
             status = 0
             threading.Event().wait()

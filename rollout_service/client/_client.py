@@ -31,7 +31,7 @@ from rollout_service.protocol.upload import CommitUpload, PathSource, RollBack, 
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.runtime.connections import affordable_connections
 from rollout_service.runtime.tasks import raise_first_failure
-from rollout_service.runtime.tls import PinnedCertificates, trusting
+from rollout_service.runtime.tls import PinnedCertificates, tls_context
 
 if TYPE_CHECKING:
     from rollout_service.client._delta import DeltaPushes
@@ -79,7 +79,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
             max_connections = MAX_CONNECTIONS
         if transport is None and max_connections > 0:
             max_connections = affordable_connections(max_connections)
-        tls = None if ca_file is None else trusting(ca_file)
+        tls = None if ca_file is None else tls_context(ca_file)
         pinned = PinnedCertificates()
 
         def pool(
@@ -122,7 +122,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         await self._parts.aclose()
         self._uploader.close()
         if self._deltas is not None:
-            await self._deltas.settled()
+            await self._deltas.wait_until_settled()
 
     def session(self, session_id: str | None = None, *, ttl_s: float = 3600.0) -> AgentSession:
         """Open a session that records an agent's chat: ``async with client.session() as session:``.

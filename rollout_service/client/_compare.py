@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_service.client._gpu_compare import Counting, Found, Uploads, counting, found, runs_of
+from rollout_service.client._gpu_compare import Counting, Found, Uploads, queue_count, queue_search, runs_of
 from rollout_service.client._pieces import Batch, Piece
-from rollout_service.gpu.streams import lies_on_gpu, passed, queued_to_host
+from rollout_service.gpu.streams import lies_on_gpu, queue_to_host, record_waiter
 from rollout_service.protocol import delta
 from rollout_service.protocol.delta_parts import most_header_bytes
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
@@ -268,7 +268,7 @@ class Comparison:
         batch = self._batches[number]
         uploads = self._uploads.setdefault(device, Uploads(device))
         pieces, new = [self._pieces[index] for index in batch.pieces], [self._on_gpu[index] for index in batch.pieces]
-        counted = counting(batch, pieces, uploads.take(number, self._of_batches[number]), new)
+        counted = queue_count(batch, pieces, uploads.take(number, self._of_batches[number]), new)
         if number + 1 < len(self._batches):
             with suppress(torch.cuda.OutOfMemoryError):  # there may be room when its turn comes
                 uploads.begin(number + 1, self._of_batches[number + 1])
@@ -304,8 +304,8 @@ class Comparison:
                 held = count * (_POSITION_BYTES + delta.GAP_PLANES + 2 * piece.itemsize)
                 self._submit(piece, held, encoding[number])
                 continue
-            copy = queued_to_host(counted.differences[place])
-            wait = passed(counted.differences.device)
+            copy = queue_to_host(counted.differences[place])
+            wait = record_waiter(counted.differences.device)
             self._submit(piece, piece.nbytes, partial(_compare_by_difference, self._kept[index], copy, wait, piece))
 
     def _read(
@@ -314,7 +314,7 @@ class Comparison:
         """Return the remaining thread work for each piece of a run. Raises ``torch.cuda.OutOfMemoryError``."""
         batch, itemsize = counted.batch, pieces[run.start].itemsize
         begin, end = batch.places[run.start].start, batch.places[run.stop - 1].stop
-        changed = found(counted.differences[begin:end].view(SIGNED[itemsize]), sum(counts[run]))
+        changed = queue_search(counted.differences[begin:end].view(SIGNED[itemsize]), sum(counts[run]))
         left: dict[int, Callable[[], list[_SpanChange]]] = {}
         start = 0
         for number in range(run.start, run.stop):

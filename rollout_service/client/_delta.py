@@ -129,7 +129,7 @@ class DeltaPushes:
             converter, table = await push.uploader.quantizing(source.table, push.thread, CONVERTED_BYTES)
             announced = announcement(version, tensors=table, kv_scales=kv_scales, label=label)
             tensors = gathering.begin(own_memory=True)
-            await self.settled()
+            await self.wait_until_settled()
             sent, self._sent = self._sent, None
             if sent is not None:
                 await push.thread.call(sent.become_newer, version)
@@ -156,7 +156,7 @@ class DeltaPushes:
             status = await self._push_changes(push, sender, sent, stored, verdicts)
             return status or await self._push_whole(push, announced, sent, sent.stream())
 
-    async def settled(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until no task changes the kept weights. A cancelled wait leaves the task to the next caller."""
         if (applying := self._applying) is None:
             return

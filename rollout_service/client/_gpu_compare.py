@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_service.client._pieces import BATCH_BYTES, Batch, Piece
-from rollout_service.gpu.streams import passed, queued_to_host, upload_stream
+from rollout_service.gpu.streams import queue_to_host, record_waiter, upload_stream
 from rollout_service.protocol import delta
 from rollout_service.runtime.views import bytes_of
 from rollout_service.store.manifest import CHUNK_BYTES, DIGEST_BYTES, joined_digests
@@ -58,7 +58,7 @@ class Digests:
             flats = [bytes_of(tensor) for tensor in tensors.values()]
             places = zip(owners[short].tolist(), starts[short].tolist(), nbytes[short].tolist(), strict=True)
             parts = [flats[owner][start : start + length] for owner, start, length in places]
-            self._short = queued_to_host(torch.cat(parts))
+            self._short = queue_to_host(torch.cat(parts))
         self._nbytes = nbytes
 
     def read(self) -> dict[int, str]:
@@ -96,7 +96,7 @@ class Counting:
         return counts
 
 
-def counting(
+def queue_count(
     batch: Batch,
     pieces: Sequence[Piece],
     old: torch.Tensor,
@@ -124,7 +124,7 @@ def counting(
                 begun[index] = tensor
     counts = subtract_in_place(pairs, len(pieces), old.device)
     digests = Digests(begun, old.device) if begun else None
-    return Counting(batch, old, digests, queued_to_host(counts), passed(old.device))
+    return Counting(batch, old, digests, queue_to_host(counts), record_waiter(old.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Found:
     wait: Callable[[], None]
 
 
-def found(differences: torch.Tensor, count: int) -> Found:
+def queue_search(differences: torch.Tensor, count: int) -> Found:
     """Queue the read of the ``count`` nonzero elements on the current stream, without waiting.
 
     ``differences``: signed integers [N]. Raises ``torch.cuda.OutOfMemoryError``.
@@ -151,10 +151,12 @@ def found(differences: torch.Tensor, count: int) -> Found:
     if not count:
         nothing, no_planes = np.empty(0, np.int32), np.empty((delta.GAP_PLANES + itemsize, 0), np.uint8)
         return Found(nothing, nothing.astype(f"i{itemsize}"), no_planes, _now)
-    on_host = queued_to_host(changes_of(differences, count, delta.GAP_PLANES)).numpy()
+    on_host = queue_to_host(changes_of(differences, count, delta.GAP_PLANES)).numpy()
     numbers, planes = on_host[: -delta.GAP_PLANES - itemsize].reshape(-1), on_host[-delta.GAP_PLANES - itemsize :]
     end = 4 * count
-    return Found(numbers[:end].view("i4"), numbers[end:].view(f"i{itemsize}"), planes, passed(differences.device))
+    return Found(
+        numbers[:end].view("i4"), numbers[end:].view(f"i{itemsize}"), planes, record_waiter(differences.device)
+    )
 
 
 def _now() -> None:

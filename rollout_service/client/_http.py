@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollout_service.client._retry import Repeat, error_of, retrying
 from rollout_service.errors import RolloutServiceError
 from rollout_service.runtime.connections import ManyConnections, too_many_open_files
-from rollout_service.runtime.tls import untrusted
+from rollout_service.runtime.tls import certificate_error
 
 CONNECT_S = 10.0
 WRITE_S = 60.0
@@ -147,7 +147,7 @@ def _checked_url(url: str) -> str:
 
 def _explain(error: httpx.TransportError, method: str, url: str, service: str, repeat: Repeat) -> str:
     where = f"{method} {url} at {service}"
-    if (why := untrusted(error)) is not None:
+    if (why := certificate_error(error)) is not None:
         return f"{where}: {why.verify_message}. If its certificate is not signed for this machine, give ca_file."
     if (limit := too_many_open_files(error)) is not None:
         return f"{where}: {limit}."

@@ -16,7 +16,7 @@ from tenacity import (
 )
 
 from rollout_service.errors import CommitTimeout, NotReady, Overloaded, RolloutServiceError, from_wire
-from rollout_service.runtime.tls import untrusted
+from rollout_service.runtime.tls import certificate_error
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -59,7 +59,7 @@ def may_retry(outcome: Outcome, repeat: Repeat) -> bool:
     if repeat is Repeat.NEVER:
         return False
     if isinstance(outcome, _NEVER_SENT):
-        if untrusted(outcome) is not None:  # the certificate will not be trusted next time either
+        if certificate_error(outcome) is not None:  # the certificate will not be trusted next time either
             return False
         return repeat is not Repeat.IDEMPOTENT_ONCE_CONNECTED
     idempotent = repeat in (Repeat.IDEMPOTENT, Repeat.IDEMPOTENT_ONCE_CONNECTED)

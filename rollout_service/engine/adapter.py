@@ -27,7 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.compat.vllm_internals import environment_as_it_is, pause_scheduler, tokens_since
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
-from rollout_service.engine.loading.staging_calls import StageCall, staged_by
+from rollout_service.engine.loading.staging_calls import StageCall, stage_at
 from rollout_service.engine.partial_penalties import with_partial_penalties
 from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
 from rollout_service.fleet.continuation import of_version
@@ -272,7 +272,7 @@ class EngineAdapter:
         self._require_sound()
         try:
             call = StageCall(folder=str(folder), digest=digest)
-            answers = await asyncio.gather(*(staged_by(address, call) for address in self._staging_addresses))
+            answers = await asyncio.gather(*(stage_at(address, call) for address in self._staging_addresses))
         except (OSError, ValidationError) as error:
             raise EngineFailed(f"{folder} could not be staged: {error}") from error
         for rank, answer in enumerate(answers):

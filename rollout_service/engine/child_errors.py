@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollout_service.errors import shortened
+from rollout_service.errors import shorten
 
 _VARIABLE = "ROLLOUT_SERVICE_ENGINE_ERRORS"
 
@@ -82,7 +82,7 @@ def reason_of(error: BaseException) -> str:
     while found is not None and id(found) not in chain:
         chain[id(found)] = f"{type(found).__name__}: {str(found) or 'no message'}"
         found = found.__cause__
-    return shortened("; caused by ".join(chain.values()))
+    return shorten("; caused by ".join(chain.values()))
 
 
 def log_to_stderr() -> None:

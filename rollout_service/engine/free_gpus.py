@@ -58,8 +58,8 @@ async def wait_for_free_gpus(
 def why_taken(devices: Sequence[str], share: float) -> str | None:
     """Return the GPUs with too little free memory and the processes that hold it. None: all have enough."""
     try:
-        ours = nvidia_smi.named(nvidia_smi.gpus(), ",".join(devices)) if devices else ()
-        found = nvidia_smi.taken(ours, nvidia_smi.holders(), share) if ours else {}
+        ours = nvidia_smi.select_gpus(nvidia_smi.gpus(), ",".join(devices)) if devices else ()
+        found = nvidia_smi.find_taken(ours, nvidia_smi.holders(), share) if ours else {}
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         logger.warning("it is not known whether the GPU has free memory; vLLM will tell: %s", error)
         return None

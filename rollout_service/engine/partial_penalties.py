@@ -114,10 +114,12 @@ class _Slots:
         shape = len(rows), logits.shape[1]
         seen = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, there.int())
         counts = torch.zeros(shape, dtype=torch.int32, device=device).scatter_add_(1, tokens, made.int())
-        logits[at] = penalized(logits[at], seen > 0, counts, asked)
+        logits[at] = apply_penalties(logits[at], seen > 0, counts, asked)
 
 
-def penalized(logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, asked: list[Penalties]) -> torch.Tensor:
+def apply_penalties(
+    logits: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor, asked: list[Penalties]
+) -> torch.Tensor:
     """Return logits, fp32 [rows, vocabulary], with penalties as in vLLM.
 
     ``seen``: bool, tokens in prompt and completion. ``counts``: int32, counts in the completion. Both are [rows,
@@ -195,7 +197,7 @@ class PartialPenalties(ForModelRunnerV1, ForModelRunnerV2):
         for row, request in self._requests.items():
             request.catch_up()
             whole = slice(row, row + 1)
-            logits[whole, : self._vocabulary] = penalized(
+            logits[whole, : self._vocabulary] = apply_penalties(
                 logits[whole, : self._vocabulary],
                 request.seen.unsqueeze(0),
                 request.counts.unsqueeze(0),

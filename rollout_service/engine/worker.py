@@ -18,7 +18,7 @@ class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
     weight_transfer_engine: "LogWeightTransferEngine"
 
     def staging_address(self) -> str:
-        """Return the address of the staging server, for ``staging_calls.staged_by``."""
+        """Return the address of the staging server, for ``staging_calls.stage_at``."""
         return self.weight_transfer_engine.staging_server.address
 
     def staging_kind(self) -> "tuple[Staging, str | None]":

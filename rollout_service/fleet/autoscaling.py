@@ -69,7 +69,7 @@ class Memory:
     """Maximum number of replicas wanted in that time."""
 
 
-def held_because(fleet: Sequence[ReplicaLoad | None]) -> str | None:
+def reason_to_hold(fleet: Sequence[ReplicaLoad | None]) -> str | None:
     """Return the reason for keeping the number of replicas; None if it may change. ``None`` in ``fleet``: unknown
     load."""
     if not fleet:
@@ -102,7 +102,7 @@ def decide(
     alone.
     """
     known = [load for load in fleet if load is not None]
-    if held_because(fleet) is not None:
+    if reason_to_hold(fleet) is not None:
         return goals.bounded(target), replace(memory, at_s=now_s)
     wanted = wanted_replicas(known, goals)
     direction = (wanted > target) - (wanted < target)
@@ -214,7 +214,7 @@ class RolloutAutoscaling:
         if blocked != self._blocked:
             logger.warning("autoscaling: %d replicas wait for GPUs whose memory another process holds", blocked)
         self._blocked = blocked
-        held = held_because(fleet)
+        held = reason_to_hold(fleet)
         if held != self._held:
             logger.info("autoscaling: %s", "free to decide" if held is None else f"holding, for {held}")
         self._held = held

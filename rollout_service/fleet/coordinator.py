@@ -57,7 +57,7 @@ class FleetCoordinator:
         self._control = self._log.control()
         self._noted = self._log.fleet()
         self.table.wait_for(self._noted)
-        self._history.known(self._noted)
+        self._history.add_known(self._noted)
 
     async def close(self) -> None:
         """Accept no more requests; finish a running write to the log."""
@@ -121,7 +121,7 @@ class FleetCoordinator:
     async def goodbye(self, replica_id: str) -> None:
         """Remove a replica that ends from the table, so that callers do not wait for it."""
         self.table.leave(replica_id)
-        self._history.left(replica_id)
+        self._history.note_left(replica_id)
         await self._changed()
 
     # --- operators and trainers

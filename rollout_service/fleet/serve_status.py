@@ -4,7 +4,7 @@ import re
 
 from ray import serve
 
-from rollout_service.errors import shortened
+from rollout_service.errors import shorten
 
 _FRAME = re.compile(r'\s+File ".*", line \d+')
 _IN_FRAME = "    "
@@ -38,4 +38,4 @@ def in_short(message: str) -> str:
         lines = lines[frames[-1] + 1 :]
         while lines and lines[0].startswith(_IN_FRAME):
             lines.pop(0)
-    return shortened(" ".join([*head.split(), *" ".join(lines).split()]))
+    return shorten(" ".join([*head.split(), *" ".join(lines).split()]))

@@ -24,10 +24,10 @@ from rollout_service.gateway import (
     weights,
 )
 from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.graceful_shutdown import OpenRequests, Removal
 from rollout_service.gateway.openai import routes as openai
 from rollout_service.gateway.openai import sessions
 from rollout_service.gateway.openai.serving import LazyServing
-from rollout_service.gateway.overdue import OpenRequests, Removal
 from rollout_service.gateway.sglang import routers as sglang
 from rollout_service.gateway.standby import Standby
 from rollout_service.model.hub import with_model_here
@@ -94,7 +94,7 @@ class GatewayReplica:
 
     async def check_health(self) -> None:
         """Fail Serve's health check once this process is draining."""
-        self._removal.asked()
+        self._removal.note_health_check()
         self._drain.check_health()
 
     async def _end(self) -> None:

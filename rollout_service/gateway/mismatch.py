@@ -28,7 +28,7 @@ _Reply = TypeVar("_Reply")
 async def report(request: Request, services: Here) -> MismatchReceipt:
     """Count a ``MismatchReport``. The monitor's process parses the JSON, because parsing here would delay rollouts."""
     body = await read_body(request, REPORT_BYTES)
-    await services.feed.flushed()  # a report by request id must not arrive before its rollout
+    await services.feed.wait_until_sent()  # a report by request id must not arrive before its rollout
     return await _answer(services.monitor.report(body, services.feed.others_wait_s), ANSWER_S)
 
 

@@ -61,10 +61,10 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process. Raises the errors of ``gpus``."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: TID251 - the user's, as of every program
     listed = gpus()
-    return listed if visible is None else named(listed, visible)
+    return listed if visible is None else select_gpus(listed, visible)
 
 
-def named(listed: Sequence[Gpu], devices: str) -> tuple[Gpu, ...]:
+def select_gpus(listed: Sequence[Gpu], devices: str) -> tuple[Gpu, ...]:
     """Return the GPUs in ``devices``, comma-separated indices and UUIDs, as in ``CUDA_VISIBLE_DEVICES``.
 
     A part of a GPU (MIG) has no free memory of its own here, and is left out.
@@ -102,7 +102,7 @@ def holders_from(csv: str) -> tuple[Holder, ...]:
     return tuple(found)
 
 
-def taken(gpus: Sequence[Gpu], holders: Sequence[Holder], share: float) -> dict[int, str]:
+def find_taken(gpus: Sequence[Gpu], holders: Sequence[Holder], share: float) -> dict[int, str]:
     """Return index → why an engine finds too little free memory on that GPU, and the known processes that hold it."""
     found = {}
     for gpu in gpus:

@@ -89,14 +89,14 @@ def queued_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def queued_to_host(tensor: torch.Tensor) -> torch.Tensor:
+def queue_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Queue a copy to host memory, readable once the current stream has reached it; for a tensor on any device."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def passed(device: torch.device) -> Callable[[], None]:
+def record_waiter(device: torch.device) -> Callable[[], None]:
     """Return a function that waits, with the GIL released, for all current work of the current stream; callable from
     any thread."""
     if device.type != "cuda":

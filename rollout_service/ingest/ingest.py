@@ -434,7 +434,7 @@ class Ingest:
                 tensors=tensors,
                 label=staged.begin.label,
             )
-            manifest = self._kv_scales.added_to(bare, staged.begin.kv_scales)
+            manifest = self._kv_scales.with_scales(bare, staged.begin.kv_scales)
             record = staged.complete_record().model_copy(update={"timings": staged.timings})
             await self._append(manifest, record, request.mode)
             count_received(staged.transport, staged.received_bytes, manifest.total_bytes, staged.timings)

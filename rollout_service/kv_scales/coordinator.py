@@ -87,7 +87,7 @@ class VersionScales:
                 wrong,
             )
 
-    def added_to(self, manifest: Manifest, scales: dict[str, float] | None) -> Manifest:
+    def with_scales(self, manifest: Manifest, scales: dict[str, float] | None) -> Manifest:
         """Return the manifest with the scales that came with the version, or as ``scales_policy`` defines."""
         policy = self._config.scales_policy
         if scales is not None:

@@ -28,7 +28,7 @@ class FleetHistory:
         self._states: dict[str, ReplicaState] = {}
         self._starts = self._failures = 0
 
-    def known(self, replicas: frozenset[str]) -> None:
+    def add_known(self, replicas: frozenset[str]) -> None:
         """Add replicas known before this process started; not counted as new."""
         self._states.update(dict.fromkeys(replicas, "ready"))
 
@@ -42,7 +42,7 @@ class FleetHistory:
             self._failures += now == "failed" and before not in _OVER
         self._states = states
 
-    def left(self, replica_id: str) -> None:
+    def note_left(self, replica_id: str) -> None:
         """Note that a replica ends regularly, which is not a failure."""
         if replica_id in self._states:
             self._states[replica_id] = "draining"

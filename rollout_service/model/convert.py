@@ -19,7 +19,7 @@ from rollout_service.gpu.streams import lies_on_gpu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
-from rollout_service.quant.blockwise import any_has_all_bits, are_finite, joined, require_finite
+from rollout_service.quant.blockwise import any_has_all_bits, are_finite, concatenate_small, require_finite
 from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WEIGHT_FORMATS, WeightFormat, is_codes
 from rollout_service.quant.quantizer import Device, Quantizer
 from rollout_service.quant.verdicts import Verdicts
@@ -228,8 +228,8 @@ class Converter:
                 scales.append(tensor)
             else:
                 weights.append(tensor)
-        found = [_are_numbers(several, self._form).all() for several in joined(codes)]
-        for several in joined(scales):
+        found = [_are_numbers(several, self._form).all() for several in concatenate_small(codes)]
+        for several in concatenate_small(scales):
             found += [sound.all() for sound, _ in _scale_conditions(several, self._form, self._power_of_two)]
         if weights or not found:
             found.append(are_finite(weights or [tensor for _, tensor in batch]))

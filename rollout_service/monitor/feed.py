@@ -48,7 +48,7 @@ class RolloutFeed:
             # not in the request's context: Serve cancels calls made in a request's context along with it
             self._sender = asyncio.get_running_loop().create_task(self._empty(), context=contextvars.Context())
 
-    async def flushed(self) -> None:
+    async def wait_until_sent(self) -> None:
         """Return once all queued rollouts have been sent or dropped, or after a few seconds."""
         if self._sender is not None and not self._sender.done():
             await asyncio.wait([self._sender], timeout=FLUSH_S)

@@ -106,13 +106,15 @@ def are_finite(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
     One kernel for each large tensor, and a few for all others: rounding is monotonic, and ``aminmax`` propagates NaN.
     """
-    extremes = [extreme.to(torch.bfloat16) for numbers in joined(weights) for extreme in torch.aminmax(numbers)]
+    extremes = [
+        extreme.to(torch.bfloat16) for numbers in concatenate_small(weights) for extreme in torch.aminmax(numbers)
+    ]
     if not extremes:
         return torch.ones((), dtype=torch.bool, device=weights[0].device if weights else None)
     return torch.stack(extremes).abs_().amax() < math.inf  # false for NaN
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def concatenate_small(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the tensors' numbers, in one dimension. Small tensors of one dtype are concatenated, so that thousands of
     tensors on a GPU are checked with a few kernels."""
     small: dict[torch.dtype, list[torch.Tensor]] = {}

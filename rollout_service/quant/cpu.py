@@ -36,7 +36,7 @@ _TO_SUBNORMAL, _TO_SUBNORMAL_BITS = _F32(2.0**14), _U32(0x46800000)  # fp32 numb
 _compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)
 
 
-def quantize_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes e4m3 and scales fp32 of ``weight`` [N, K] or [E, N, K] on the CPU, of any dtype and strides.
 
     A block that holds NaN or infinity gets the scale NaN: check the scales before using the codes.

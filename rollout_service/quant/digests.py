@@ -23,7 +23,7 @@ import triton.language as tl
 import xxhash
 
 from rollout_service.gpu.grouped_copy import numbered
-from rollout_service.gpu.streams import on_device, queued_to, queued_to_host
+from rollout_service.gpu.streams import on_device, queue_to_host, queued_to
 
 Words = npt.NDArray[np.uint64]
 
@@ -124,7 +124,7 @@ class Hashing:
 
         Synchronize with the stream before ``read``.
         """
-        self._on_host = queued_to_host(self._sums)
+        self._on_host = queue_to_host(self._sums)
 
     def read(self, short: Callable[[int], memoryview]) -> bytes:
         """Return ``DIGEST_BYTES`` of each range, concatenated, equal to those of ``xxhash.xxh3_128_digest``.

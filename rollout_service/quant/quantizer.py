@@ -160,7 +160,7 @@ def _padded_size(shape: tuple[int, ...], align: int) -> int:
 @cache
 def _cpu_quantizer(form: WeightFormat) -> Callable[[torch.Tensor, bool], Quantized]:
     try:
-        from rollout_service.quant.cpu import quantize_channels_cpu, quantize_cpu
+        from rollout_service.quant.cpu import quantize_blocks_cpu, quantize_channels_cpu
     except ModuleNotFoundError as error:
         if error.name != "numba":
             raise
@@ -170,4 +170,4 @@ def _cpu_quantizer(form: WeightFormat) -> Callable[[torch.Tensor, bool], Quantiz
         return lambda weight, power_of_two: form.quantize(weight, power_of_two=power_of_two)
     if not form.in_blocks:
         return lambda weight, _: quantize_channels_cpu(weight, dtype=form.dtype)
-    return lambda weight, power_of_two: quantize_cpu(weight, power_of_two=power_of_two)
+    return lambda weight, power_of_two: quantize_blocks_cpu(weight, power_of_two=power_of_two)

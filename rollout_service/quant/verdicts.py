@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rollout_service.gpu.streams import passed, queued_to_host
+from rollout_service.gpu.streams import queue_to_host, record_waiter
 
 _Asked = tuple[torch.Tensor, Callable[[], object]]
 
@@ -36,7 +36,7 @@ class Verdicts:
         for number, (is_sound, _) in enumerate(asked):
             by_device.setdefault(is_sound.device, []).append(number)
         copies = [
-            (numbers, queued_to_host(torch.stack([asked[number][0] for number in numbers])), passed(device))
+            (numbers, queue_to_host(torch.stack([asked[number][0] for number in numbers])), record_waiter(device))
             for device, numbers in by_device.items()
         ]
 

@@ -26,7 +26,7 @@ def require_certificate(certfile: Path, keyfile: Path, settings: str) -> str:
         ) from error
 
 
-def trusting(ca_file: Path | str | None) -> ssl.SSLContext:
+def tls_context(ca_file: Path | str | None) -> ssl.SSLContext:
     """Return a context that trusts the authorities in ``ca_file``, in PEM; None: those of this machine.
 
     Raises ValueError if there is no such file, or no certificate in it.
@@ -39,7 +39,7 @@ def trusting(ca_file: Path | str | None) -> ssl.SSLContext:
         raise ValueError(f"ca_file={str(ca_file)!r} is no file of certificates in PEM: {error}") from error
 
 
-def untrusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+def certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
     """Return the certificate error because of which a connection was not made, if that was the reason."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__

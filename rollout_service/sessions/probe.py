@@ -7,7 +7,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.template import REASONS, BeginsBranch, Branch, Rendering, Reply, written_after
+from rollout_service.sessions.template import REASONS, BeginsBranch, Branch, Rendering, Reply, render_after
 
 Outcome = Literal["continues", "takes none"] | Branch
 """The result for one conversation. ``takes none``: the template raises an error for such a conversation."""
@@ -102,7 +102,7 @@ def _outcome_of(write: Write, messages: Sequence[Message], ends: Collection[str]
         return "takes none"
     stop = 1 + max(index for index, message in enumerate(messages) if message["role"] == "assistant")
     try:
-        written_after(render, messages, Reply.of(messages, stop, None), ends)
+        render_after(render, messages, Reply.of(messages, stop, None), ends)
     except BeginsBranch as branch:
         return branch.why
     return "continues"

@@ -116,7 +116,7 @@ def text_after(
     return _without_end(after, own if found else None, reply.end, ends, has_calls)
 
 
-def written_after(
+def render_after(
     render: Callable[[Rendering], str | None], messages: Sequence[Message], reply: Reply, ends: Collection[str]
 ) -> str:
     """Return ``text_after`` for a template that ``render`` applies. Raises BeginsBranch."""

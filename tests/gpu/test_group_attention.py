@@ -125,11 +125,11 @@ def test_the_grouping_never_waits_for_the_gpu() -> None:
     batch = shuffled()
     grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
     grouping.group(batch.tables, batch.lengths)
-    grouping.reads.seen()
+    grouping.reads.read()
     torch.cuda.set_sync_debug_mode("error")
     try:
         grouping.group(batch.tables, batch.lengths)
-        grouping.reads.seen()
+        grouping.reads.read()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -144,9 +144,9 @@ def test_what_is_read_and_what_is_not_is_counted() -> None:
     assert attended == 3 * int(batch.lengths.sum())
     assert attended - spared == 3 * int(made.lengths.sum())
     assert spared > 0
-    assert grouping.reads.seen() == (0, 0)
+    assert grouping.reads.read() == (0, 0)
     torch.cuda.synchronize()
-    assert grouping.reads.seen() == (attended, spared)
+    assert grouping.reads.read() == (attended, spared)
 
 
 def test_one_graph_serves_batches_that_share_more_and_less() -> None:

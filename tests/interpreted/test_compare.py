@@ -78,20 +78,20 @@ class Watched:
         self.batches, self.reads = 0, 0
         self.fails_at: tuple[Sequence[int], Sequence[int]] = (), ()
         """Batches that are not counted, and runs that are not read, by their numbers."""
-        monkeypatch.setattr(_compare, "counting", self._counting)
-        monkeypatch.setattr(_compare, "found", self._found)
+        monkeypatch.setattr(_compare, "queue_count", self._counting)
+        monkeypatch.setattr(_compare, "queue_search", self._found)
 
     def _counting(self, *args: object) -> Counting:
         self.batches += 1
         if self.batches - 1 in self.fails_at[0]:
             raise torch.cuda.OutOfMemoryError("no room to count")
-        return _gpu_compare.counting(*args)  # type: ignore[arg-type]
+        return _gpu_compare.queue_count(*args)  # type: ignore[arg-type]
 
     def _found(self, *args: object) -> Found:
         self.reads += 1
         if self.reads - 1 in self.fails_at[1]:
             raise torch.cuda.OutOfMemoryError("no room to read")
-        return _gpu_compare.found(*args)  # type: ignore[arg-type]
+        return _gpu_compare.queue_search(*args)  # type: ignore[arg-type]
 
 
 @pytest.fixture

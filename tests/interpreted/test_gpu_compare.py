@@ -8,7 +8,7 @@ import torch
 
 from rollout_service.client import _gpu_compare, _pieces
 from rollout_service.client._compare import Elements, _compare_piece, _encode, _SpanChange, view_of
-from rollout_service.client._gpu_compare import Counting, counting, found, runs_of
+from rollout_service.client._gpu_compare import Counting, queue_count, queue_search, runs_of
 from rollout_service.client._pieces import Piece, batches_of, pieces_of
 from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta
@@ -42,14 +42,14 @@ def counted(pieces: Sequence[Piece], old: Sequence[torch.Tensor], new: Sequence[
     ordered = [pieces[index] for index in batch.pieces]
     there = torch.cat([old[index] for index in batch.pieces])
     spans = [[new[index][span.place] for span in pieces[index].spans] for index in batch.pieces]
-    return counting(batch, ordered, there, spans)
+    return queue_count(batch, ordered, there, spans)
 
 
 def encoded(piece: Piece, old: torch.Tensor, new: torch.Tensor) -> list[_SpanChange]:
     """By what a GPU finds in it."""
     counts = counted([piece], [old], [new])
     (count,) = counts.counts()
-    changes = found(counts.differences.view(SIGNED[piece.itemsize]), count)
+    changes = queue_search(counts.differences.view(SIGNED[piece.itemsize]), count)
     return _encode(old, changes, slice(0, count), 0, piece)
 
 
@@ -112,7 +112,7 @@ def test_a_run_is_encoded_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> 
     counts = both.counts()
     assert (both.batch.pieces, counts) == ((1, 0, 2, 3), [1000, 200, 0, 200])
     begin = both.batch.places[1].start
-    run = found(both.differences[begin:].view(torch.int8), sum(counts[1:]))
+    run = queue_search(both.differences[begin:].view(torch.int8), sum(counts[1:]))
     ends = np.cumsum([0, *counts[1:]]).tolist()
     for number, index in enumerate(both.batch.pieces[1:]):
         changes = slice(ends[number], ends[number + 1])

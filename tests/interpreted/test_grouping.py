@@ -137,14 +137,14 @@ def test_what_is_read_and_what_is_not_is_counted() -> None:
     """Asked outside of the inference mode that buffers are made in."""
     with torch.inference_mode():
         grouping = Grouping(8, 12, 16, 4, 1, CPU)
-    assert grouping.reads.seen() == (0, 0)
+    assert grouping.reads.read() == (0, 0)
     first = batch_of([(PROMPT, 5)] * 3 + [([], 9)], width=12, padding=2)  # two of three read no prompt of 64 tokens
     grouping.group(first.tables, first.lengths)
-    assert grouping.reads.seen() == (0, 0)  # and a copy is queued
+    assert grouping.reads.read() == (0, 0)  # and a copy is queued
     second = batch_of([([], 33)] * 2, width=12)
     grouping.group(second.tables, second.lengths)
-    assert grouping.reads.seen() == (3 * 69 + 9, 2 * 64)
-    assert grouping.reads.seen() == (3 * 69 + 9 + 66, 2 * 64)
+    assert grouping.reads.read() == (3 * 69 + 9, 2 * 64)
+    assert grouping.reads.read() == (3 * 69 + 9 + 66, 2 * 64)
 
 
 def test_one_that_does_not_have_the_pages_after_all_spares_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout_service.engine.loading import read_ahead
-from rollout_service.engine.loading.device_staging import copied_and_hashed, stage_on_device
+from rollout_service.engine.loading.device_staging import copy_and_hash, stage_on_device
 from rollout_service.engine.loading.placement import Placement, Span
 from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.protocol.tensors import TensorSlot
@@ -100,7 +100,7 @@ class Reader:
         with VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
 
             def copies(found: Iterable[Piece]) -> Iterator[tuple[list[Piece], bytes]]:
-                batches = list(copied_and_hashed(reader, found, placement, self.area, self._passages))
+                batches = list(copy_and_hash(reader, found, placement, self.area, self._passages))
                 yield from batches
                 # the reader has noted them by now
                 self._read.put({tensor.name for batch, _ in batches for piece in batch for tensor, _ in piece.chunks})
@@ -121,9 +121,9 @@ class Reader:
         self.ahead.stop()
         self.ended()
 
-    def left_of(self, manifest: Manifest) -> set[str]:
+    def remaining_pieces(self, manifest: Manifest) -> set[str]:
         """Tensors of which something is read after the commit, and is: the area then has the version."""
-        left = self.ahead.left_of(manifest)
+        left = self.ahead.remaining_pieces(manifest)
         all_of_it = pieces(self.placement.chunks(manifest, every=self._every), PASSAGE)
         assert set(map(content, left)) <= set(map(content, all_of_it))
         with VersionReader(self._log.folder(manifest.version), manifest, self._mapped) as reader:
@@ -149,7 +149,7 @@ def test_what_is_stored_is_read_before_the_commit_and_not_again(log: WeightLog) 
     reader.ended()
     assert reader.holds(data)
     manifest = upload.commit()
-    assert reader.left_of(manifest) == set() and reader.holds(data)
+    assert reader.remaining_pieces(manifest) == set() and reader.holds(data)
     assert reader.ahead.read_bytes == sum(map(len, data.values()))
 
 
@@ -160,7 +160,7 @@ def test_a_rank_reads_the_pieces_of_its_own_rows(log: WeightLog) -> None:
     upload.store(data)
     reader.ended()
     manifest = upload.commit()
-    assert reader.left_of(manifest) == set() and reader.holds(data)
+    assert reader.remaining_pieces(manifest) == set() and reader.holds(data)
     assert 0 < reader.ahead.read_bytes < sum(map(len, data.values()))
 
 
@@ -171,7 +171,7 @@ def test_what_was_not_read_when_it_is_committed_is_read_then(log: WeightLog) -> 
     reader.wait_for({"end"})
     reader.stopped()
     upload.store({name: held for name, held in data.items() if name != "end"})
-    left = reader.left_of(upload.commit())
+    left = reader.remaining_pieces(upload.commit())
     assert left == set(SHAPES) - {"end"} and reader.holds(data)
     assert reader.ahead.read_bytes == len(data["end"])
 
@@ -186,7 +186,7 @@ def test_a_tensor_that_is_stored_again_is_read_again(log: WeightLog, name: str) 
     upload.store({name: data[name]})
     manifest = upload.commit()
     assert not reader.holds(data)
-    left = reader.left_of(manifest)
+    left = reader.remaining_pieces(manifest)
     assert name in left and left != set(SHAPES) and reader.holds(data)
 
 
@@ -205,7 +205,7 @@ def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -
     upload = Upload(log, 3)
     upload.store(data)
     reader.ended()
-    assert reader.left_of(upload.commit()) == set() and reader.holds(data)
+    assert reader.remaining_pieces(upload.commit()) == set() and reader.holds(data)
 
 
 def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(log: WeightLog) -> None:
@@ -216,7 +216,7 @@ def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(
     reader.wait_for({"matrix", "last"})
     upload.store({name: data[name] for name in ("first", "small", "end")})
     reader.ended()
-    assert reader.left_of(upload.commit()) == set() and reader.holds(data)
+    assert reader.remaining_pieces(upload.commit()) == set() and reader.holds(data)
 
 
 def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(log: WeightLog) -> None:
@@ -225,7 +225,7 @@ def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(l
     killed.remove()
     upload = Upload(log, 3)
     upload.store(data)
-    assert reader.left_of(upload.commit()) == set(SHAPES) - {"end"} and reader.holds(data)
+    assert reader.remaining_pieces(upload.commit()) == set(SHAPES) - {"end"} and reader.holds(data)
 
 
 def test_an_upload_of_other_tensors_is_not_read(log: WeightLog) -> None:
@@ -234,7 +234,7 @@ def test_an_upload_of_other_tensors_is_not_read(log: WeightLog) -> None:
     upload.store(data)
     manifest = upload.commit()
     reader.stopped()
-    assert reader.left_of(manifest) == set(SHAPES) and reader.holds(data)
+    assert reader.remaining_pieces(manifest) == set(SHAPES) and reader.holds(data)
     assert reader.ahead.read_bytes == 0
 
 
@@ -243,4 +243,4 @@ def test_it_ends_when_it_is_told_to(log: WeightLog) -> None:
     reader.stopped()
     upload = Upload(log, 2)
     upload.store(drawn(2))
-    assert reader.left_of(upload.commit()) == set(SHAPES)
+    assert reader.remaining_pieces(upload.commit()) == set(SHAPES)

@@ -28,7 +28,7 @@ class KVReads:
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
         return self._counts
 
-    def seen(self) -> tuple[int, int]:
+    def read(self) -> tuple[int, int]:
         """Return ``counts`` as of the previous call; zeros at the first call."""
         if self._copied is not None and not self._copied.query():
             return self._last  # the GPU has not reached the copy yet

@@ -21,9 +21,9 @@ class AttentionWorker:
         return sorted(SHOWN.get(name, name) for name in names)
 
     def kv_reads(self) -> tuple[int, int]:
-        """Return ``KVReads.seen``, or zeros if the backend reads no prompt once for its group."""
+        """Return ``KVReads.read``, or zeros if the backend reads no prompt once for its group."""
         layers = attention_layers(self.weight_transfer_engine.vllm_config)
         found = (getattr(getattr(layer, "impl", None), "reads", None) for layer in layers)
         counters: set[KVReads] = {reads for reads in found if reads is not None}  # layers of one kind share a counter
-        seen = [counter.seen() for counter in counters]
-        return sum(attended for attended, _ in seen), sum(spared for _, spared in seen)
+        reads = [counter.read() for counter in counters]
+        return sum(attended for attended, _ in reads), sum(spared for _, spared in reads)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rollout_service.engine.loading.placement import Move, Placement
-from rollout_service.gpu.streams import own_stream_of, queued_to_host
+from rollout_service.gpu.streams import own_stream_of, queue_to_host
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.reading import Piece, VersionReader
 
@@ -42,13 +42,13 @@ def stage_on_device(
 ) -> None:
     """Copy the bytes of ``placement`` in these pieces to the staging buffer, and check all their chunks.
 
-    Arguments as for ``copied_and_hashed``. Raises LogCorrupt, which names tensor, chunk and file.
+    Arguments as for ``copy_and_hash``. Raises LogCorrupt, which names tensor, chunk and file.
     """
-    for batch, digests in copied_and_hashed(reader, found, placement, area, passages):
+    for batch, digests in copy_and_hash(reader, found, placement, area, passages):
         reader.require([entry for piece in batch for entry in piece.chunks], digests)
 
 
-def copied_and_hashed(
+def copy_and_hash(
     reader: VersionReader,
     found: Iterable[Piece],
     placement: Placement,
@@ -135,7 +135,7 @@ def _short_chunks(piece: Piece, wanted: list[int], first: int, passage: torch.Te
         return {}
     starts, sizes = piece.runs[wanted].T.tolist()
     parts = [passage[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
-    on_host = queued_to_host(torch.cat(parts)).split(sizes)
+    on_host = queue_to_host(torch.cat(parts)).split(sizes)
     return {first + at: part for at, part in zip(wanted, on_host, strict=True)}
 
 

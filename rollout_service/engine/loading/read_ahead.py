@@ -34,7 +34,7 @@ threads, a hash table and a wait, while the engine holds the GIL most of the tim
 
 Copies = Callable[[Iterable[Piece]], Iterator[tuple[list[Piece], bytes]]]
 """Copies pieces of an upload to the staging buffer, and yields the digests of their chunks, like
-``copied_and_hashed``."""
+``copy_and_hash``."""
 
 
 class ReadAhead:
@@ -66,7 +66,7 @@ class ReadAhead:
         self._read: _PiecesRead | None = None
         self._places = b""
         self.read_bytes = 0
-        """Bytes of the last version given to ``left_of`` that need not be read again."""
+        """Bytes of the last version given to ``remaining_pieces`` that need not be read again."""
 
     @property
     def is_whole(self) -> bool:
@@ -98,7 +98,7 @@ class ReadAhead:
         """Stop reading. ``run`` returns after its current copies."""
         self._stop.set()
 
-    def left_of(self, manifest: Manifest) -> list[Piece]:
+    def remaining_pieces(self, manifest: Manifest) -> list[Piece]:
         """Return the pieces of a committed version whose bytes are not in the staging buffer. Call it after ``run``."""
         self.read_bytes = 0
         read = self._read

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
-from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, copied_and_hashed, stage_on_device
+from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, copy_and_hash, stage_on_device
 from rollout_service.engine.loading.placement import Move, Placement, whole_span
 from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
@@ -298,7 +298,7 @@ class StagingBuffer:
         assert self._mapped is not None
         self._mapped.prune()
         with on_device(self._device), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
-            yield lambda found: copied_and_hashed(reader, found, placement, self.memory, self._passages)
+            yield lambda found: copy_and_hash(reader, found, placement, self.memory, self._passages)
 
     def _read(
         self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
@@ -312,7 +312,7 @@ class StagingBuffer:
                 )
             if reader.is_mapped:
                 if ahead is not None and ahead.placement is placement:
-                    found = ahead.left_of(manifest)
+                    found = ahead.remaining_pieces(manifest)
                 try:
                     stage_on_device(reader, found, placement, self.memory, self._passages)
                 except torch.OutOfMemoryError as error:  # the hash tables need about 100 bytes per MiB

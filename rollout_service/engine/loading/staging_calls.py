@@ -90,7 +90,7 @@ class _Handler(socketserver.StreamRequestHandler):
             logger.info("nobody waits any more for what was staged: %s", error)
 
 
-async def staged_by(address: str, call: StageCall) -> StageAnswer:
+async def stage_at(address: str, call: StageCall) -> StageAnswer:
     """Let the worker at ``address`` read and check a version. Raises OSError if the worker ends or has ended.
 
     After a cancellation the worker continues. The same call later does not read the version again.

@@ -564,7 +564,7 @@ class TestFailures:
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         may_end, waits = threading.Event(), asyncio.Event()
-        apply_newer, settled = SentWeights.apply_newer, DeltaPushes.settled
+        apply_newer, wait_until_settled = SentWeights.apply_newer, DeltaPushes.wait_until_settled
 
         def late(sent: SentWeights) -> None:
             assert may_end.wait(60)
@@ -572,13 +572,13 @@ class TestFailures:
 
         async def watched(pushes: DeltaPushes) -> None:
             waits.set()
-            await settled(pushes)
+            await wait_until_settled(pushes)
 
         await push(client, 1, weights)
         with monkeypatch.context() as patch:
             patch.setattr(SentWeights, "apply_newer", late)
             await push(client, 2, stepped(weights, 2))
-            patch.setattr(DeltaPushes, "settled", watched)
+            patch.setattr(DeltaPushes, "wait_until_settled", watched)
             pushing = asyncio.create_task(push(client, 3, stepped(weights, 3)))
             await waits.wait()
             await cancelled(pushing)

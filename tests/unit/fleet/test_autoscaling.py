@@ -16,7 +16,7 @@ from rollout_service.fleet.autoscaling import (
     blocked_starts,
     decide,
     decide_beside_blocked,
-    held_because,
+    reason_to_hold,
     wanted_replicas,
 )
 
@@ -109,7 +109,7 @@ def test_more_load_never_means_fewer_replicas(
 def test_an_update_pause_or_unknown_replica_holds_the_target(
     fleet: list[ReplicaLoad | None], data: st.DataObject, goals: Goals, memory: Memory, now_s: float
 ) -> None:
-    assume(held_because(fleet) is not None)
+    assume(reason_to_hold(fleet) is not None)
     target = data.draw(st.integers(goals.min_replicas, goals.max_replicas))
     decided, remembered = decide(fleet, target, goals, memory, now_s)
     assert decided == target
@@ -135,7 +135,7 @@ def test_the_last_replica_goes_alone(
     ],
 )
 def test_the_reason_for_holding_is_told(fleet: list[ReplicaLoad | None], reason: str | None) -> None:
-    told = held_because(fleet)
+    told = reason_to_hold(fleet)
     assert told is None if reason is None else told is not None and reason in told
 
 

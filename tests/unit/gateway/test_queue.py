@@ -12,7 +12,7 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.progress import ProgressAsk
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from rollout_service.gateway.overdue import OpenRequests
+from rollout_service.gateway.graceful_shutdown import OpenRequests
 from rollout_service.protocol.progress import ProgressReply
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall

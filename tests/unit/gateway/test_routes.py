@@ -92,8 +92,8 @@ async def test_programs_in_a_trusted_network_pass_without_a_token(services: Serv
         async def is_paused(self) -> bool:
             return True
 
-    trusting = replace(services, ingest=Ingest(), authorizer=Authorizer(token, [ip_network("192.0.2.0/24")]))
-    async with client(trusting, "192.0.2.1", {"Host": "rollouts:8000"}) as http:
+    tls_context = replace(services, ingest=Ingest(), authorizer=Authorizer(token, [ip_network("192.0.2.0/24")]))
+    async with client(tls_context, "192.0.2.1", {"Host": "rollouts:8000"}) as http:
         assert (await http.get("/is_paused")).json() == {"is_paused": True}
         assert (await http.get("/is_paused", headers={"X-Forwarded-For": "192.0.2.2"})).status_code == 403
 

@@ -62,9 +62,9 @@ def test_only_visible_gpus_count(
 
 def test_who_holds_a_gpu_is_told() -> None:
     gpus, holders = nvidia_smi.gpus_from(SMI), nvidia_smi.holders_from(APPS)
-    assert nvidia_smi.taken(gpus, holders, 0.85) == {
+    assert nvidia_smi.find_taken(gpus, holders, 0.85) == {
         1: "1.1 GB of 25.8 GB are free, and engine.gpu_memory_utilization: 0.85 asks for 21.9 GB; "
         "in use by process 639 (/usr/bin/python3 -c a, b)"
     }
-    assert "a process that is not seen from here" in nvidia_smi.taken(gpus, (), 0.85)[1]
-    assert nvidia_smi.taken(gpus, holders, 0.01) == {}
+    assert "a process that is not seen from here" in nvidia_smi.find_taken(gpus, (), 0.85)[1]
+    assert nvidia_smi.find_taken(gpus, holders, 0.01) == {}

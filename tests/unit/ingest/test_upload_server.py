@@ -26,7 +26,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
 )
-from rollout_service.runtime.tls import trusting
+from rollout_service.runtime.tls import tls_context
 from rollout_service.store.log import WeightLog
 from rollout_service.store.part_space import Incoming
 from rollout_service.web.auth import Authorizer
@@ -458,7 +458,7 @@ class TestBadMoments:
         server.start()
         digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
         route = f"127.0.0.1:{server.port}/v1/weights/1/parts/0"
-        async with httpx.AsyncClient(verify=trusting(made.certfile)) as http:
+        async with httpx.AsyncClient(verify=tls_context(made.certfile)) as http:
             for _ in range(2):
                 assert (await http.put(f"https://{route}", content=parts[0], headers=digest)).status_code == 200
             with pytest.raises(httpx.TransportError):

@@ -46,7 +46,7 @@ class Calibrating:
 
     def commit(self, version: int, scales: dict[str, float] | None = None) -> Manifest:
         """A version that came with ``scales``, or without."""
-        manifest = self.scales.added_to(stage(self.log, version), scales)
+        manifest = self.scales.with_scales(stage(self.log, version), scales)
         self.log.commit(manifest, "keep")
         self.scales.committed(manifest)
         return manifest

@@ -78,7 +78,7 @@ class TestPolicy:
         scales, got = version_scales(config, model), []
         for version, brought in enumerate([None, SCALES, None]):
             bare = Manifest(version=version, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
-            manifest = scales.added_to(bare, brought)
+            manifest = scales.with_scales(bare, brought)
             scales.committed(manifest)
             got.append(manifest.kv_scales_from)
         assert [got[0], got[2]] == expected
@@ -109,7 +109,7 @@ class TestPolicy:
         shipped = {"dtype": "auto", "scales_policy": "calibrate"}
         scales = version_scales(config_of(model, tmp_path / "log", kv_cache=shipped), model)
         bare = Manifest(version=0, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
-        assert scales.added_to(bare, None) == bare
+        assert scales.with_scales(bare, None) == bare
 
     @pytest.mark.parametrize(
         ("sections", "reason"),

@@ -50,15 +50,15 @@ async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Pat
     seen = history(tmp_path)
     seen.saw(live("a", "b"))
     seen.saw(live("b", a="draining"))
-    seen.left("b")
-    seen.left("unknown")
+    seen.note_left("b")
+    seen.note_left("unknown")
     seen.saw(())
     assert await counts(seen) == (2, 0)
 
 
 async def test_replicas_known_before_an_ingest_restart_are_not_new(tmp_path: Path) -> None:
     seen = history(tmp_path)
-    seen.known(frozenset({"a", "b"}))
+    seen.add_known(frozenset({"a", "b"}))
     seen.saw(live("a", "c"))
     assert await counts(seen) == (1, 1)
 

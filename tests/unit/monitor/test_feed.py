@@ -54,17 +54,17 @@ async def test_what_was_noted_is_told_in_order_and_together(listener: Listener) 
     for name in "bcd":
         feed.note(rollout(name, [-1.0]))
     listener.open.set()
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert listener.batches == [["a"], ["b", "c", "d"]]
     feed.note(rollout("e", [-1.0]))
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert listener.told == ["a", "b", "c", "d", "e"] and feed.dropped == 0
 
 
 async def test_a_service_that_remembers_nothing_tells_nothing(listener: Listener) -> None:
     feed = feed_to(listener, remember_tokens=0)
     feed.note(rollout("a", [-1.0]))
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert listener.batches == []
 
 
@@ -76,11 +76,11 @@ async def test_a_monitor_that_is_away_costs_its_rollouts_and_one_line(
     with caplog.at_level(logging.WARNING, LOGGER):
         for name in "abc":
             feed.note(rollout(name, [-1.0]))
-            await feed.flushed()
+            await feed.wait_until_sent()
         assert feed.dropped == 3
         listener.unreachable = False
         feed.note(rollout("d", [-1.0]))
-        await feed.flushed()
+        await feed.wait_until_sent()
     assert listener.told == ["d"]
     unreachable, back = [record.getMessage() for record in caplog.records]
     assert "not told of rollouts" in unreachable and "missed 3" in back
@@ -100,7 +100,7 @@ async def test_a_slow_monitor_costs_only_what_the_queue_cannot_hold(
             feed.note(rollout(str(i), [-1.0]))
     assert feed.dropped == 100 and len(caplog.records) == 1
     listener.open.set()
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert len(listener.told) == 1 + fits
 
 
@@ -111,11 +111,11 @@ async def test_a_monitor_that_hangs_loses_a_batch_and_gets_the_next(
     feed = feed_to(listener)
     listener.open.clear()
     feed.note(rollout("a", [-1.0]))
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert feed.dropped == 1 and listener.batches == []
     listener.open.set()
     feed.note(rollout("b", [-1.0]))
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert listener.told == ["b"]
 
 
@@ -123,5 +123,5 @@ async def test_nothing_is_sent_in_the_context_of_a_request(listener: Listener) -
     REQUEST.set("x")
     feed = feed_to(listener)
     feed.note(rollout("a", [-1.0]))
-    await feed.flushed()
+    await feed.wait_until_sent()
     assert listener.told == ["a"] and not listener.is_in_a_request

@@ -140,7 +140,7 @@ class TestOtherGateways:
 
         first, second = (RolloutFeed(Slow(), 1, gateways=2) for _ in range(2))
         first.note(rollout("a", [-1.0]))
-        await second.flushed()  # the gateway that takes the report knows nothing of the rollout
+        await second.wait_until_sent()  # the gateway that takes the report knows nothing of the rollout
         named = body({"trainer_logprobs": [-1.5]}, request_id="a")
         report = asyncio.create_task(monitor.report(named, wait_s=3600))
         await monitor.remember([RecentRollout.of(rollout("b", [-1.0]))])  # another one's does not end the wait

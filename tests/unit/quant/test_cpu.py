@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 
 from rollout_service.quant.blockwise import quantize_blockwise
-from rollout_service.quant.cpu import quantize_channels_cpu, quantize_cpu
+from rollout_service.quant.cpu import quantize_blocks_cpu, quantize_channels_cpu
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 from tests.support.matrices import every_pair_of_mantissas, weights
 
 
 def assert_bytes_of_the_reference(weight: torch.Tensor, power_of_two: bool = False) -> None:
-    codes, scales = quantize_cpu(weight, power_of_two=power_of_two)
+    codes, scales = quantize_blocks_cpu(weight, power_of_two=power_of_two)
     expected_codes, expected_scales = quantize_blockwise(weight, power_of_two=power_of_two)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
@@ -65,7 +65,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
 def test_only_the_block_with_a_bad_weight_gets_the_scale_nan(bad: float) -> None:
     weight = torch.randn(300, 300)
     weight[200, 5] = bad
-    nan = quantize_cpu(weight)[1].isnan()
+    nan = quantize_blocks_cpu(weight)[1].isnan()
     assert nan.nonzero().tolist() == [[1, 0]]
     for form in (FP8_CHANNEL, INT8_CHANNEL):
         assert quantize_channels_cpu(weight, dtype=form.dtype)[1].isnan().nonzero().tolist() == [[200, 0]]

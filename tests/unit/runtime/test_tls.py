@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from rollout_service.runtime.tls import PinnedCertificates, require_certificate, trusting
+from rollout_service.runtime.tls import PinnedCertificates, require_certificate, tls_context
 from tests.support.certificates import Certificate, make_certificate
 
 SETTINGS = "weights.upload_ssl_certfile and weights.upload_ssl_keyfile"
@@ -65,7 +65,7 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"tls\.crt"):
             require_certificate(made.certfile, made.keyfile, SETTINGS)
         with pytest.raises(ValueError, match=r"tls\.crt' is no file of certificates in PEM"):
-            trusting(made.certfile)
+            tls_context(made.certfile)
 
 
 class TestPinned:
@@ -117,12 +117,12 @@ class TestAuthorities:
         for name, is_fine in (("127.0.0.1", True), ("another.example", False)):
             async with listening(make_certificate(tmp_path / name, name, signer=authority)) as port:
                 if is_fine:
-                    await connect(port, trusting(authority.certfile))
+                    await connect(port, tls_context(authority.certfile))
                 else:
                     with pytest.raises(ssl.SSLCertVerificationError):
-                        await connect(port, trusting(authority.certfile))
+                        await connect(port, tls_context(authority.certfile))
 
     async def test_without_a_file_a_self_signed_one_is_not(self, tmp_path: Path) -> None:
         async with listening(make_certificate(tmp_path, "127.0.0.1")) as port:
             with pytest.raises(ssl.SSLCertVerificationError):
-                await connect(port, trusting(None))
+                await connect(port, tls_context(None))

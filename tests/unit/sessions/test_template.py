@@ -7,7 +7,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, written_after
+from rollout_service.sessions.template import BeginsBranch, Rendering, Reply, render_after
 
 USER: Message = {"role": "user", "content": "add"}
 MORE: Message = {"role": "user", "content": "more"}
@@ -58,7 +58,7 @@ def after(
             return None
         return str(text)
 
-    return written_after(render, messages, Reply.of(messages, stop, end), ends)
+    return render_after(render, messages, Reply.of(messages, stop, end), ends)
 
 
 def _parsed(message: Message) -> Message:

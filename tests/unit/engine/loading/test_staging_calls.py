@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.engine.loading import staging_calls
-from rollout_service.engine.loading.staging_calls import StageAnswer, StageCall, StagingServer, staged_by
+from rollout_service.engine.loading.staging_calls import StageAnswer, StageCall, StagingServer, stage_at
 
 CALL = StageCall(folder="/log/3", digest="abc")
 WAIT_S = 60
@@ -40,7 +40,7 @@ async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None
 
     with serving(stage) as address:
         for answer in answers:
-            assert await staged_by(address, CALL) == answer
+            assert await stage_at(address, CALL) == answer
     assert asked == [(Path("/log/3"), "abc")] * len(answers)
 
 
@@ -50,9 +50,9 @@ def test_a_replica_of_ray_serve_asks_by_uvloop() -> None:
         serving(lambda _folder, _digest: StageAnswer(refused="too large")) as address,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        assert runner.run(staged_by(address, CALL)) == StageAnswer(refused="too large")
+        assert runner.run(stage_at(address, CALL)) == StageAnswer(refused="too large")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, pytest.raises(ConnectionRefusedError):
-        runner.run(staged_by(address, CALL))
+        runner.run(stage_at(address, CALL))
 
 
 async def test_what_fails_in_the_worker_is_told() -> None:
@@ -60,7 +60,7 @@ async def test_what_fails_in_the_worker_is_told() -> None:
         raise RuntimeError(f"no plan for {folder}")
 
     with serving(stage) as address:
-        assert await staged_by(address, CALL) == StageAnswer(failed="RuntimeError: no plan for /log/3")
+        assert await stage_at(address, CALL) == StageAnswer(failed="RuntimeError: no plan for /log/3")
 
 
 async def test_who_stops_waiting_may_ask_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,12 +72,12 @@ async def test_who_stops_waiting_may_ask_again(caplog: pytest.LogCaptureFixture)
         return StageAnswer()
 
     with serving(stage) as address:
-        first = asyncio.create_task(staged_by(address, CALL))
+        first = asyncio.create_task(stage_at(address, CALL))
         assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        second = asyncio.create_task(staged_by(address, CALL))
+        second = asyncio.create_task(stage_at(address, CALL))
         assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
         go_on.set()
         assert await second == StageAnswer()
@@ -87,7 +87,7 @@ async def test_a_worker_that_has_ended_is_an_error() -> None:
     with serving(lambda _folder, _digest: StageAnswer()) as address:
         pass
     with pytest.raises(OSError):
-        await staged_by(address, CALL)
+        await stage_at(address, CALL)
 
 
 async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +97,11 @@ async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch: pytest.Monk
         serving(lambda _folder, _digest: StageAnswer()) as address,
         pytest.raises(ConnectionResetError, match="ended while it staged"),
     ):
-        await staged_by(address, CALL)
+        await stage_at(address, CALL)
 
 
 async def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(lambda _folder, _digest: StageAnswer()) as address:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(ConnectionResetError):
-            await staged_by(address, CALL)
+            await stage_at(address, CALL)

@@ -100,7 +100,7 @@ class Removal:
         self._controller_answered, self._clock, self._sleep = controller_answered, clock, sleep
         self._since = clock()
 
-    def asked(self) -> None:
+    def note_health_check(self) -> None:
         """Record a health check by Serve."""
         self._since = self._clock()
 
@@ -112,6 +112,6 @@ class Removal:
             if not self._open.any or self._clock() - self._since < 2 * _POLL_S:
                 continue
             if not await self._controller_answered(_ANSWERS_S):
-                self.asked()  # a restarted controller has yet to find its replicas
+                self.note_health_check()  # a restarted controller has yet to find its replicas
             elif self._clock() - self._since > self._after_s:
                 self._open.refuse()

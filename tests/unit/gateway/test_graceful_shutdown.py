@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from rollout_service.gateway.overdue import OpenRequests, Removal
+from rollout_service.gateway.graceful_shutdown import OpenRequests, Removal
 from rollout_service.web.errors import install_error_handlers
 
 LONG_S = 30.0
@@ -135,13 +135,13 @@ class Watched:
 
 async def test_a_gateway_that_serve_removed_refuses_in_time() -> None:
     watched = Watched()
-    watched.at[4.0] = watched.removal.asked  # for the last time
+    watched.at[4.0] = watched.removal.note_health_check  # for the last time
     assert await watched.until(60) == 25
 
 
 async def test_a_gateway_that_is_asked_for_its_health_refuses_nothing() -> None:
     watched = Watched()
-    watched.at = {float(second): watched.removal.asked for second in range(100)}
+    watched.at = {float(second): watched.removal.note_health_check for second in range(100)}
     assert await watched.until(100) is None
 
 
@@ -149,8 +149,8 @@ async def test_without_a_controller_nobody_is_removed() -> None:
     watched = Watched()
     watched.at[5.0] = lambda: watched.controller(False)
     watched.at[60.0] = lambda: watched.controller(True)  # it has yet to find this gateway
-    watched.at[75.0] = watched.removal.asked
-    watched.at[76.0] = watched.removal.asked
+    watched.at[75.0] = watched.removal.note_health_check
+    watched.at[76.0] = watched.removal.note_health_check
     assert await watched.until(90) is None
 
 
