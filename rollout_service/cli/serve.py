@@ -34,10 +34,10 @@ def replica_bounds(text: str) -> tuple[int, int]:
     """Parse ``2`` or ``1-4``: minimum and maximum. Raises ValueError."""
     match = _REPLICAS.fullmatch(text)
     if match is None:
-        raise ValueError(f"--replicas {text}: give a number, such as 2, or the fewest and the most, such as 1-4")
+        raise ValueError(f"--replicas {text}: give a number, such as 2, or a minimum and a maximum, such as 1-4")
     fewest, most = int(match[1]), int(match[2] or match[1])
     if most < max(1, fewest):
-        raise ValueError(f"--replicas {text}: the most must be at least 1, and not below the fewest")
+        raise ValueError(f"--replicas {text}: the maximum must be at least 1, and not below the minimum; write 1-4")
     return fewest, most
 
 

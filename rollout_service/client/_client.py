@@ -427,13 +427,13 @@ class RolloutClient(ControlCalls, MismatchCalls):
         if parallel_parts < 1:
             raise ValueError(f"parallel_parts={parallel_parts}: at least one upload at a time is needed")
         if quantize is not None and quantize not in get_args(Quantize):
-            raise ValueError(f"quantize={quantize!r}: the service or the trainer quantizes, say which")
+            raise ValueError(f"quantize={quantize!r}: choose one of {', '.join(get_args(Quantize))}")
         if transport not in get_args(Transport):
-            raise ValueError(f"transport={transport!r}: it is one of {', '.join(get_args(Transport))}")
+            raise ValueError(f"transport={transport!r}: choose one of {', '.join(get_args(Transport))}")
         if transport == "delta" and quantize == "service":
             raise ValueError(
-                "quantize='service' and transport='delta' contradict each other: what changed is told from what was "
-                "stored, so a delta is quantized by the trainer; leave quantize out"
+                "quantize='service' with transport='delta': a delta holds changes of quantized tensors, so the trainer "
+                "quantizes; leave quantize out"
             )
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         thread, scales = TensorThread(), named_scales(kv_scales)

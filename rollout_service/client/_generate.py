@@ -127,7 +127,7 @@ def rollout_of(response: httpx.Response, request: GenerateRequest) -> Rollout:
     if [choice.index for choice in choices] != list(range(num_asked)) or prompt_token_ids is None:
         raise RolloutServiceError(
             f"reply {reply.request_id} has choices {[choice.index for choice in choices]} for n={num_asked} and "
-            f"{'no ' if prompt_token_ids is None else ''}prompt_token_ids: not what was asked for"
+            f"{'no ' if prompt_token_ids is None else ''}prompt_token_ids, which does not answer the request"
         )
     try:
         completions = tuple(choice.completion() for choice in choices)

@@ -132,8 +132,8 @@ def parse(kind: type[Model], response: httpx.Response) -> Model:
         return TypeAdapter(kind).validate_json(response.content)
     except ValidationError as error:
         raise RolloutServiceError(
-            f"{response.request.method} {response.request.url} answered {response.status_code} with something this "
-            f"client does not understand (another version of the service?): {error}",
+            f"{response.request.method} {response.request.url} answered {response.status_code} with a body that "
+            f"this client cannot read: {error}; install the client of the service's release",
             {"status": response.status_code},
         ) from error
 

@@ -31,7 +31,7 @@ class PartialRollout(Frozen):
     @model_validator(mode="after")
     def _has_a_prompt(self) -> "PartialRollout":
         if self.prompt_token_ids is None and (self.prompt is None or self.completions):
-            raise ValueError("prompt_token_ids are missing: a prompt in text has none only before anything was made")
+            raise ValueError("prompt_token_ids are missing: only a text prompt without tokens may leave them out")
         return self
 
     @classmethod

@@ -131,7 +131,9 @@ class RolloutStream:
                 raise from_wire(200, data)
             chunk = GenerateChunk.model_validate(data)
         except (ValueError, ValidationError) as error:
-            raise RolloutServiceError(f"an event that this client does not understand: {error}") from error
+            raise RolloutServiceError(
+                f"an event that this client cannot read: {error}; install the client of the service's release"
+            ) from error
         self._request_id = chunk.request_id
         self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
         for choice in chunk.choices:

@@ -387,7 +387,7 @@ def hold(holder: object, key: object, tensor: torch.Tensor) -> None:
     elif isinstance(key, str):
         setattr(holder, key, tensor)
     else:
-        raise TypeError(f"a {type(holder).__name__} keeps what it holds")
+        raise TypeError(f"cannot replace a tensor of a {type(holder).__name__}")
 
 
 def without_inter_token_latencies(stats: IterationStats) -> IterationStats:

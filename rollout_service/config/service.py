@@ -37,7 +37,9 @@ def host_and_port(address: str) -> tuple[str, int | None]:
 def _check_advertised(address: str) -> str:
     host, _ = host_and_port(address)
     if host in (*_LOOPBACK, "0.0.0.0", "::"):
-        raise ValueError(f"{address!r} is no address at which another machine reaches this one")
+        raise ValueError(
+            f"{address!r} is no address at which another machine reaches this one: give its name or IP address"
+        )
     return address
 
 
@@ -102,7 +104,7 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _name_is_the_same_on_every_node(self) -> "ModelConfig":
         if self.served_name is None and "$" in self.path.name:
-            raise ValueError(f"model.path is {self.path}, of which each node makes another name: set model.served_name")
+            raise ValueError(f"model.path={self.path} expands differently on each node: set model.served_name")
         return self
 
     def here(self) -> "ModelConfig":
@@ -387,8 +389,8 @@ class AuthConfig(Config):
     def _not_in_the_configuration(cls, data: object) -> object:
         if isinstance(data, dict) and "token" in data:
             raise ValueError(
-                "auth.token is not taken, because Ray logs a configuration and shows it on its dashboard: write a "
-                "token that has not been used here into a file, and name it in auth.token_file"
+                "auth.token is refused: Ray logs configurations and shows them on its dashboard; write a new token "
+                "into a file, and name the file in auth.token_file"
             )
         return data
 
@@ -404,8 +406,8 @@ class AuthConfig(Config):
             raise ValueError(f"auth.token_file {self.token_file} is empty: write the token into it")
         if not all("!" <= character <= "~" for character in token):
             raise ValueError(
-                f"auth.token_file {self.token_file} holds something else than one word of ASCII characters, which is "
-                "what an HTTP header can carry: write the token alone into it"
+                f"auth.token_file {self.token_file} is not one word of printable ASCII, as HTTP headers need: write "
+                "the token alone into it"
             )
         return token
 

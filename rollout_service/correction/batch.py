@@ -112,5 +112,5 @@ def _require_finite(logprobs: torch.Tensor, selected: torch.Tensor, name: str) -
         row, column = offending.nonzero()[0].tolist()
         raise ValueError(
             f"{name}[{row}, {column}] is {logprobs[row, column].item()} where the mask is 1 "
-            f"({int(offending.sum())} such tokens): every sampled token has a finite logprob, so look for what made it"
+            f"({int(offending.sum())} such tokens): every sampled token has a finite logprob; check its source"
         )

@@ -75,5 +75,5 @@ PRESETS: Mapping[str, Correction] = MappingProxyType(
 def preset(name: str) -> Correction:
     """Return the recipe of that name. Raises ValueError, with the known names, for any other."""
     if name not in PRESETS:
-        raise ValueError(f"no correction is called {name!r}: there are {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -40,7 +40,10 @@ def token_lag(versions: torch.Tensor, trainer_version: int) -> torch.Tensor:
     """
     newest = int(versions.max()) if versions.numel() else NO_TOKEN
     if newest > trainer_version:
-        raise ValueError(f"a token was sampled by version {newest}, but the trainer is at {trainer_version}")
+        raise ValueError(
+            f"a token was sampled by version {newest}, but trainer_version={trainer_version}: give the version that "
+            "the trainer pushed last"
+        )
     return (trainer_version - versions).masked_fill(versions == NO_TOKEN, 0)
 
 

@@ -256,7 +256,7 @@ def with_experts(prompt: Sequence[int], sampling: Sampling, services: Services, 
     if not services.returns_experts:
         if asked:
             raise InvalidRequest(
-                "return_routed_experts is true, and this deployment's engines do not note which experts they choose: "
+                "return_routed_experts is true, and this deployment's engines do not record the experts of tokens: "
                 "leave it out, or set engine.return_routed_experts where a mixture of experts is served on a GPU"
             )
         return sampling.model_copy(update={"routed_experts_prompt_start": None})
@@ -276,7 +276,7 @@ def _from_partial(
     if not prompt:
         raise InvalidRequest("the prompt is empty: send the tokens before partial_token_ids, at least one")
     if (why := services.dispatcher.why_restart(sampling)) is not None:
-        raise InvalidRequest(f"a completion with {why}, starts anew: leave out partial_token_ids, or those")
+        raise InvalidRequest(f"partial_token_ids cannot continue a completion with {why}: leave out one of them")
     return prompt + partial, sampling_of_the_rest(sampling, 0, len(partial))
 
 

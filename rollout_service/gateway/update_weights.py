@@ -90,8 +90,8 @@ async def update_weights(body: UpdateWeights, services: Here) -> Response:
 async def _from_folder(weight_dir: str | None, services: Services) -> Response:
     if weight_dir is None:
         raise InvalidRequest(
-            "weight_dir is null, by which prime-rl says that weights come over NCCL or NIXL, and neither is "
-            'implemented: set weight_broadcast.type = "filesystem" there'
+            "weight_dir is null: prime-rl would send weights over NCCL or NIXL, which are not implemented; set "
+            'weight_broadcast.type = "filesystem" in prime-rl'
         )
     try:
         status = await update_from_folder(services, weight_dir)

@@ -158,7 +158,7 @@ class KVCalibrator:
         except (NotReady, InsufficientStorage, TimeoutError) as error:
             self._unpublished = version, self._digest, ranks
             why = str(error) or "the ingest does not answer"
-            raise NotReady(f"the KV scales of version {version} are measured and wait: {why}") from error
+            raise NotReady(f"the measured KV scales of version {version} are not stored yet: {why}") from error
         except RolloutServiceError as error:
             raise EngineFailed(f"version {version} has no KV scales: {error}") from error
 

@@ -236,7 +236,9 @@ class KVScaleCoordinator:
         else:
             known = (await asyncio.to_thread(self._log.manifest, version)).digest
         if known != digest:
-            raise NotReady(f"version {version} is {known} in the ingest's log, and not {digest}: look again")
+            raise NotReady(
+                f"version {version} has digest {known} in the ingest's log, not {digest}: read the log again"
+            )
 
     async def _publish(self, version: int, replica_id: str, ranks: Sequence[KVMeasurement]) -> KVScaleResult:
         async with self._publishing:

@@ -164,7 +164,7 @@ def observe_qkv(model: torch.nn.Module, *, measured_with: KVScales | None = None
         )
     observation = Observation(inner, measured_with)
     if not _observing.acquire(blocking=False):
-        raise InvalidRequest("another observation is going on in this process: end it first")
+        raise InvalidRequest("another observation is active in this process: end it first")
     backbone = inner.base_model
     hooks = [
         backbone.register_forward_pre_hook(observation.begin, with_kwargs=True),

@@ -30,7 +30,7 @@ def naming_of(model: PreTrainedModel) -> ExpertNaming | None:
         naming = (naming or ExpertNaming()).model_copy(update={"renamed": renamed})
     found = {piece.name for name, tensor in held.items() for piece in pieces(name, tuple(tensor.shape), naming)}
     if unknown := sorted(saved.keys() - found):
-        raise ValueError(f"transformers saves tensors of which it is not known what they are made of: {unknown[:4]}")
+        raise ValueError(f"cannot map saved tensors to model parameters: {unknown[:4]}")
     return naming
 
 
@@ -55,7 +55,7 @@ def _expert_naming(
         if (found := _EXPERT.match(name)) is not None:
             leaves["down"] = found["leaf"]
     if leaves.keys() != {"gate", "up", "down"}:
-        raise ValueError(f"transformers saves {stacked} in a way that is not known here: as {sorted(leaves.values())}")
+        raise ValueError(f"transformers saves {stacked} in an unknown form: as {sorted(leaves.values())}")
     gate, up, down = leaves["gate"], leaves["up"], leaves["down"]
     if block == in_memory:
         return ExpertNaming(gate=gate, up=up, down=down)
@@ -66,5 +66,5 @@ def _name_on_disk(model: PreTrainedModel, name: str, tensor: torch.Tensor, saved
     alone = as_saved(model, {name: tensor})
     [on_disk, *others] = alone
     if others or saved.get(on_disk) != tuple(tensor.shape):
-        raise ValueError(f"transformers saves {name} {list(tensor.shape)} as {sorted(alone)}, changed on the way")
+        raise ValueError(f"transformers saves {name} {list(tensor.shape)} as {sorted(alone)}: its values are changed")
     return on_disk

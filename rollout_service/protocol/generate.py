@@ -155,13 +155,13 @@ class GenerateRequest(RolloutOptions):
         if not self.partial_token_ids:
             return self
         if sampling.n > 1:
-            raise ValueError(f"partial_token_ids are of one completion, and n={sampling.n}: send a request for each")
+            raise ValueError(f"partial_token_ids belong to one completion, but n={sampling.n}: send a request for each")
         if sampling.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs come with a completion's beginning: leave them or partial_token_ids out")
+            raise ValueError("prompt_logprobs are not computed with partial_token_ids: leave one of them out")
         if self.return_routed_experts or sampling.routed_experts_prompt_start is not None:
             raise ValueError(
-                "to which experts the tokens of partial_token_ids went is not known to who goes on from them: leave "
-                "out partial_token_ids, or return_routed_experts and routed_experts_prompt_start"
+                "routed experts of partial_token_ids are unknown: leave out partial_token_ids, or "
+                "return_routed_experts and routed_experts_prompt_start"
             )
         if sampling.max_tokens is not None and len(self.partial_token_ids) >= sampling.max_tokens:
             raise ValueError(

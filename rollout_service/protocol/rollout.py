@@ -99,7 +99,7 @@ class Completion(Frozen):
         if len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
         if self.top_logprobs is not None and len(self.top_logprobs) != len(self.token_ids):
-            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.top_logprobs)} lists of the likeliest")
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.top_logprobs)} lists of top logprobs")
         position = 0
         for span in self.spans:
             if span.start != position:

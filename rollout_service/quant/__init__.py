@@ -1,1 +1,10 @@
-"""Quantization of weights to FP8 or INT8, blockwise or channelwise."""
+"""Quantization of weights to FP8 or INT8. ``Quantizer.quantize`` is the entry; the ingest and trainers call it.
+
+    quantizer.py        chooses an implementation by device
+    blockwise.py        128×128 blocks: ``quantize_blockwise`` is the specification, in plain torch
+    channelwise.py      one scale for each output channel: the specification
+    cuda.py, cpu.py     the same bytes from Triton and numba
+    formats.py          names, dtypes and shapes of codes and scales
+    digests.py, soundness.py, verdicts.py   checks on a GPU
+    fake_quant.py, engine_roundings.py      let a trainer compute as an engine does
+"""

@@ -36,7 +36,7 @@ def quantize_channelwise(
     """
     if weight.dim() not in (2, 3):
         raise QuantizationError(
-            f"{name} has {weight.dim()} dimensions; channelwise quantization takes matrices: skip it"
+            f"{name} has {weight.dim()} dimensions; channelwise quantization takes matrices: add it to quant.skip"
         )
     require_finite(weight, name)
     values = weight.to(torch.bfloat16).float()

@@ -92,8 +92,8 @@ def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> Engine
     unknown = sorted({type(layer).__name__ for layer in layers if not _is_known(layer)})
     if not layers or unknown:
         raise ValueError(
-            f"where vLLM rounds is not known for {', '.join(unknown) or type(backbone).__name__}; known here: "
-            f"{', '.join(sorted(KNOWN_LAYERS))}"
+            f"unknown roundings of vLLM for {', '.join(unknown) or type(backbone).__name__}: known are "
+            f"{', '.join(sorted(KNOWN_LAYERS))}; train without engine_roundings"
         )
     forwards: dict[nn.Module, Forward] = {
         backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),

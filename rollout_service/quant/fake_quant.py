@@ -97,16 +97,21 @@ def fake_quant(
     ``model`` does not have, or only a part of a layer; for ``fp8`` if the model is not on a GPU that supports it.
     """
     if recipe.weights == "none":
-        raise ValueError("the service quantizes nothing (quant.weights is none): a trainer computes as it does already")
+        raise ValueError("the service quantizes nothing (quant.weights is none): train without fake_quant")
     if recipe.weights != "fp8_block":
-        raise ValueError(f"the service quantizes to {recipe.weights}, and fake_quant computes in fp8_block alone")
+        raise ValueError(
+            f"the service quantizes to {recipe.weights}, and fake_quant supports fp8_block only: train without "
+            "fake_quant, or set quant.weights: fp8_block"
+        )
     held: dict[str, set[str]] = {}
     missing = set(recipe.quantized)
     for name, parameter in model.named_parameters():
         stored = [piece.name for piece in pieces(_unwrapped_name(name), tuple(parameter.shape), recipe.experts)]
         here = missing.intersection(stored)
         if 0 < len(here) < len(stored):
-            raise ValueError(f"{name}: the service quantizes {len(here)} of its {len(stored)} matrices, and not all")
+            raise ValueError(
+                f"{name}: the service quantizes {len(here)} of its {len(stored)} matrices: all or none must be"
+            )
         if here:
             missing -= here
             place, _, leaf = name.rpartition(".")

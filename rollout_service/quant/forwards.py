@@ -25,7 +25,7 @@ class Forwards:
         for module, forward in self._ours.items():
             if vars(module).get("forward") is not forward:
                 raise RuntimeError(
-                    f"a {type(module).__name__} has got another forward since, which may call ours: remove that first"
+                    f"the forward of a {type(module).__name__} was replaced again and may call ours: undo that first"
                 )
         for module in self._ours:
             before = self._before[module]

@@ -92,7 +92,7 @@ class Drain:
     def check_health(self) -> None:
         """Raise NotReady once the drain has begun: Serve then replaces this replica."""
         if self.begun:
-            raise NotReady(f"process {os.getpid()} got SIGTERM and drains: it is to be replaced")
+            raise NotReady(f"process {os.getpid()} drains after SIGTERM: another one replaces it")
 
     def _handle_signal(self) -> None:
         """Handle the signal, on its own thread: a blocked event loop must not keep the process from ending."""

@@ -103,7 +103,9 @@ class SessionStore:
         if session_id in self._open:
             raise VersionConflict(f"session {session_id} is open: choose another name, or DELETE it first")
         if len(self._open) >= self._most:
-            raise Overloaded(f"{len(self._open)} sessions are open, which is the limit: DELETE those that are read")
+            raise Overloaded(
+                f"{len(self._open)} sessions are open, which is the limit: DELETE sessions that you have read"
+            )
         self._open[session_id] = _Open(wanted.ttl_s, self._clock())
         return session_id
 
@@ -169,7 +171,9 @@ class SessionStore:
         if now - self._expired_at >= _EXPIRE_EVERY_S:
             self._expire()
         if found is None or now - found.touched > found.ttl_s:
-            raise NotFound(f"there is no session {session_id}: it was closed, or nothing was said for its ttl_s")
+            raise NotFound(
+                f"there is no session {session_id}: it was deleted, or ttl_s passed without a turn; open a new one"
+            )
         found.touched = now
         return found
 
@@ -178,7 +182,7 @@ class SessionStore:
             self._expire()
         if self._nbytes + nbytes > self._most_bytes:
             raise Overloaded(
-                f"the open sessions hold {self._nbytes} bytes of at most {self._most_bytes}: DELETE those that are read"
+                f"the open sessions hold {self._nbytes} bytes of at most {self._most_bytes}: DELETE some of them"
             )
 
     def _expire(self) -> None:

@@ -100,7 +100,7 @@ class TensorPlaces:
         names: set[str] = set()
         for place in self._places:
             if place.name in names:
-                raise ValueError(f"tensor {place.name} is there twice")
+                raise ValueError(f"tensor {place.name} occurs twice: give each tensor one name")
             names.add(place.name)
 
     @classmethod

@@ -39,9 +39,9 @@ class RolloutServiceReplica(RolloutReplica):
         num_replicas = self.config.n_gpus_per_node * self.config.nnodes // self.world_size
         if num_replicas > 1:
             raise ValueError(
-                f"verl would make {num_replicas} replicas of rollout.name={NAME}, but one stands for the whole "
+                f"verl would make {num_replicas} replicas of rollout.name={NAME}, but one represents the whole "
                 "service: set rollout.nnodes=1, rollout.n_gpus_per_node=1 and rollout.tensor_model_parallel_size=1; "
-                "how many engines there are says the service's own configuration"
+                "scaling.max_replicas of the service sets the number of engines"
             )
         self._settings = settings_of(self.config.checkpoint_engine.engine_kwargs)
 

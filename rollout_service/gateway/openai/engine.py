@@ -48,7 +48,7 @@ _DEFAULTS = SamplingParams()
 
 def _not_here(name: str) -> Callable[..., NoReturn]:
     def refuse(*arguments: object, **options: object) -> NoReturn:
-        raise NotImplementedError(f"EngineClient.{name}: a route of this service does that, or none")
+        raise NotImplementedError(f"EngineClient.{name} is not implemented: routes of this service replace it")
 
     return refuse
 

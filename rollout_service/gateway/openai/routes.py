@@ -347,7 +347,7 @@ async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:
         if exchange.error is not None:
             raise exchange.error from error
         if exchange.rollouts:  # not the caller's fault, so the caller may retry
-            raise RolloutServiceError(f"what the model said does not fit into this API's reply: {error}") from error
+            raise RolloutServiceError(f"the completion does not fit into this API's reply: {error}") from error
         raise _as_ours(error) from error
     if exchange.error is not None:
         raise exchange.error

@@ -667,7 +667,7 @@ class TestRefused:
         ("options", "complaint"),
         [
             ({"transport": "delta", "quantize": "service"}, "quantize='service' and transport='delta' contradict"),
-            ({"transport": "pigeon"}, "transport='pigeon': it is one of auto, http, shared_memory, cuda_ipc, delta"),
+            ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc, delta"),
         ],
     )
     async def test_what_cannot_be_asked_together(

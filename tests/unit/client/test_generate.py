@@ -213,12 +213,12 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("spoil", "complaint"),
         [
-            (lambda reply: reply.pop("replica_id"), "does not understand"),
-            (without("logprobs"), "does not understand"),
-            (lambda reply: reply["choices"].append(reply["choices"][0]), "not what was asked for"),
+            (lambda reply: reply.pop("replica_id"), "cannot read"),
+            (without("logprobs"), "cannot read"),
+            (lambda reply: reply["choices"].append(reply["choices"][0]), "does not answer the request"),
             (lambda reply: reply["choices"][0]["token_ids"].pop(), "2 tokens but 3 logprobs"),
             (lambda reply: reply["choices"][0]["weight_versions"].pop(), "do not cover 3 tokens"),
-            (lambda reply: reply["choices"][0]["logprobs"].__setitem__(0, None), "does not understand"),
+            (lambda reply: reply["choices"][0]["logprobs"].__setitem__(0, None), "cannot read"),
         ],
         ids=["no replica", "no logprobs", "two choices", "a token short", "a span short", "a logprob missing"],
     )

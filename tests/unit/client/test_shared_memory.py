@@ -254,7 +254,7 @@ class TestTheWayThatIsTaken:
         assert status.state == "committed" and await how_it_came(service, 1) == "parts"
 
     async def test_an_unknown_transport_is_refused(self, client: RolloutClient, weights: Weights) -> None:
-        with pytest.raises(ValueError, match="transport='pigeon': it is one of auto, http, shared_memory, cuda_ipc"):
+        with pytest.raises(ValueError, match="transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc"):
             await client.push_weights(1, dict(weights), transport="pigeon")  # type: ignore[call-overload]
 
 

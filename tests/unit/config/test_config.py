@@ -203,7 +203,7 @@ class TestAuth:
     @pytest.mark.parametrize("token", ["secret", "", None])
     def test_a_token_in_the_configuration_is_refused_and_not_shown(self, token: str | None) -> None:
         message = message_of({"auth": {"token": token}})
-        assert "auth.token is not taken, because Ray logs" in message and "auth.token_file" in message
+        assert "auth.token is refused: Ray logs" in message and "auth.token_file" in message
         assert "secret" not in message
 
     def test_uploads_from_other_machines_need_a_token(self) -> None:

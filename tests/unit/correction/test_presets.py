@@ -97,7 +97,7 @@ def test_a_preset_weighs_and_keeps_what_its_recipe_says(name: str) -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'tis': there are metrics_only, token_tis, seq_tis"):
+    with pytest.raises(ValueError, match=r"'tis': choose one of metrics_only, token_tis, seq_tis"):
         preset("tis")
 
 

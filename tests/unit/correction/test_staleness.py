@@ -50,7 +50,7 @@ def test_the_filter_is_a_mask_for_correct() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     versions = token_versions([spans_of([7])])
-    with pytest.raises(ValueError, match="sampled by version 7, but the trainer is at 6"):
+    with pytest.raises(ValueError, match="sampled by version 7, but trainer_version=6"):
         token_lag(versions, 6)
     with pytest.raises(ValueError, match="max_lag=-1"):
         fresh_tokens(versions, 7, -1)

@@ -17,7 +17,7 @@ from tests.unit.store.versions import commit
 
 SCALES, PUBLISHED = {"l.0.k_scale": 2.0}, {"l.0.k_scale": 4.0}
 WAITS = NotReady("the ingest does not answer")
-UNPUBLISHED = NotReady("the KV scales are measured and wait: the ingest died")
+UNPUBLISHED = NotReady("the measured KV scales are not stored yet: the ingest died")
 
 
 class FakeKVScales:

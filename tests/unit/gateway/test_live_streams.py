@@ -178,11 +178,11 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("wrong", "says"),
         [
-            ({"sampling_params": {"n": 2}}, "partial_token_ids are of one completion, and n=2"),
-            ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs come with a completion's beginning"),
+            ({"sampling_params": {"n": 2}}, "partial_token_ids belong to one completion, but n=2"),
+            ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs are not computed with partial_token_ids"),
             ({"sampling_params": {"max_tokens": 3}}, "partial_token_ids has 3 tokens, and max_tokens=3 counts them"),
             ({"sampling_params": {"structured_outputs": {"regex": "a"}}}, "structured_outputs, which vLLM cannot take"),
-            ({"return_routed_experts": True}, "to which experts the tokens of partial_token_ids went"),
+            ({"return_routed_experts": True}, "routed experts of partial_token_ids are unknown"),
             ({"token_ids": []}, "the prompt is empty: send the tokens before partial_token_ids"),
             ({"partial_token_ids": [5, 999]}, "token id 999 at position 2 is outside the vocabulary"),
         ],

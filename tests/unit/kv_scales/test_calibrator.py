@@ -230,7 +230,7 @@ class TestFailures:
         coordinator.answers["publish_kv_scales"] = [why, why]
         coordinator.publishes(1, FOURS)
         calibrator = make()
-        words = f"^the KV scales of version 1 are measured and wait: {str(why) or 'the ingest does not answer'}$"
+        words = f"^the measured KV scales of version 1 are not stored yet: {str(why) or 'the ingest does not answer'}$"
         with pytest.raises(NotReady, match=words):
             await load(calibrator, engine, AWAITING)
         with pytest.raises(NotReady, match=words):
@@ -251,7 +251,7 @@ class TestFailures:
     ) -> None:
         monkeypatch.setattr("rollout_service.kv_scales.calibrator.PUBLISH_S", 0)
         coordinator.publishes(1, FOURS)
-        with pytest.raises(NotReady, match="measured and wait: the ingest does not answer"):
+        with pytest.raises(NotReady, match="not stored yet: the ingest does not answer"):
             await load(make(), engine, AWAITING)
 
     async def test_scales_of_a_version_overtaken_are_not_published(

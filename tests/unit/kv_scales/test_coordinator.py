@@ -165,9 +165,9 @@ class TestCacheDtype:
 class TestOtherWeights:
     async def test_their_replica_neither_gets_nor_publishes_scales(self, ingest: Ingest) -> None:
         digest = (await ingest.status(0)).digest
-        with pytest.raises(NotReady, match=f"version 0 is {digest} in the ingest's log, and not 00ff: look again"):
+        with pytest.raises(NotReady, match=f"version 0 has digest {digest} in the ingest's log, not 00ff"):
             await ingest.kv.measured(0, "00ff")
-        with pytest.raises(NotFound, match="and not 00ff"):
+        with pytest.raises(NotFound, match="log, not 00ff"):
             await ingest.kv.publish_result(0, "old", RANKS, "00ff")
         assert await stored(ingest, 0) is None
 

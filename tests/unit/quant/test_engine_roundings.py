@@ -195,10 +195,10 @@ class TestBackward:
 class TestRefused:
     def test_layers_that_are_not_known(self) -> None:
         model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=2))
-        with pytest.raises(ValueError, match="where vLLM rounds is not known for GPT2Model"):
+        with pytest.raises(ValueError, match="unknown roundings of vLLM for GPT2Model"):
             engine_roundings(model)
         model = made("deepseek_v3")
-        with pytest.raises(ValueError, match="not known for DeepseekV3DecoderLayer; known here: LlamaDecoderLayer"):
+        with pytest.raises(ValueError, match="for DeepseekV3DecoderLayer: known are LlamaDecoderLayer"):
             engine_roundings(model)
 
     def test_what_is_no_transformers_model(self) -> None:
@@ -220,7 +220,7 @@ class TestForwards:
         forwards = Forwards({layer: lambda hidden: hidden * 2 for layer in layers})
         ours = layers[1].forward
         layers[1].forward = lambda hidden: ours(hidden) + 1
-        with pytest.raises(RuntimeError, match="a Linear has got another forward since"):
+        with pytest.raises(RuntimeError, match="the forward of a Linear was replaced again"):
             forwards.remove()
         assert [layer(torch.tensor(3)) for layer in layers] == [6, 7]
         layers[1].forward = ours

@@ -166,7 +166,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("weights", ["fp8_channel", "int8_channel"])
     def test_a_service_whose_scales_are_of_channels(self, weights: QuantWeights) -> None:
-        with pytest.raises(ValueError, match=f"quantizes to {weights}, and fake_quant computes in fp8_block alone"):
+        with pytest.raises(ValueError, match=f"quantizes to {weights}, and fake_quant supports fp8_block only"):
             fake_quant(nn.Linear(128, 128), TrainerRecipe(weights=weights, quantized=("weight",)))
 
     def test_a_model_that_lacks_what_is_quantized(self) -> None:

@@ -77,7 +77,7 @@ async def test_a_session_ends_when_nothing_was_said_for_its_time() -> None:
     clock.go_on(9.0)
     await sessions.get("s")
     clock.go_on(11.0)
-    with pytest.raises(NotFound, match="no session s: it was closed, or nothing was said"):
+    with pytest.raises(NotFound, match="no session s: it was deleted, or ttl_s passed"):
         await sessions.get("s")
     await sessions.open(OpenSession(session_id="s"))
     assert sessions.num_open == 1
@@ -86,9 +86,9 @@ async def test_a_session_ends_when_nothing_was_said_for_its_time() -> None:
 async def test_a_closed_session_is_gone_and_its_bytes_are_free() -> None:
     sessions = await store(most_bytes=turn("ab").nbytes)
     await sessions.add("s", [USER], None, [turn("ab")])
-    with pytest.raises(Overloaded, match="DELETE those that are read"):
+    with pytest.raises(Overloaded, match="DELETE some"):
         await sessions.add("s", [USER], None, [turn("a")])
-    with pytest.raises(Overloaded, match="DELETE those that are read"):
+    with pytest.raises(Overloaded, match="DELETE some"):
         await sessions.prefix("s", [USER], None)  # before anything is sampled
     await sessions.close("s")
     with pytest.raises(NotFound):

@@ -209,7 +209,7 @@ class TestFile:
             ('"bfloat16"', '"float16"', r"tensors\[.*dtype"),
             ('"offset":80', '"offset":"80"', r"tensors\[.*offset"),
             ('"offset":80,', "", "offset"),
-            ('"name":"b"', '"name":"a"', "tensor a is there twice"),
+            ('"name":"b"', '"name":"a"', "tensor a occurs twice"),
             (',"rollback_of":null}', "", "truncated"),
         ],
     )

@@ -63,7 +63,7 @@ def test_a_copy_with_other_tensors_has_other_places() -> None:
 
 
 def test_a_name_that_is_there_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor a is there twice"):
+    with pytest.raises(ValueError, match="tensor a occurs twice"):
         TensorPlaces([PLACE, PLACE._replace(offset=20)])
 
 
