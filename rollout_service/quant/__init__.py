@@ -1,4 +1,4 @@
-"""Quantization of weights to FP8 or INT8. ``Quantizer.quantize`` is the entry; the ingest and trainers call it.
+"""Quantization of weights to FP8 or INT8.
 
     quantizer.py        chooses an implementation by device
     blockwise.py        128×128 blocks: ``quantize_blockwise`` is the specification, in plain torch
@@ -7,4 +7,6 @@
     formats.py          names, dtypes and shapes of codes and scales
     digests.py, soundness.py, verdicts.py   checks on a GPU
     fake_quant.py, engine_roundings.py      let a trainer compute as an engine does
+
+The ingest and trainers call ``Quantizer.quantize``.
 """
