@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from rich.table import Table
 
+    from rollout_service.cli.serve import KeptToGpus, Prepared
     from rollout_service.protocol.fleet import Fleet, ReplicaStatus
 
 app = typer.Typer(
@@ -49,7 +50,7 @@ def serve(
         bool, typer.Option("--expert-parallel", help="With --tp, whole experts on each GPU: engine.expert_parallel.")
     ] = False,
     replicas: Annotated[
-        str | None, typer.Option(metavar="N or A-B", help="How many, or the fewest and the most.")
+        str | None, typer.Option(metavar="N or A-B", help="Number of replicas, or a minimum and a maximum.")
     ] = None,
     gpus: Annotated[
         str | None,
@@ -68,9 +69,6 @@ def serve(
     deployments/cpu_rollout.yaml does. Runs the checks of doctor first. For other settings: --print-config > FILE, edit
     FILE, serve run FILE.
     """
-
-    import subprocess
-
     from rollout_service.config import ModelConfig
 
     try:
@@ -95,20 +93,29 @@ def serve(
             complain(f"this would not start: {prepared.model.found}")
         typer.echo(serve.as_yaml(prepared.document), nl=False)
         return
-    if gpus is not None and not prepared.plan.on_gpus:
-        fail("--gpus: engines run on the CPU here: leave it out")
-    kept = serve.KeptToGpus(prepared, (), ())
-    if prepared.plan.on_gpus:
-        try:
-            kept = serve.keep_to_gpus(prepared, None if gpus is None else serve.gpu_indices(gpus))
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            fail(error)
+    kept = _keep_to_gpus(prepared, gpus)
     if problems := kept.prepared.problems():
         lines = [f"  {each.check}: {each.found}" + (f" → {each.advice}" if each.advice else "") for each in problems]
         fail("\n".join(["this would not work, and nothing was started:", *lines]))
     for line in (*kept.lines, kept.prepared.choices()):
         complain(line)
     serve.run(kept.prepared.document, gpus=len(kept.gpus), named=gpus is not None)
+
+
+def _keep_to_gpus(prepared: "Prepared", gpus: str | None) -> "KeptToGpus":
+    """Return the deployment on the GPUs of ``--gpus``, else on those with enough free memory."""
+    import subprocess
+
+    from rollout_service.cli import serve
+
+    if not prepared.plan.on_gpus:
+        if gpus is not None:
+            fail("--gpus: engines run on the CPU here: leave it out")
+        return serve.KeptToGpus(prepared, (), ())
+    try:
+        return serve.keep_to_gpus(prepared, None if gpus is None else serve.gpu_indices(gpus))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        fail(error)
 
 
 @command(app)

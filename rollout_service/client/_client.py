@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import httpx
 
@@ -17,6 +17,7 @@ from rollout_service.client._generate import GenerateOptions, Prompt, body_of, r
 from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
+from rollout_service.client._push_options import PushOptions, require_push_options
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
@@ -263,13 +264,24 @@ class RolloutClient(ControlCalls, MismatchCalls):
         sampling, about = split_options(options)
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency={concurrency}: at least one request at a time is needed")
-        most_requests = min(concurrency or self._max_connections, self._max_connections)
-        if until is not None:
-            groups = [Group(self._data, prompt, sampling, about) for prompt in waiting]
-            return await first_groups(groups, until, most_requests, progress)
+        max_requests = min(concurrency or self._max_connections, self._max_connections)
+        if until is None:
+            return await self._generate_all(waiting, max_requests, progress, options)
+        groups = [Group(self._data, prompt, sampling, about) for prompt in waiting]
+        return await first_groups(groups, until, max_requests, progress)
+
+    async def _generate_all(
+        self,
+        prompts: Sequence[Prompt | PartialRollout],
+        max_requests: int,
+        progress: Callable[[int, int], None] | None,
+        options: GenerateOptions,
+    ) -> list[Rollout]:
+        """Return a rollout for each prompt. Raises BatchFailed with the other rollouts if some prompts fail."""
+        sampling, about = split_options(options)
         rollouts: dict[int, Rollout] = {}
         failures = Failures()
-        queue = iter(enumerate(waiting))
+        queue = iter(enumerate(prompts))
 
         async def work() -> None:
             slot = asyncio.Semaphore(1)
@@ -282,16 +294,16 @@ class RolloutClient(ControlCalls, MismatchCalls):
                     else:
                         rollouts[index] = await self.generate(prompt, **options)
                     if progress is not None:
-                        progress(len(rollouts), len(waiting))
+                        progress(len(rollouts), len(prompts))
 
         with failures.noted():
             async with raise_first_failure() as group:
-                for _ in range(min(most_requests, len(waiting))):
+                for _ in range(min(max_requests, len(prompts))):
                     group.create_task(work())
         if failures.errors:
             first = next(iter(failures.errors.values()))
-            raise BatchFailed.of(rollouts, {}, failures.errors, len(waiting)) from first
-        return [rollouts[index] for index in range(len(waiting))]
+            raise BatchFailed.of(rollouts, {}, failures.errors, len(prompts)) from first
+        return [rollouts[index] for index in range(len(prompts))]
 
     @overload
     def push_weights(
@@ -299,36 +311,13 @@ class RolloutClient(ControlCalls, MismatchCalls):
         version: NewVersion,
         named_tensors: NamedTensors,
         *,
-        label: str | None = None,
-        tensor_table: Sequence[UploadTensor] | None = None,
-        quantize: Quantize | None = None,
-        transport: Transport = "auto",
-        kv_scales: KVScales | None = None,
-        mode: PauseMode = "keep",
-        wait: WaitFor = "all",
-        timeout_s: float = 600.0,
-        parallel_parts: int = 8,
-        progress: Progress | None = None,
         send: Literal[True] = True,
+        **options: Unpack[PushOptions],
     ) -> Coroutine[object, None, WeightStatus]: ...
 
     @overload
     def push_weights(
-        self,
-        version: NewVersion,
-        named_tensors: NamedTensors,
-        *,
-        label: str | None = None,
-        tensor_table: Sequence[UploadTensor] | None = None,
-        quantize: Quantize | None = None,
-        transport: Transport = "auto",
-        kv_scales: KVScales | None = None,
-        mode: PauseMode = "keep",
-        wait: WaitFor = "all",
-        timeout_s: float = 600.0,
-        parallel_parts: int = 8,
-        progress: Progress | None = None,
-        send: bool,
+        self, version: NewVersion, named_tensors: NamedTensors, *, send: bool, **options: Unpack[PushOptions]
     ) -> Coroutine[object, None, WeightStatus | None]: ...
 
     def push_weights(
@@ -336,6 +325,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         version: NewVersion,
         named_tensors: NamedTensors,
         *,
+        send: bool = True,
         label: str | None = None,
         tensor_table: Sequence[UploadTensor] | None = None,
         quantize: Quantize | None = None,
@@ -346,7 +336,6 @@ class RolloutClient(ControlCalls, MismatchCalls):
         timeout_s: float = 600.0,
         parallel_parts: int = 8,
         progress: Progress | None = None,
-        send: bool = True,
     ) -> Coroutine[object, None, WeightStatus | None]:
         """Upload one weight version tensor by tensor, commit it, and wait until every live replica serves it.
 
@@ -369,48 +358,14 @@ class RolloutClient(ControlCalls, MismatchCalls):
             version: A number larger than any before, such as the trainer's step. ``"next"``: the service assigns the
                 next number and returns it. Use ``"next"`` if the trainer's step may go back, as after resuming from an
                 older checkpoint.
-            label: The trainer's name for the version, such as ``run-7/step-300``: letters, digits and ``._:/@+=-``, at
-                most 128, at least one letter. Replies include it, and ``min_weight_version`` accepts it; the newest
-                version with a label counts. A failed push of ``"next"`` can be repeated under its label, even after the
-                trainer restarts. It gets the same number and resumes; parts whose bytes have changed are replaced.
             named_tensors: A module (its ``state_dict``), a mapping, or pairs. With ``tensor_table``, a generator is
                 consumed once, one tensor at a time. Without it, the generator is read to its end first to learn names
                 and shapes. Parameters and ``DTensor`` are kept by reference; other tensors are copied to host memory. A
                 generator may refill one buffer for each tensor, but not for parameters yielded without a table.
                 ValueError then names an overwritten parameter, and nothing is committed.
-            tensor_table: Names, dtypes and shapes of the tensors that the generator will yield, in order.
-            quantize: ``service``: send tensors as they are. ``trainer``: quantize them here on their device, and send
-                codes and scales. The version is the same byte for byte, at half the size. Up to 256 MiB of tensors are
-                quantized at once; those of a generator are copied for it. None: ``trainer`` for a ``delta``, else
-                ``service``.
-            transport: The way to the ingest:
-                - ``shared_memory``: host memory shared with the ingest. Both must run on one machine, as one user, and
-                  not in separate containers. It takes 1 GiB, or 512 MiB and the largest tensor if that is more, and is
-                  kept for the next push.
-                - ``cuda_ipc``: memory of this process's current GPU, shared with the ingest. It takes 1.5 GiB, or 768
-                  MiB and the largest tensor if that is more. The ingest needs a GPU (``weights.ingest_num_gpus``) that
-                  can reach this one. For tensors on a GPU it is faster than ``shared_memory``.
-                - ``http``: parts over HTTP. Uploaded parts survive a crash of the ingest.
-                - ``delta``: quantize here, and send the changes since this client's last ``delta`` push. The version is
-                  the same byte for byte; one RL step takes less than 1% of its bytes. The client keeps the last version
-                  in host memory; for GPU tensors this memory is pinned and up to a third larger. Comparing takes up to
-                  512 MiB more, on the host or the GPU. Delta pushes of one client run one after the other. The first
-                  push sends everything. So does a push whose base the service no longer has, or that changes more than
-                  an eighth of the bytes.
-                - ``auto``: for 256 MiB and more, ``cuda_ipc`` if the tensors are on a GPU with enough room, else
-                  ``shared_memory``. The first push finds out whether these work. If not, a client with
-                  ``quantize="trainer"`` sends deltas from its third push on. It keeps the second push for that, if it
-                  fits in half of the free host memory. After a push that changes more than an eighth of the bytes, the
-                  client keeps nothing and always sends everything. All other pushes use ``http``.
-            kv_scales: Scales of an FP8 KV cache for these weights, from ``rollout_service.kv_scales``. They become part
-                of the version. None: the service's ``kv_cache.scales_policy`` decides.
-            mode: The fate of running rollouts during the update, see ``CommitUpload.mode``.
-            wait: ``all``: return once every live replica serves this version. ``none``: return after the commit.
-            timeout_s: Maximum seconds for ``wait``.
-            parallel_parts: Number of concurrent uploads, each with its own thread and connection.
-            progress: Called with (bytes on the service, total bytes) after each part. For a ``delta``, called with
-                (bytes of the compared tensors, total bytes).
             send: False: only join the gathers, and return None.
+
+        ``PushOptions`` describes the other arguments.
 
         Raises:
             ValueError: An unsupported dtype, a duplicate name, or tensors that differ from the table.
@@ -424,17 +379,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, because its CUDA stream
         # matters.
-        if parallel_parts < 1:
-            raise ValueError(f"parallel_parts={parallel_parts}: at least one upload at a time is needed")
-        if quantize is not None and quantize not in get_args(Quantize):
-            raise ValueError(f"quantize={quantize!r}: choose one of {', '.join(get_args(Quantize))}")
-        if transport not in get_args(Transport):
-            raise ValueError(f"transport={transport!r}: choose one of {', '.join(get_args(Transport))}")
-        if transport == "delta" and quantize == "service":
-            raise ValueError(
-                "quantize='service' with transport='delta': a delta holds changes of quantized tensors, so the trainer "
-                "quantizes; leave quantize out"
-            )
+        require_push_options(quantize, transport, parallel_parts)
         commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         thread, scales = TensorThread(), named_scales(kv_scales)
 

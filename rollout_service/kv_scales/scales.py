@@ -33,8 +33,11 @@ class KVScales(Frozen):
     """Scales by the attention module's name in Hugging Face's scheme: ``model.layers.0.self_attn``."""
 
     def named(self) -> dict[str, float]:
-        """See ``named_scales``."""
-        return named_scales(self.layers)
+        """Return name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
+
+        Always contains all three of a layer: vLLM uses 1 for a missing one.
+        """
+        return {f"{name}.{x}_scale": getattr(scales, x) for name, scales in self.layers.items() for x in TENSORS}
 
     def require_layers(self, expected: Sequence[str]) -> None:
         """Raise InvalidRequest unless there are scales for exactly these layers."""
@@ -112,20 +115,12 @@ def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom)
     layers = {}
     for layer, amax in largest.items():
         exact = [float(x) * how.margin / FP8_MAX for x in amax]
-        q, k, v = map(rounded_up, exact) if how.power_of_two else exact
+        q, k, v = map(next_power_of_two, exact) if how.power_of_two else exact
         layers[layer] = LayerScales(q=q, k=k, v=v)
     return layers
 
 
-def named_scales(layers: Mapping[str, LayerScales]) -> dict[str, float]:
-    """Return name → scale as a checkpoint stores them (vLLM loads these names): ``<layer>.q_scale``, ``k``, ``v``.
-
-    Always contains all three of a layer: vLLM uses 1 for a missing one.
-    """
-    return {f"{name}.{x}_scale": getattr(scales, x) for name, scales in layers.items() for x in TENSORS}
-
-
-def rounded_up(scale: float) -> float:
+def next_power_of_two(scale: float) -> float:
     """Return the smallest power of two that is not below a positive, finite number."""
     mantissa, exponent = math.frexp(scale)  # scale = mantissa · 2^exponent, 0.5 ≤ mantissa < 1
     return math.ldexp(1.0, exponent - (mantissa == 0.5))

@@ -103,6 +103,20 @@ def fake_quant(
             f"the service quantizes to {recipe.weights}, and fake_quant supports fp8_block only: train without "
             "fake_quant, or set quant.weights: fp8_block"
         )
+    held = _quantized_parameters(model, recipe)
+    quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
+    forwards: dict[nn.Module, Forward] = {}
+    kernels = kernels or kernels_of(model)
+    arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, products))
+    for name, leaves in held.items():
+        module = model.get_submodule(name)
+        forwards[module] = _forward_of(module, name, leaves, arithmetic)
+    return FakeQuant(forwards, _roundings_of(model, kernels) if roundings else None)
+
+
+def _quantized_parameters(model: nn.Module, recipe: TrainerRecipe) -> dict[str, set[str]]:
+    """Return module → names of its parameters that the service quantizes. Raises ValueError, as ``fake_quant``
+    does."""
     held: dict[str, set[str]] = {}
     missing = set(recipe.quantized)
     for name, parameter in model.named_parameters():
@@ -121,14 +135,7 @@ def fake_quant(
             f"the service quantizes {len(missing)} weights that this model has not, such as {min(missing)}: give the "
             "whole transformers model that it serves"
         )
-    quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
-    forwards: dict[nn.Module, Forward] = {}
-    kernels = kernels or kernels_of(model)
-    arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, products))
-    for name, leaves in held.items():
-        module = model.get_submodule(name)
-        forwards[module] = _forward_of(module, name, leaves, arithmetic)
-    return FakeQuant(forwards, _roundings_of(model, kernels) if roundings else None)
+    return held
 
 
 @dataclass(frozen=True)

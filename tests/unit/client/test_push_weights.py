@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 import xxhash
 
 from rollout_service.client import RolloutClient
+from rollout_service.client._push_options import PushOptions
 from rollout_service.client._tensors import describe
 from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded
 from rollout_service.model.convert import tensor_bytes
@@ -244,3 +246,9 @@ class TestOptions:
         assert source is not None and source.path == tmp_path
         assert (status.version, service.parts_sent()) == (6, [])
         assert service.uploads[6].commit == CommitUpload(wait="none")
+
+
+def test_push_options_are_the_arguments_of_push_weights() -> None:
+    parameters = inspect.signature(RolloutClient.push_weights).parameters
+    assert [*parameters][:4] == ["self", "version", "named_tensors", "send"]
+    assert [*parameters][4:] == [*PushOptions.__annotations__]

@@ -15,8 +15,8 @@ from rollout_service.kv_scales.fp8_error import fp8_round_trip
 from rollout_service.kv_scales.scales import (
     largest_of_ranks,
     layer_scales,
+    next_power_of_two,
     percentile_over_micro_batches,
-    rounded_up,
 )
 
 ONE = {"layers.0": [[448.0, 896.0, 4.48]]}
@@ -30,7 +30,7 @@ class TestScale:
     def test_then_it_is_rounded_up_to_a_power_of_two(self) -> None:
         scales = scales_from_amax([ONE])
         assert scales.layers["layers.0"] == LayerScales(q=2, k=4, v=1 / 64)
-        assert [rounded_up(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
+        assert [next_power_of_two(s) for s in (1.0, 1.0000001, 2.0, 0.24, 0.25, 448.0)] == [1, 2, 2, 0.25, 0.25, 512]
 
     def test_a_power_of_two_leaves_the_codes_of_ordinary_values(self) -> None:
         x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).clamp(min=2**-6)
