@@ -50,21 +50,11 @@ def build(config: ServiceConfig) -> Application:
     ingest = _deployment(config, "ingest.deployment.IngestReplica", "ingest", ray_actor_options=ingest_resources).bind(
         config
     )
-    engine = _deployment(
-        config,
-        "engine.replica.EngineReplica",
-        "engine",
-        ray_actor_options=_resources(config),
-        request_router_config=RequestRouterConfig(
-            request_router_class=RolloutRouter,
-            request_router_kwargs={
-                "limit": config.engine.sequences_per_replica,
-                "share": config.sequences_per_gateway,
-            },
-            request_routing_stats_period_s=STATS_PERIOD_S,
-        ),
-        **scaling_options(config.scaling),
-    ).bind(config, ingest)
+    engine = _engines(config, ingest, None, scaling_options(config.scaling))
+    groups = {
+        name: _engines(config, ingest, name, {"num_replicas": group.replicas})
+        for name, group in config.scaling.groups.items()
+    }
     monitor = _deployment(config, "monitor.deployment.MonitorReplica", "monitor").bind(config)
     several = config.scaling.gateways > 1  # a single one keeps sessions itself
     sessions = _deployment(config, "sessions.deployment.SessionsReplica", "sessions").bind(config) if several else None
@@ -77,7 +67,29 @@ def build(config: ServiceConfig) -> Application:
         num_replicas=config.scaling.gateways,
         max_surge_percent=100,
     )
-    return gateway.bind(config, engine, ingest, monitor, sessions)
+    return gateway.bind(config, engine, ingest, monitor, sessions, groups)
+
+
+def _engines(config: ServiceConfig, ingest: Application, group: str | None, scaling: dict[str, object]) -> Application:
+    """Return the engine deployment, or that of a group of ``scaling.groups``."""
+    router = RequestRouterConfig(
+        request_router_class=RolloutRouter,
+        request_router_kwargs={
+            "limit": config.engine.sequences_per_replica,
+            "share": config.sequences_per_gateway,
+            "group": group,
+        },
+        request_routing_stats_period_s=STATS_PERIOD_S,
+    )
+    deployment = _deployment(
+        config,
+        "engine.replica.EngineReplica",
+        "engine" if group is None else f"engine-{group}",
+        ray_actor_options=_resources(config),
+        request_router_config=router,
+        **scaling,
+    )
+    return deployment.bind(config, ingest, group)
 
 
 def _deployment(config: ServiceConfig, cls: str, name: str, **options: object) -> Deployment:

@@ -75,7 +75,12 @@ class Plan:
     @property
     def engine_gpus(self) -> int:
         """Return the number of GPUs of the first replicas."""
-        return self.config.engine.tensor_parallel_size * max(1, self.config.scaling.min_replicas)
+        return self.config.engine.tensor_parallel_size * self.replicas_at_start
+
+    @property
+    def replicas_at_start(self) -> int:
+        """Return the number of the first replicas."""
+        return max(1, self.config.scaling.min_replicas) + self.config.scaling.pinned_replicas
 
     @property
     def gpus_at_start(self) -> int:
@@ -86,11 +91,13 @@ class Plan:
         return self.engine_gpus + (0 if wanted <= left + 1e-6 else math.ceil(wanted))
 
     def most_replicas(self, gpus: int) -> int:
-        """Return the number of replicas that fit on that many GPUs, beside processes that need a GPU of their own."""
+        """Return the number of replicas that fit on that many GPUs, beside pinned replicas, and processes that need a
+        GPU of their own."""
         wanted, left = self.config.scaling.num_gpus or 0, gpus - (self.gpus_at_start - self.engine_gpus)
         if not wanted:
             return self.config.scaling.max_replicas
-        return max(0, left) * int(1 / wanted + 1e-6) if wanted <= 1 else max(0, left) // math.ceil(wanted)
+        fit = max(0, left) * int(1 / wanted + 1e-6) if wanted <= 1 else max(0, left) // math.ceil(wanted)
+        return max(0, fit - self.config.scaling.pinned_replicas)
 
 
 # --- the model
@@ -197,7 +204,7 @@ def _driver_finding(driver: str, torch: TorchCuda, plan: Plan) -> Finding:
 
 
 def _too_few(usable: int, plan: Plan) -> Finding:
-    tp, replicas = plan.config.engine.tensor_parallel_size, max(1, plan.config.scaling.min_replicas)
+    tp, replicas = plan.config.engine.tensor_parallel_size, plan.replicas_at_start
     found = f"{usable} can be used, and {replicas} replicas of {tp} GPUs each need {tp * replicas}"
     advice = "engine.tensor_parallel_size and scaling.num_gpus, or scaling.min_replicas"
     if more := plan.gpus_at_start - plan.engine_gpus:
@@ -233,7 +240,7 @@ def memory(plan: Plan) -> list[Finding]:
 def memory_finding(has: Memory, plan: Plan) -> Finding:
     """Check memory: Ray kills workers above a share of it, whichever process uses it. Engines on the CPU count, too."""
     share = has.used_bytes / has.total_bytes
-    engines = 0 if plan.on_gpus else max(1, plan.config.scaling.min_replicas) * plan.version_bytes
+    engines = 0 if plan.on_gpus else plan.replicas_at_start * plan.version_bytes
     if has.used_bytes + engines > has.kill_at * has.total_bytes and share < has.kill_at:
         found = f"{_gb(has.total_bytes - has.used_bytes)} of {_gb(has.total_bytes)} free, engines take {_gb(engines)}"
         return Finding(check="memory", level="problem", found=found, advice="a smaller model, or a larger machine")
@@ -282,7 +289,7 @@ def _chosen_log(plan: Plan) -> Finding:
 def weights_finding(disk: Disk, has_log: bool, plan: Plan, setting: str = "weights.root") -> Finding:
     """Check the disk's space for the log. ``has_log``: True if there is a version 0 already."""
     config, nbytes = plan.config.weights, plan.version_bytes
-    versions = config.keep_versions + 1
+    versions = config.keep_versions + 1 + len(plan.config.scaling.groups)
     found = f"{disk.folder}: {_gb(disk.free_bytes)} free"
     if not disk.writable:
         return Finding(check=setting, level="problem", found=f"{found}: not writable", advice=f"another {setting}")

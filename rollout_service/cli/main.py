@@ -288,12 +288,22 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     table.add_column("error")
     for replica in fleet.replicas:
         table.add_row(*_fleet_row(replica))
-    table.caption = escape("\n".join([*_attention(fleet), *_kv_caches(fleet), *_failed_starts(fleet)]))
+    lines = [*_groups(fleet), *_attention(fleet), *_kv_caches(fleet), *_failed_starts(fleet)]
+    table.caption = escape("\n".join(lines))
     return table
 
 
 def _version_name(version: int, label: str | None) -> str:
     return str(version) if label is None else f"{version} ({label})"
+
+
+def _groups(fleet: "Fleet") -> list[str]:
+    """Return a line for each group of pinned replicas."""
+    return [
+        f"group {name} is pinned to {pin.pinned_to}: "
+        + ("no such version, it follows the newest" if pin.version is None else f"version {pin.version}")
+        for name, pin in fleet.groups.items()
+    ]
 
 
 def _attention(fleet: "Fleet") -> list[str]:
@@ -323,7 +333,7 @@ def _fleet_row(replica: "ReplicaStatus") -> list[str]:
     serving = "-" if replica.version is None else escape(_version_name(replica.version, replica.label))
     update = replica.update
     return [
-        escape(replica.replica_id),
+        escape(replica.replica_id) + ("" if replica.group is None else f" ({replica.group})"),
         replica.state + (", paused" if replica.paused and replica.state != "asleep" else ""),
         serving if replica.target is None else f"{serving} → {replica.target}",
         str(replica.running),

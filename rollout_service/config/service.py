@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
+from rollout_service.protocol.base import KnownVersion
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
 AUTO = Path("auto")
@@ -23,6 +24,10 @@ _INGEST_SHARE = 0.1
 """The ingest's share of a GPU that it shares with an engine. Ray only counts it; the ingest uses little."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOST_AND_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))(?::(\d{1,5}))?")
+
+
+GroupName = Annotated[str, Field(pattern="^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+"""Name of a group of replicas, a part of the name of its Serve deployment."""
 
 
 def host_and_port(address: str) -> tuple[str, int | None]:
@@ -129,6 +134,17 @@ class ModelConfig(Config):
         return self.served_name or self.repo_id or self.path.name
 
 
+class GroupConfig(Config):
+    """Replicas that are pinned to one weight version, for example to evaluate it during training."""
+
+    version: KnownVersion
+    """Number or label of the version. A label means its newest version: a push with the label moves the group. While
+    the log has no such version, the group follows the newest one."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Number of replicas, in addition to ``scaling.max_replicas``. It is not scaled automatically."""
+
+
 class ScalingConfig(Config):
     """The number of replicas, and the resources that each requests from Ray."""
 
@@ -176,6 +192,10 @@ class ScalingConfig(Config):
     rollouts continue for two thirds of it; other replicas then continue the rest. In the remaining third, replies are
     sent and engines end. Set it to at most the notice that your machines get; a pod gets 30 s by default."""
 
+    groups: dict[GroupName, GroupConfig] = Field(default_factory=dict)
+    """Groups of further replicas, each pinned to a weight version: ``{"eval": {"version": "golden", "replicas": 1}}``.
+    Only requests with that ``exact_version`` reach them."""
+
     @model_validator(mode="after")
     def _resources_are_other_ones(self) -> "ScalingConfig":
         own = {"CPU": "scaling.num_cpus", "GPU": "scaling.num_gpus"}
@@ -188,6 +208,11 @@ class ScalingConfig(Config):
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is below min_replicas={self.min_replicas}: raise it")
         return self
+
+    @property
+    def pinned_replicas(self) -> int:
+        """Return the number of replicas in ``groups``."""
+        return sum(group.replicas for group in self.groups.values())
 
     @property
     def on_gpus(self) -> bool:

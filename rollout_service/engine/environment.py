@@ -44,7 +44,7 @@ def _threads(config: ServiceConfig) -> dict[str, str]:
 
     vLLM 0.32 binds each engine of a machine to the same cores. Ray sets ``OMP_NUM_THREADS``.
     """
-    alone = config.scaling.max_replicas == 1
+    alone = config.scaling.max_replicas + config.scaling.pinned_replicas == 1
     # on a GPU the variable would only change the key of torch.compile's cache, so that another fleet size would
     # recompile
     return {} if alone or not is_vllm_for_cpu() else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

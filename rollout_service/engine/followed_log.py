@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -26,15 +26,24 @@ class StagingEngine(Protocol):
 class FollowedLog:
     """Finds the newest version, and has it read and checked. Reads the log again at each call."""
 
-    def __init__(self, root: Path, copies: NodeCache | None, fingerprint: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        copies: NodeCache | None,
+        fingerprint: str,
+        find_pin: Callable[[], Awaitable[Head | None]] | None = None,
+    ) -> None:
         """Prepare to read the log.
 
         Args:
             root: the log's folder.
             copies: this node's copies, if it cannot access the log.
             fingerprint: the fingerprint of the served model.
+            find_pin: asks the ingest for the version to which this replica is pinned; None: it is not pinned.
         """
-        self._copies, self._fingerprint = copies, fingerprint
+        self._copies, self._fingerprint, self._find_pin = copies, fingerprint, find_pin
+        self._pin: Head | None = None
+        """The pinned version at the last look. None: the newest version is followed."""
         self.log = WeightLog(root) if copies is None else copies.log
         self.origin: Origin | None = None
         """Identity of the log at the last look."""
@@ -55,12 +64,21 @@ class FollowedLog:
             await asyncio.sleep(0.1)  # the ingest is creating version 0
 
     async def look(self) -> None:
-        """Update the copies' state from the ingest. Does nothing without copies. Raises NotReady, LogCorrupt."""
+        """Update the pinned version and the copies' state from the ingest. Does nothing without both. Raises NotReady,
+        LogCorrupt."""
+        await self.find_pin()
         if self._copies is not None:
             await self._copies.look()
 
+    async def find_pin(self) -> None:
+        """Update the pinned version from the ingest, if this replica is pinned. Raises NotReady, LogCorrupt."""
+        if self._find_pin is not None:
+            self._pin = await self._find_pin()
+
     def newest(self) -> Head:
-        """Return the newest version as of the last look. Raises LogCorrupt."""
+        """Return the pinned or else the newest version as of the last look. Raises LogCorrupt."""
+        if self._pin is not None:
+            return self._pin
         if self._copies is not None:
             return self._copies.newest.head
         head = self.log.head()

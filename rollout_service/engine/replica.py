@@ -60,8 +60,12 @@ class EngineReplica:
     """A Serve replica. Serve routes requests to it only after its constructor has loaded the newest version."""
 
     @says_why_it_fails
-    async def __init__(self, config: ServiceConfig, ingest: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ServiceConfig, ingest: DeploymentHandle, group: str | None
+    ) -> None:
+        """``group``: its group in ``scaling.groups``, whose version it serves. None: it follows the newest version."""
         log_with_serve()
+        self._group = group
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
         register()
@@ -76,7 +80,7 @@ class EngineReplica:
         self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
         weights, copies = await find_log(config.weights, self._ingest)
         self._config = config.model_copy(update={"weights": weights})
-        with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s) as announcement:
+        with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s, group) as announcement:
             while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
                 logger.info("the engines are asleep, and this one is started when they wake")
             share, devices = config.engine.gpu_memory_utilization, ray.get_runtime_context().get_accelerator_ids()
@@ -126,6 +130,7 @@ class EngineReplica:
                 self._kv_scales(choice),
                 self._load,
                 AttentionStatus(backends=self._engine.attention_backends, why=why),
+                self._group,
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()
@@ -255,7 +260,7 @@ class EngineReplica:
                 fleet = await self._ingest.fleet()
         except (NotReady, TimeoutError):  # unknown
             return False
-        others = (replica for replica in fleet.replicas if replica.replica_id != self._replica_id)
+        others = (r for r in fleet.replicas if r.replica_id != self._replica_id and r.group == self._group)
         return any(replica.version is not None and replica.state in _TAKES_REQUESTS for replica in others)
 
     def _require_sound(self) -> None:

@@ -26,21 +26,23 @@ _LAST_WORD_S = 5.0
 """Timeout in seconds for reporting a failed start, because Serve starts another replica only after this one ends."""
 
 _Replica = TypeVar("_Replica")
-Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle], Awaitable[None]]
+Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle, str | None], Awaitable[None]]
 
 
 def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
-    """Decorate an engine replica's constructor, whose arguments are the configuration and the ingest's handle.
+    """Decorate an engine replica's constructor. Its arguments are the configuration, the ingest's handle and its group.
 
     A failure is logged where ``serve run`` shows it, with the errors of vLLM's own processes, and reported to the
     ingest. It is raised again with the same note for Serve's status.
     """
 
     @functools.wraps(init)
-    async def constructor(self: _Replica, config: ServiceConfig, ingest: DeploymentHandle) -> None:
+    async def constructor(
+        self: _Replica, config: ServiceConfig, ingest: DeploymentHandle, group: str | None = None
+    ) -> None:
         with collected_errors() as errors:
             try:
-                await init(self, config, ingest)
+                await init(self, config, ingest, group)
             except Exception as error:
                 reason = reason_of(error)
                 if (root := errors.first()) is not None:
@@ -48,15 +50,18 @@ def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
                     error.add_note(root)
                 replica_id = serve.get_replica_context().replica_id.unique_id
                 logger.error("engine replica %s could not start: %s", replica_id, reason)
-                await report_failed_start(replica_id, ingest_client(ingest), reason)
+                await report_failed_start(replica_id, ingest_client(ingest), reason, group)
                 raise
 
     return constructor
 
 
-async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str) -> None:
+async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str, group: str | None) -> None:
     """Report a failed start to the ingest. If the ingest does not answer, only Serve's status has the reason."""
-    status = ReplicaStatus(replica_id=replica_id, sequence=next(REPORTS), version=None, state="failed", error=reason)
+    sequence = next(REPORTS)
+    status = ReplicaStatus(
+        replica_id=replica_id, group=group, sequence=sequence, version=None, state="failed", error=reason
+    )
     try:
         async with asyncio.timeout(_LAST_WORD_S):
             await ingest.report(status)
@@ -67,8 +72,8 @@ async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str)
 class StartupHeartbeat:
     """Reports to the ingest every ``period_s`` seconds from its own thread, until the ``with`` block ends."""
 
-    def __init__(self, replica_id: str, ingest: DeploymentHandle, period_s: float) -> None:
-        self._replica_id = replica_id
+    def __init__(self, replica_id: str, ingest: DeploymentHandle, period_s: float, group: str | None = None) -> None:
+        self._replica_id, self._group = replica_id, group
         self.status: Callable[[], ReplicaStatus] = self._starting_status
         """Returns the status to report."""
         self._waits_for: str | None = None
@@ -94,6 +99,7 @@ class StartupHeartbeat:
     def _starting_status(self) -> ReplicaStatus:
         return ReplicaStatus(
             replica_id=self._replica_id,
+            group=self._group,
             sequence=next(REPORTS),
             version=None,
             state="starting",

@@ -8,6 +8,7 @@ turn reads the log again. A lost wake-up, a restarted ingest or a skipped versio
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -80,10 +81,11 @@ class Coordinator(Protocol):
     async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState: ...
     async def report(self, status: ReplicaStatus) -> None: ...
     async def goodbye(self, replica_id: str) -> None: ...
+    async def pinned(self, group: str) -> Head | None: ...
 
 
 class WeightSync:
-    """Keeps one engine at the newest version and in the desired pause state."""
+    """Keeps one engine at the newest version, or that of its group, and in the desired pause state."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class WeightSync:
         kv_scales: KVScaleSource | None = None,
         load: Callable[[], EngineLoad] | None = None,
         attention: AttentionStatus | None = None,
+        group: str | None = None,
     ) -> None:
         """Create the follower.
 
@@ -110,11 +113,14 @@ class WeightSync:
             kv_scales: the source of KV scales. None: the cache has none.
             load: returns the engine's load, for reports.
             attention: the engine's attention status, for reports.
+            group: this replica's group in ``scaling.groups``, which is pinned to a version. None: it has no group.
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._running, self._draining, self._load, self._attention = running, draining, load, attention
         self._kv_scales = kv_scales or NoKVScales()
-        self._log = FollowedLog(config.root_here(), copies, fingerprint)
+        self._group = group
+        find_pin = None if group is None else functools.partial(ingest.pinned, group)
+        self._log = FollowedLog(config.root_here(), copies, fingerprint, find_pin)
         self._life = ReplicaLife()
         self._woken, self._moved = asyncio.Event(), asyncio.Condition()
         self._pausing = Pausing(engine, self._woken.set)
@@ -149,6 +155,7 @@ class WeightSync:
         failed: Head | None = None
         while True:
             try:
+                await self._log.find_pin()
                 if self._life.serves(head := self._log.newest()):
                     break
                 await self._to_version(head)
@@ -175,6 +182,7 @@ class WeightSync:
         broken, life, origin = self._engine.broken, self._life, self._log.origin
         return ReplicaStatus(
             replica_id=self._replica_id,
+            group=self._group,
             sequence=next(REPORTS),
             version=self.version,
             digest=None if life.served is None else life.served.digest,

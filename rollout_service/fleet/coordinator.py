@@ -11,7 +11,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken, RolloutServiceError
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
-from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, ReplicaStatus, SleepTag
+from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, Pin, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
 from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
@@ -34,9 +34,11 @@ class FleetCoordinator:
         history: FleetHistory,
         changes: Changes,
         place: LogPlace | None = None,
+        pins: Callable[[], dict[str, Pin]] = dict,
     ) -> None:
-        """``changes``: notified of reports, and of each change of the desired state. ``place``: location of the log."""
-        self._place = place
+        """``changes``: notified of reports, and of each change of the desired state. ``place``: location of the log.
+        ``pins``: returns the versions of pinned groups."""
+        self._place, self._pins = place, pins
         self._log, self._history, self._changes = log, history, changes
         self._poll_s = config.weights.poll_s
         self.table = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
@@ -135,6 +137,7 @@ class FleetCoordinator:
             paused=desired.paused,
             asleep=desired.asleep,
             replicas=self.table.live(),
+            groups=self._pins(),
             failed_starts=self.table.starts.failed(),
             log=self._place,
         )

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -65,6 +65,7 @@ class Dispatcher:
         decode: Decode | None = None,
         fleet: RoutedFleet | None = None,
         share: int = 1,
+        groups: Sequence["Dispatcher"] = (),
     ) -> None:
         """
         Args:
@@ -73,10 +74,12 @@ class Dispatcher:
             decode: The model's tokenizer. None: it has none, and no call has stop strings.
             fleet: The replicas that the router knows. None: one replica is assumed.
             share: ``ServiceConfig.sequences_per_gateway``.
+            groups: The dispatchers of the groups in ``scaling.groups``.
         """
         self._engine, self._ingest, self._limits, self._decode = engine, ingest, limits, decode
         self._origin = uuid.uuid4().hex
         self._fleet, self._share, self._is_listening = fleet, share, False
+        self._groups = groups
         self.queue = DispatchQueue(self._room)
         """The waiting calls."""
         self._poller = ProgressPoller(engine, self._origin, queued=lambda: self.queue.sequences)
@@ -97,6 +100,9 @@ class Dispatcher:
         Raises Overloaded if the queue is full, TooEarly, NotReady, InvalidRequest, NonFiniteLogprob, or EngineFailed if
         no completion has a token.
         """
+        for pinned in self._groups:
+            if call.exact_weight_version is not None and pinned.serves(call.exact_weight_version):
+                return await pinned.complete(call, on_abort, rollout)
         self._listen()
         call = call.model_copy(update={"origin": self._origin, "live": rollout is not None})
         rollout = rollout or RolloutProgress(call.sampling.n)
@@ -121,6 +127,10 @@ class Dispatcher:
         return made.model_copy(
             update={"completions": completions, "replica_id": replicas[last], "attempts": attempts[last]}
         )
+
+    def serves(self, version: int) -> bool:
+        """Return True if a replica serves exactly this weight version, as the router knows it."""
+        return self._fleet is not None and any(each.version == version for each in self._fleet.replicas.values())
 
     async def _continue(
         self, completion: Completion, is_refuted: bool, replica_id: str, first: CallProgress, returns: bool
@@ -244,7 +254,7 @@ class Dispatcher:
                 raise self._not_placed(call, refusals) from None
             rounds, refusals = rounds + 1, answer
             if all(_has_passed(refusal, call) for refusal in refusals):
-                raise await self._too_early(call)  # no replica goes back to an older version
+                raise await self._too_early(call)
             if not all(isinstance(refusal, TooEarly) for refusal in refusals):
                 version_until = math.inf
             elif version_until == math.inf:
@@ -388,7 +398,7 @@ def _has_passed(refusal: RolloutServiceError, call: GenerateCall) -> bool:
 
 
 def _serves(fleet: Fleet) -> bool:
-    return any(replica.version is not None and replica.error is None for replica in fleet.replicas)
+    return any(replica.version is not None and replica.error is None for replica in fleet.unpinned)
 
 
 def _size(call: GenerateCall) -> int:

@@ -78,5 +78,9 @@ def _without_load(replicas: Mapping[str, RoutedReplica]) -> dict[str, tuple[str,
     return {replica_id: (each.state, each.version) for replica_id, each in replicas.items()}
 
 
-ROUTED_FLEET = RoutedFleet()
-"""The replicas known in this process."""
+_FLEETS: dict[str | None, RoutedFleet] = {}
+
+
+def routed_fleet(group: str | None = None) -> RoutedFleet:
+    """Return the replicas known in this process: of a group in ``scaling.groups``, or the others. Thread-safe."""
+    return _FLEETS.setdefault(group, RoutedFleet())

@@ -98,10 +98,11 @@ class FleetTable:
         """Return True if every replica that takes requests serves ``version`` or newer, and there is one if there must
         be.
 
-        Draining replicas do not count, since they get no new requests. ``digest``: the digest of ``version`` in the
-        log; None: only numbers are compared.
+        Draining replicas do not count, since they get no new requests, and neither do pinned ones. ``digest``: the
+        digest of ``version`` in the log; None: only numbers are compared.
         """
-        serving = [status for status in self.live() if status.state != "draining" and status.version is not None]
+        following = [status for status in self.live() if status.state != "draining" and status.group is None]
+        serving = [status for status in following if status.version is not None]
         served = all(self._serves(status, Head(version=version, digest=digest or "")) for status in serving)
         return self.is_complete() and bool(serving or self._may_be_empty) and served
 

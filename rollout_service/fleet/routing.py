@@ -242,14 +242,15 @@ class RolloutRouter(RequestRouter):
     # Serve's timeout for a replica's answer to a probe. With the default of 0.1 s, a busy machine lost sessions.
     queue_len_response_deadline_s = 1.0
 
-    def initialize_state(self, limit: int, share: int) -> None:
+    def initialize_state(self, limit: int, share: int, group: str | None = None) -> None:
         """Serve's hook after construction, with ``request_router_kwargs``.
 
         Args:
             limit: Number of sequences that a replica holds before it refuses.
             share: The part of the limit that is reserved for each gateway.
+            group: The replicas' group in ``scaling.groups``; None: they belong to none.
         """
-        self._ledger, self._limit, self._share = Ledger(), limit, share
+        self._ledger, self._limit, self._share, self._group = Ledger(), limit, share, group
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -301,10 +302,10 @@ class RolloutRouter(RequestRouter):
         self._ledger.keep_only({replica.replica_id.unique_id for replica in replicas}, time.monotonic())
         super().update_replicas(replicas)
         # imported here, as in on_request_routed
-        from rollout_service.fleet.placements import ROUTED_FLEET, RoutedReplica
+        from rollout_service.fleet.placements import RoutedReplica, routed_fleet
 
         candidates = [self._candidate(replica) for replica in replicas]
-        ROUTED_FLEET.update(
+        routed_fleet(self._group).update(
             {
                 each.replica_id: RoutedReplica(each.state, each.version, self._ledger.others(each.replica_id))
                 for each in candidates

@@ -1,6 +1,6 @@
 """Dependencies of the gateway's routes: properties of the served model, and clients of the other deployments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rollout_service.config import ServiceConfig
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.fleet.placements import ROUTED_FLEET
+from rollout_service.fleet.placements import routed_fleet
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
@@ -93,6 +93,7 @@ class Services:
         ingest: DeploymentHandle,
         monitor: DeploymentHandle,
         sessions: DeploymentHandle | None,
+        groups: Mapping[str, DeploymentHandle],
     ) -> "Services":
         """Read the model's properties and the token.
 
@@ -100,23 +101,26 @@ class Services:
             config: the service's configuration.
             engine, ingest, monitor: handles of the deployments.
             sessions: None to keep sessions in this process.
+            groups: handles of the pinned engines' deployments, by the names in ``scaling.groups``.
         """
         model = ServedModel.of(config.model)
         calls_ingest, calls_monitor = ingest_client(ingest), monitor_client(monitor)
         pinned = PinnedCertificates()
         tokenizer = model.tokenizer
+        decode = None if tokenizer is None else decoder_of(tokenizer)
+
+        def dispatcher(handle: DeploymentHandle, group: str | None, groups: Sequence[Dispatcher] = ()) -> Dispatcher:
+            engines, fleet = EngineClient(handle), routed_fleet(group)
+            return Dispatcher(engines, calls_ingest, config.engine, decode, fleet, config.sequences_per_gateway, groups)
+
         return cls(
             name=config.model.name,
             vocab_size=model.vocab_size,
             max_model_len=config.engine.max_model_len,
             tokenizer=tokenizer,
-            dispatcher=Dispatcher(
-                EngineClient(engine),
-                calls_ingest,
-                config.engine,
-                None if tokenizer is None else decoder_of(tokenizer),
-                ROUTED_FLEET,
-                config.sequences_per_gateway,
+            # options() makes Serve start the router, which a call for a group's version needs to find the group
+            dispatcher=dispatcher(
+                engine, None, [dispatcher(handle.options(), name) for name, handle in groups.items()]
             ),
             ingest=calls_ingest,
             authorizer=Authorizer(config.auth.secret(), config.auth.trusted_networks),

@@ -65,6 +65,7 @@ class GatewayReplica:
         ingest: DeploymentHandle,
         monitor: DeploymentHandle,
         sessions: DeploymentHandle | None,
+        groups: dict[str, DeploymentHandle],
     ) -> None:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
@@ -77,7 +78,7 @@ class GatewayReplica:
             )
         config = with_model_here(config)
         chats = LazyServing(config)
-        made = Services.create(config, engine, ingest, monitor, sessions)
+        made = Services.create(config, engine, ingest, monitor, sessions, groups)
         self._services = replace(made, chats=chats)
         chats.make_if_configured(self._services)
         self._open = OpenRequests()

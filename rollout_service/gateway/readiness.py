@@ -21,10 +21,10 @@ async def failed_starts(ingest: IngestCalls, not_running: Callable[[], dict[str,
         not_running: Serve's messages about deployments, see ``fleet/serve_status.py``.
     """
     fleet = await known_fleet(ingest, not_running)
-    if any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.replicas):
+    if any(r.version is not None and r.error is None and r.state != "draining" for r in fleet.unpinned):
         return fleet.failed_starts
     # requested by the trainer, so the service is ready
-    if any(replica.state == "asleep" and replica.error is None for replica in fleet.replicas):
+    if any(replica.state == "asleep" and replica.error is None for replica in fleet.unpinned):
         return fleet.failed_starts
     raise await _not_ready("no engine replica is live", fleet.failed_starts, not_running)
 

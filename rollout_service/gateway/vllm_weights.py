@@ -203,7 +203,7 @@ async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object
 
 
 def _served(fleet: Fleet) -> list[int]:
-    return [replica.version for replica in fleet.replicas if replica.version is not None]
+    return [replica.version for replica in fleet.unpinned if replica.version is not None]
 
 
 def _not_again(error: NotReady) -> WeightTransferFailed:

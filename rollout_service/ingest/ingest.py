@@ -39,7 +39,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
-from rollout_service.protocol.fleet import LogPlace, PauseMode
+from rollout_service.protocol.fleet import LogPlace, PauseMode, Pin
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import (
@@ -54,7 +54,7 @@ from rollout_service.protocol.upload import (
     UploadPlan,
     UploadTensor,
 )
-from rollout_service.protocol.weight_log import LogFile, Newest
+from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.runtime.rpc import Bucket
@@ -109,7 +109,7 @@ class Ingest:
         # a started commit must finish although its caller disconnects
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
-        self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place)
+        self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place, self._pins)
         self._kv_scales = VersionScales(config, self._model, self._log)
         self._background: list[asyncio.Task[None]] = []
         self._expiring: asyncio.Task[None] | None = None
@@ -387,6 +387,14 @@ class Ingest:
         """Return the newest version and the identity of its log. Raises NotReady before version 0 exists."""
         return await asyncio.to_thread(self._chunks.newest)
 
+    async def pinned(self, group: str) -> Head | None:
+        """Return the version of a group in ``scaling.groups``; None: the log does not have it."""
+        version = self._pins()[group].version
+        if version is None:
+            return None
+        summary = await self._summary(version)
+        return Head(version=version, digest=summary.digest, label=summary.label)
+
     async def files(self, version: int) -> tuple[LogFile, ...]:
         """Return the files of a committed version, for a node without the log. Raises NotFound."""
         return await asyncio.to_thread(self._chunks.files, version)
@@ -408,6 +416,15 @@ class Ingest:
                 return summary
             self._summaries[version] = summary
         return self._summaries[version]
+
+    def _pins(self) -> dict[str, Pin]:
+        groups = self._config.scaling.groups
+        versions = self._log.versions() if groups else []
+        found = {}
+        for name, group in groups.items():
+            number = self._labels.find(group.version)
+            found[name] = Pin(pinned_to=group.version, version=number if number in versions else None)
+        return found
 
     async def _record(self, version: int) -> UploadRecord | None:
         try:
@@ -507,7 +524,8 @@ class Ingest:
         except LogUnreadable as error:  # the commit itself has succeeded; the next commit tries again
             logger.warning("no version is removed now: %s", error)
             return
-        in_use = self._fleet.table.in_use() | self._uploads.needed
+        pinned = {pin.version for pin in self._pins().values()}
+        in_use = self._fleet.table.in_use() | self._uploads.needed | pinned
         kept = set(versions)
         # a starting replica reads the newest version, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:

@@ -100,8 +100,9 @@ def _replica(samples: _Samples, status: ReplicaStatus, state: ServiceState) -> N
     if status.version is None:
         return
     samples.add(table.REPLICA_VERSION, status.version, replica)
-    samples.add(table.STALENESS_VERSIONS, max(0, state.fleet.latest_version - status.version), replica)
-    samples.add(table.STALENESS_SECONDS, _behind_s(status.version, state), replica)
+    if status.group is None:  # a pinned replica is meant to be behind, and must raise no alert
+        samples.add(table.STALENESS_VERSIONS, max(0, state.fleet.latest_version - status.version), replica)
+        samples.add(table.STALENESS_SECONDS, _behind_s(status.version, state), replica)
     for version in state.versions:
         if version.version == status.version:
             samples.add(table.REPLICA_UPDATE_BYTES, version.total_bytes, replica)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import Frozen, KnownVersion
 
 PauseMode = Literal["keep", "wait", "abort"]
 Staging = Literal["device", "host", "memory", "none"]
@@ -77,6 +77,8 @@ class ReplicaStatus(Frozen):
     """The last report of one live engine replica."""
 
     replica_id: str
+    group: str | None = None
+    """Its group in ``scaling.groups``: it serves the group's version, and not the newest. None: it has no group."""
     sequence: int = 0
     """Grows with each report of a replica, so that a report that arrives late is not taken for a newer one."""
     version: int | None
@@ -143,6 +145,15 @@ class LogPlace(Frozen):
     """Reason for the location: free memory in numbers, if ``weights.root`` is ``auto``."""
 
 
+class Pin(Frozen):
+    """The weight version of a group of replicas."""
+
+    pinned_to: KnownVersion
+    """Number or label, from ``scaling.groups``."""
+    version: int | None
+    """The version that this means now. None: the log does not have it, and the group follows the newest version."""
+
+
 class Fleet(Frozen):
     """The table of live replicas and the newest committed version."""
 
@@ -152,13 +163,20 @@ class Fleet(Frozen):
     asleep: bool = False
     """True while engines are asked to release their memory: ``POST /sleep``."""
     replicas: tuple[ReplicaStatus, ...]
+    groups: dict[str, Pin] = Field(default_factory=dict)
+    """The groups of pinned replicas, by name. A replica's ``group`` is None if it follows the newest version."""
     failed_starts: FailedStarts | None = None
     """None: no start has failed since the ingest started."""
+
+    @property
+    def unpinned(self) -> tuple[ReplicaStatus, ...]:
+        """Return the replicas that follow the newest version."""
+        return tuple(replica for replica in self.replicas if replica.group is None)
 
     @property
     def blocked_starts(self) -> int:
         """Return the number of replicas that cannot start an engine, since another process holds the memory of their
         GPUs."""
-        return sum(replica.state == "starting" and replica.error is not None for replica in self.replicas)
+        return sum(replica.state == "starting" and replica.error is not None for replica in self.unpinned)
 
     log: LogPlace | None = None

@@ -59,6 +59,10 @@ class VersionLabels:
         except OSError as error:  # the version is committed, and its manifest has the label
             logger.warning("the label %s of version %d is not in LABELS yet: %s", label, version, error)
 
+    def find(self, version: int | str) -> int | None:
+        """Return the newest version with a label, or None; a number is returned unchanged."""
+        return version if isinstance(version, int) else self._versions.get(version)
+
     def number_of(self, version: int | str) -> int:
         """Return the newest version with a label; a number is returned unchanged. Raises NotFound, with the newest
         labels."""

@@ -82,12 +82,12 @@ def claim_log_place(config: ServiceConfig, shared_memory: Path = SHARED_MEMORY) 
 
 
 def bytes_in_memory(config: ServiceConfig) -> int:
-    """Return the log's maximum size in bytes: the kept versions, one being written, and one upload."""
+    """Return the log's maximum size in bytes: the kept and the pinned versions, one being written, and one upload."""
     model = ServedModel.of(config.model)
     plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
     version = sum(model.stored_bytes(name, plan) for name in model.stored)
     upload = 2 * model.elements  # BF16
-    return (max(2, config.weights.keep_versions) + 1) * version + upload
+    return (max(2, config.weights.keep_versions) + len(config.scaling.groups) + 1) * version + upload
 
 
 def _free_bytes(shared_memory: Path) -> int:

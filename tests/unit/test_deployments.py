@@ -150,6 +150,19 @@ class TestApplication:
         }
         assert surges == {"gateway": 100, "engine": 0, "ingest": 0, "monitor": 0}
 
+    def test_each_group_is_a_deployment_with_its_replicas(self) -> None:
+        groups = {"eval": {"version": "golden", "replicas": 2}, "old": {"version": 7}}
+        scaling = {"groups": groups, "num_cpus": 3, "min_replicas": 1, "max_replicas": 5}
+        gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
+        engines, *_, bound = gateway._bound_deployment.init_args[1:]
+        deployments = {name: each._bound_deployment for name, each in bound.items()}
+        assert {name: each.name for name, each in deployments.items()} == {"eval": "engine-eval", "old": "engine-old"}
+        assert {name: each.num_replicas for name, each in deployments.items()} == {"eval": 2, "old": 1}
+        assert {each.init_args[2] for each in deployments.values()} == {"eval", "old"}
+        assert engines._bound_deployment.init_args[2] is None
+        for each in deployments.values():
+            assert each.ray_actor_options == engines._bound_deployment.ray_actor_options
+
     def test_ingest_gpu_share_is_as_configured_and_none_by_default(self) -> None:
         for share in (0, 0.1):
             config = ServiceConfig.model_validate(

@@ -83,7 +83,7 @@ def _model(services: Services, fleet: Fleet) -> dict[str, object]:
 
 
 def _serving_replicas(fleet: Fleet) -> list[ReplicaStatus]:
-    return sorted((r for r in fleet.replicas if r.version is not None), key=lambda r: r.replica_id)
+    return sorted((r for r in fleet.unpinned if r.version is not None), key=lambda r: r.replica_id)
 
 
 def _load(rank: int, replica: ReplicaStatus) -> dict[str, float]:

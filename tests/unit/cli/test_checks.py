@@ -151,10 +151,11 @@ class TestGpus:
             ({}, 1),
             ({"scaling": {"num_gpus": 1}}, 2),
             ({"scaling": {"min_replicas": 3}}, 3),
+            ({"scaling": {"groups": {"eval": {"version": 1, "replicas": 2}}}}, 3),
             ({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": 2}}, 3),
             (TWO_GPUS, 2),
         ],
-        ids=["shared", "whole", "several", "beside two", "two"],
+        ids=["shared", "whole", "several", "pinned", "beside two", "two"],
     )
     def test_the_gpus_of_the_ingest_count(self, sections: dict[str, Any], needed: int) -> None:
         wanted = plan(**sections)

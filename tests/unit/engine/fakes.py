@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.errors import EngineFailed, MemoryTaken
+from rollout_service.errors import EngineFailed, MemoryTaken, NotReady
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus, Staging
-from rollout_service.protocol.weight_log import DesiredState
+from rollout_service.protocol.weight_log import DesiredState, Head
 from rollout_service.store.log import WeightLog, verify_tensors
 from rollout_service.store.manifest import read_manifest
 from tests.unit.store.versions import commit
@@ -110,6 +110,11 @@ class FakeIngest:
         self.reports: list[ReplicaStatus] = []
         self.left: list[str] = []
         """Replicas that said goodbye."""
+        self.pins: dict[str, Head | None] = {}
+        """Group → the version to which it is pinned."""
+        self.looked_for_pins = 0
+        self.pins_unreachable: asyncio.Event | None = None
+        """Set by a call for a pin, which then fails; None: such calls are answered."""
 
     async def change(self, **changes: object) -> None:
         """Change what replicas should be like, and wake them. Each pause and resume has an order of its own."""
@@ -143,6 +148,15 @@ class FakeIngest:
         if self.unreachable is not None:
             raise self.unreachable
         self.left.append(replica_id)
+
+    async def pinned(self, group: str) -> Head | None:
+        if self.unreachable is not None:
+            raise self.unreachable
+        if self.pins_unreachable is not None:
+            self.pins_unreachable.set()
+            raise NotReady("the ingest restarts")
+        self.looked_for_pins += 1
+        return self.pins[group]
 
     async def leave(self, error: Exception) -> None:
         """Fail every call, those that wait included."""

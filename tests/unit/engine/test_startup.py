@@ -95,7 +95,9 @@ class LastWord:
 
 class Replica:
     @says_why_it_fails
-    async def __init__(self, config: str, ingest: LastWord) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: str, ingest: LastWord, group: str | None
+    ) -> None:
         self.config = config
         if config == "bad":
             raise ValueError("cannot be served") from MemoryError("no memory")

@@ -284,6 +284,26 @@ class TestExactVersion:
         rollout = await dispatcher(engine, version_wait_s=60).complete(call(exact_weight_version=4))
         assert rollout.completions[0].versions == (4,) and rollout.attempts == 1
 
+    @pytest.mark.parametrize(
+        ("asked", "group_answers"),
+        [
+            ({"exact_weight_version": 4}, True),
+            ({"exact_weight_version": 9}, False),
+            ({"min_weight_version": 4}, False),
+            ({}, False),
+        ],
+    )
+    async def test_only_calls_for_its_exact_version_reach_a_group(
+        self, asked: dict[str, int], group_answers: bool
+    ) -> None:
+        pinned, fleet = Script([made(9, version=4, replica_id="pinned")]), RoutedFleet()
+        fleet.update({"pinned": RoutedReplica("ready", 4, 0)})
+        group = Dispatcher(EngineClient(pinned), Ingest(), EngineConfig(), fleet=fleet)
+        others = Script([made(9, version=9)])
+        whole = Dispatcher(EngineClient(others), Ingest(), EngineConfig(), groups=[group])
+        assert ((await whole.complete(call(**asked))).replica_id == "pinned") == group_answers
+        assert (len(pinned.calls), len(others.calls)) == (int(group_answers), int(not group_answers))
+
     async def test_interrupted_exact_call_continues_with_its_version(self) -> None:
         engine = Script([made(4, version=4, end="abort"), passed("a", 5), made(5, version=4, replica_id="b")])
         rollout = await dispatcher(engine).complete(call(exact_weight_version=4))

@@ -53,6 +53,12 @@ class TestReports:
 
 
 class TestWaitedFor:
+    def test_pinned_replica_is_not_waited_for_and_proves_nothing(self, table: FleetTable) -> None:
+        table.report(replica("pinned", 5).model_copy(update={"group": "eval"}))
+        assert not table.all_serve(5)
+        table.report(replica("a", 7))
+        assert table.all_serve(7) and table.in_use() == {5, 7}
+
     @pytest.mark.parametrize(
         ("versions", "served"),
         [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, 3], True)],

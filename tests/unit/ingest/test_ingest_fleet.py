@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, LogUnreadable, NotReady, Overtaken
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.fleet import Pin
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
-from tests.unit.ingest.trainer import Trainer, Weights, config_of, order, replica, settle
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, config_of, order, replica, settle, stream_of
 
 LONG_S = 60.0
 
@@ -462,3 +464,50 @@ class TestSleeping:
     async def test_sleep_outlives_a_restart_of_the_ingest(self, ingest: Ingest, log: WeightLog) -> None:
         await asleep(ingest)
         assert log.control().asleep == ("weights", "kv_cache") and log.control().paused
+
+
+class TestPins:
+    @pytest.fixture
+    async def pinning(self, model: Path, tmp_path: Path) -> AsyncIterator[Ingest]:
+        groups = {"eval": {"version": "golden"}, "old": {"version": 1}}
+        config = config_of(model, tmp_path / "log", scaling={"groups": groups}, weights={"keep_versions": 1})
+        ingest = Ingest(config)
+        await ingest.start()
+        yield ingest
+        await ingest.stop()
+
+    async def test_group_without_its_version_follows_the_newest(self, pinning: Ingest) -> None:
+        assert (await pinning.pinned("eval"), await pinning.pinned("old")) == (None, None)
+        assert (await pinning.fleet()).groups == {
+            "eval": Pin(pinned_to="golden", version=None),
+            "old": Pin(pinned_to=1, version=None),
+        }
+
+    async def test_push_with_the_label_moves_the_group(self, pinning: Ingest, weights: Weights) -> None:
+        found = []
+        for version, label in ((1, "golden"), (2, None), (3, "golden")):
+            await push_labelled(pinning, version, weights, label)
+            found.append(await pinning.pinned("eval"))
+        assert [head and (head.version, head.label) for head in found] == [(1, "golden"), (1, "golden"), (3, "golden")]
+        assert found[2] is not None and found[2].digest == (await pinning.status(3)).digest
+        assert {name: pin.version for name, pin in (await pinning.fleet()).groups.items()} == {"eval": 3, "old": 1}
+
+    async def test_pinned_versions_stay_on_disk(self, pinning: Ingest, weights: Weights) -> None:
+        for version, label in ((1, None), (2, "golden"), (3, None), (4, None), (5, None)):
+            await push_labelled(pinning, version, weights, label)
+        assert await versions(pinning) == [1, 2, 4, 5]
+
+    async def test_commit_waits_for_no_pinned_replica(self, pinning: Ingest, weights: Weights) -> None:
+        await pinning.report(replica("a", 1))
+        await pinning.report(replica("pinned", 0, group="eval"))
+        await push_labelled(pinning, 1, weights, "golden")
+        await asyncio.wait_for(pinning.wait_live(1, timeout_s=LONG_S), LONG_S)
+        assert (await pinning.status(1)).state == "live"
+
+
+async def push_labelled(ingest: Ingest, version: int, weights: Weights, label: str | None) -> None:
+    trainer = Trainer(ingest)
+    plan = await ingest.begin(begin_of(version, weights).model_copy(update={"label": label}))
+    await trainer.send(plan, stream_of(weights))
+    await ingest.commit(version, CommitUpload())
+    await trainer.http.aclose()

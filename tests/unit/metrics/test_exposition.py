@@ -115,6 +115,12 @@ class TestServiceState:
         states = values(found, "rollout_replicas")
         assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
 
+    def test_pinned_replica_has_a_version_and_no_staleness(self) -> None:
+        found = samples(state(replica("new", 9), replica("pinned", 5, group="eval")))
+        assert values(found, "rollout_replica_version") == {("new",): 9, ("pinned",): 5}
+        assert values(found, "rollout_replica_staleness_versions") == {("new",): 0}
+        assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0}
+
     def test_dead_replicas_and_removed_versions_are_not_exported(self) -> None:
         before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
         after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
