@@ -20,7 +20,7 @@ def problems(page: str, folder: Path) -> Iterator[str]:
         path = PROJECT / module.replace(".", "/")
         if not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
             yield f"benchmarks/README.md: {module} does not exist; remove its row"
-    names = re.findall(r"\| `(\w+)` \|$", page, re.MULTILINE)
+    names = re.findall(r"\| ?`(\w+)` ?\|$", page, re.MULTILINE)
     for file in sorted(folder.glob("*/*.json")):
         if not any(re.fullmatch(rf"{name}(_\w+)?", file.stem) for name in names):
             yield f"benchmarks/README.md: {file.parent.name}/{file.name} has no row; add one, or delete the result"

@@ -1,1 +1,4 @@
-"""HTTP routes with validation and authorization. Each API has its own file; the dispatcher chooses replicas."""
+"""HTTP routes with validation and authorization, one module for each API.
+
+The dispatcher of ``fleet/`` queues rollouts and sends them to replicas.
+"""

@@ -27,7 +27,7 @@ TENSORS = {"first": (5, 7), "matrix": (60, 100), "small": (1, 20), "last": (30, 
 def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manifest, dict[str, bytes]]:
     for module in (manifest_module, reading):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(device_staging, "_QUEUED_PIECES", 2)  # so that each passage is somebody's, and several times
+    monkeypatch.setattr(device_staging, "_QUEUED_PIECES", 2)  # so that each bounce buffer is used several times
     draw = random.Random(0)
     data = {name: draw.randbytes(rows * columns) for name, (rows, columns) in TENSORS.items()}
     writer = VersionWriter(
@@ -40,11 +40,11 @@ def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Mani
 
 def staged(folder: Path, manifest: Manifest, placement: Placement, *, every: bool) -> torch.Tensor:
     area = torch.zeros(placement.nbytes, dtype=torch.uint8)
-    passages = torch.zeros(3 * 2048, dtype=torch.uint8).split(2048)
+    bounce_buffers = torch.zeros(3 * 2048, dtype=torch.uint8).split(2048)
     with VersionReader(folder, manifest, MappedFiles()) as reader:
         found = list(pieces(placement.chunks(manifest, every=every), 2048))
-        assert len(found) > len(passages)
-        stage_on_device(reader, found, placement, area, passages)
+        assert len(found) > len(bounce_buffers)
+        stage_on_device(reader, found, placement, area, bounce_buffers)
     return area
 
 
@@ -96,7 +96,7 @@ def test_what_is_hashed_is_what_was_copied_and_not_the_file(
 
     def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         real_copy(target, source)
-        if target.numel() > 1500:  # to a passage
+        if target.numel() > 1500:  # to a bounce buffer
             target[700] ^= 4
         return target
 

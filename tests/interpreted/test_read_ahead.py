@@ -88,7 +88,7 @@ class Reader:
         uploaded.store(drawn(1))
         self.placement, self._log, self._every = placement, log, every
         self.area = torch.zeros(placement.nbytes, dtype=torch.uint8)
-        self._passages = torch.zeros(3 * PASSAGE, dtype=torch.uint8).split(PASSAGE)
+        self._bounce_buffers = torch.zeros(3 * PASSAGE, dtype=torch.uint8).split(PASSAGE)
         self._mapped = MappedFiles()
         self._read: queue.Queue[set[str]] = queue.Queue()
         self.ahead = ReadAhead(uploaded.commit(), placement, PASSAGE, every=every)
@@ -100,7 +100,7 @@ class Reader:
         with VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
 
             def copies(found: Iterable[Piece]) -> Iterator[tuple[list[Piece], bytes]]:
-                batches = list(copy_and_hash(reader, found, placement, self.area, self._passages))
+                batches = list(copy_and_hash(reader, found, placement, self.area, self._bounce_buffers))
                 yield from batches
                 # the reader has noted them by now
                 self._read.put({tensor.name for batch, _ in batches for piece in batch for tensor, _ in piece.chunks})
@@ -127,7 +127,7 @@ class Reader:
         all_of_it = pieces(self.placement.chunks(manifest, every=self._every), PASSAGE)
         assert set(map(content, left)) <= set(map(content, all_of_it))
         with VersionReader(self._log.folder(manifest.version), manifest, self._mapped) as reader:
-            stage_on_device(reader, left, self.placement, self.area, self._passages)
+            stage_on_device(reader, left, self.placement, self.area, self._bounce_buffers)
         return {tensor.name for piece in left for tensor, _ in piece.chunks}
 
     def holds(self, data: dict[str, bytes]) -> bool:

@@ -1,6 +1,6 @@
 """Stage a version of a log in GPU memory and check it there, without work for the host's cores.
 
-A piece of the mapped files is copied to a bounce buffer (``passage``) in GPU memory. Its chunks are hashed there, and
+A piece of the mapped files is copied to a bounce buffer in GPU memory. Its chunks are hashed there, and
 the loaded parts are copied from there to the staging buffer (``area``). The loaded bytes are therefore a copy, within
 the GPU, of the hashed bytes, and the hash covers the PCIe transfer. The version counts as staged only if all digests
 match the manifest. All work is queued, and a thread waits once, at the end. The hash kernels use one warp per chunk and
@@ -24,9 +24,9 @@ from rollout_service.store.reading import Piece, VersionReader
 if TYPE_CHECKING:
     from rollout_service.quant.digests import Hashing
 
-PASSAGE_BYTES = 32 << 20
+BOUNCE_BYTES = 32 << 20
 """Bytes of a file that are copied, hashed and moved together."""
-PASSAGES = 4
+BOUNCE_BUFFERS = 4
 """Number of bounce buffers, one per thread: one is filled while others are hashed. Allocated with the staging
 buffer."""
 _QUEUED_PIECES = 8
@@ -38,13 +38,13 @@ def stage_on_device(
     found: Iterable[Piece],
     placement: Placement,
     area: torch.Tensor,
-    passages: Sequence[torch.Tensor],
+    bounce_buffers: Sequence[torch.Tensor],
 ) -> None:
     """Copy the bytes of ``placement`` in these pieces to the staging buffer, and check all their chunks.
 
     Arguments as for ``copy_and_hash``. Raises LogCorrupt, which names tensor, chunk and file.
     """
-    for batch, digests in copy_and_hash(reader, found, placement, area, passages):
+    for batch, digests in copy_and_hash(reader, found, placement, area, bounce_buffers):
         reader.require([entry for piece in batch for entry in piece.chunks], digests)
 
 
@@ -53,7 +53,7 @@ def copy_and_hash(
     found: Iterable[Piece],
     placement: Placement,
     area: torch.Tensor,
-    passages: Sequence[torch.Tensor],
+    bounce_buffers: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[Piece], bytes]]:
     """Copy the bytes of ``placement`` in these pieces to the staging buffer, and hash their source bytes.
 
@@ -64,10 +64,12 @@ def copy_and_hash(
         found: pieces no larger than a bounce buffer, requested while earlier ones are copied.
         placement: the layout of the staging buffer.
         area: the staging buffer, uint8 [bytes].
-        passages: the bounce buffers, uint8 [bytes] each, on the same device.
+        bounce_buffers: uint8 [bytes] each, on the same device.
     """
     batches = _Batches(found)
-    for hashed in in_threads(lambda passage: _stage(reader, batches, passage, placement, area), passages):
+    for hashed in in_threads(
+        lambda bounce_buffer: _stage(reader, batches, bounce_buffer, placement, area), bounce_buffers
+    ):
         yield from hashed
 
 
@@ -90,35 +92,35 @@ class _Batches:
 def _stage(
     reader: VersionReader,
     batches: Iterable[list[Piece]],
-    passage: torch.Tensor,
+    bounce_buffer: torch.Tensor,
     placement: Placement,
     area: torch.Tensor,
 ) -> list[tuple[list[Piece], bytes]]:
     with own_stream_of(area.device) as stream, _wait_at_exit(stream):
-        queued = [(batch, *_queue(reader, batch, passage, placement, area)) for batch in batches]
+        queued = [(batch, *_queue(reader, batch, bounce_buffer, placement, area)) for batch in batches]
     return [(batch, hashing.read(short)) for batch, hashing, short in queued]
 
 
 def _queue(
-    reader: VersionReader, batch: list[Piece], passage: torch.Tensor, placement: Placement, area: torch.Tensor
+    reader: VersionReader, batch: list[Piece], bounce_buffer: torch.Tensor, placement: Placement, area: torch.Tensor
 ) -> tuple["Hashing", Callable[[int], memoryview]]:
     """Queue a batch. Returns its hashing, and a function that returns the bytes of a short chunk for the host to
     hash."""
     from rollout_service.quant.digests import LEAST_BYTES, Hashing  # imports triton
 
-    in_passage = np.array([passage.data_ptr(), 0], np.int64)
-    hashing = Hashing([piece.runs + in_passage for piece in batch], area.device)
+    in_bounce_buffer = np.array([bounce_buffer.data_ptr(), 0], np.int64)
+    hashing = Hashing([piece.runs + in_bounce_buffer for piece in batch], area.device)
     short: dict[int, torch.Tensor] = {}
     """Copies of the short chunks by their index in the batch. The host hashes copies, because the file may change."""
     first = 0
     for number, piece in enumerate(batch):
         source = torch.frombuffer(reader.view(piece), dtype=torch.uint8)
-        passage[: piece.nbytes].copy_(source, non_blocking=True)
+        bounce_buffer[: piece.nbytes].copy_(source, non_blocking=True)
         hashing.queue(number)
         for move in placement.moves(piece):
-            _move(move, passage, area)
+            _move(move, bounce_buffer, area)
         shorts = np.flatnonzero(piece.runs[:, 1] < LEAST_BYTES).tolist()
-        short |= _short_chunks(piece, shorts, first, passage)
+        short |= _short_chunks(piece, shorts, first, bounce_buffer)
         first += len(piece.runs)
     hashing.collect()
 
@@ -129,22 +131,22 @@ def _queue(
     return hashing, bytes_of
 
 
-def _short_chunks(piece: Piece, wanted: list[int], first: int, passage: torch.Tensor) -> dict[int, torch.Tensor]:
+def _short_chunks(piece: Piece, wanted: list[int], first: int, bounce_buffer: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the ``wanted`` chunks of a piece in host memory, numbered from ``first``."""
     if not wanted:
         return {}
     starts, sizes = piece.runs[wanted].T.tolist()
-    parts = [passage[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
+    parts = [bounce_buffer[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
     on_host = queue_to_host(torch.cat(parts)).split(sizes)
     return {first + at: part for at, part in zip(wanted, on_host, strict=True)}
 
 
-def _move(move: Move, passage: torch.Tensor, area: torch.Tensor) -> None:
+def _move(move: Move, bounce_buffer: torch.Tensor, area: torch.Tensor) -> None:
     target = area[move.target : move.target + move.rows * move.row_bytes]
     if move.rows == 1:
-        target.copy_(passage[move.source : move.source + move.row_bytes], non_blocking=True)
+        target.copy_(bounce_buffer[move.source : move.source + move.row_bytes], non_blocking=True)
         return
-    rows = passage[move.source :].as_strided((move.rows, move.row_bytes), (move.stride_bytes, 1))
+    rows = bounce_buffer[move.source :].as_strided((move.rows, move.row_bytes), (move.stride_bytes, 1))
     target.view(move.rows, move.row_bytes).copy_(rows, non_blocking=True)
 
 

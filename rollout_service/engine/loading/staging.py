@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rollout_service.engine.loading.copy_plan import CopyPlan
-from rollout_service.engine.loading.device_staging import PASSAGE_BYTES, PASSAGES, copy_and_hash, stage_on_device
+from rollout_service.engine.loading.device_staging import BOUNCE_BUFFERS, BOUNCE_BYTES, copy_and_hash, stage_on_device
 from rollout_service.engine.loading.placement import Move, Placement, whole_span
 from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
@@ -217,11 +217,11 @@ class StagingBuffer:
         self.memory = torch.empty(0, dtype=torch.uint8)
         """The buffer, uint8 [bytes]. Host memory is allocated at the first version, because replicas of one log share
         it."""
-        self._passages: list[torch.Tensor] = []
+        self._bounce_buffers: list[torch.Tensor] = []
         if kind == "device":
             # one allocation, which sleep mode releases as a whole, and in which bounce buffers have aligned addresses
-            sizes = [PASSAGE_BYTES] * PASSAGES + [area_bytes(model)]
-            *self._passages, self.memory = _allocate(sum(sizes), device, pinned=False).split(sizes)
+            sizes = [BOUNCE_BYTES] * BOUNCE_BUFFERS + [area_bytes(model)]
+            *self._bounce_buffers, self.memory = _allocate(sum(sizes), device, pinned=False).split(sizes)
 
     def ahead_of(
         self, loaded: Staged, placement: Placement, *, every: bool, before: ReadAhead | None
@@ -232,7 +232,7 @@ class StagingBuffer:
         """
         if self._mapped is None:
             return None
-        return ReadAhead(loaded.manifest, placement, PASSAGE_BYTES, every=every, before=before)
+        return ReadAhead(loaded.manifest, placement, BOUNCE_BYTES, every=every, before=before)
 
     def fill(
         self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
@@ -298,13 +298,13 @@ class StagingBuffer:
         assert self._mapped is not None
         self._mapped.prune()
         with on_device(self._device), VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
-            yield lambda found: copy_and_hash(reader, found, placement, self.memory, self._passages)
+            yield lambda found: copy_and_hash(reader, found, placement, self.memory, self._bounce_buffers)
 
     def _read(
         self, folder: Path, manifest: Manifest, placement: Placement, *, every: bool, ahead: ReadAhead | None = None
     ) -> None:
         with self._reader(folder, manifest) as reader:
-            most_bytes = PASSAGE_BYTES if reader.is_mapped else PIECE_BYTES
+            most_bytes = BOUNCE_BYTES if reader.is_mapped else PIECE_BYTES
             found: Iterable[Piece] = pieces(placement.chunks(manifest, every=every), most_bytes)
             if not self._taken_anew and any(t.nbytes > most_bytes and not t.chunk_digests for t in manifest.tensors):
                 raise CannotStage(
@@ -314,7 +314,7 @@ class StagingBuffer:
                 if ahead is not None and ahead.placement is placement:
                     found = ahead.remaining_pieces(manifest)
                 try:
-                    stage_on_device(reader, found, placement, self.memory, self._passages)
+                    stage_on_device(reader, found, placement, self.memory, self._bounce_buffers)
                 except torch.OutOfMemoryError as error:  # the hash tables need about 100 bytes per MiB
                     raise CannotStage(f"the GPU has no memory to check version {manifest.version}: {error}") from error
                 return

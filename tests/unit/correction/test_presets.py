@@ -163,5 +163,5 @@ def test_the_pages_examples_run() -> None:
 def first_column(heading: str) -> list[str]:
     """The code words in the first cells of the table under a heading."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|`")]
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
