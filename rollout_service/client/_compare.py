@@ -108,14 +108,14 @@ class OldBytes(NamedTuple):
     """The tensor indices of each part of a delta, see ``tensors_of_parts``."""
 
 
-Tell = Callable[[int, Sequence[Changed | None]], None]
+OnPartCompared = Callable[[int, Sequence[Changed | None]], None]
 """Callback that receives a part's index and the change of each of its tensors."""
 
 
 class Comparison:
     """Compares the tensors of a new version with the ``old`` one. A context manager for one thread."""
 
-    def __init__(self, old: OldBytes, verdicts: Verdicts, tell: Tell) -> None:
+    def __init__(self, old: OldBytes, verdicts: Verdicts, tell: OnPartCompared) -> None:
         """Prepare the comparison.
 
         Args:

@@ -24,7 +24,7 @@ QUIET_PERIODS = 5
 MOST_TOKENS = 1 << 16
 """Approximate maximum of tokens per answer; the rest follows in the next answer."""
 
-Read = Callable[[str, Sequence[int], int], list[Completion]]
+ReadTokens = Callable[[str, Sequence[int], int], list[Completion]]
 """The signature of ``EngineAdapter.tokens_since``."""
 
 
@@ -65,7 +65,7 @@ class _Gateway:
 class ProgressReports:
     """The progress of all calls of one replica."""
 
-    def __init__(self, read: Read, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    def __init__(self, read: ReadTokens, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         """Create the tracker. ``sleep``: waits for the given seconds."""
         self._read, self._sleep = read, sleep
         self._gateways: dict[str, _Gateway] = {}

@@ -14,7 +14,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, Pin, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
-from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
+from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.log import WeightLog
 
@@ -32,7 +32,7 @@ class FleetCoordinator:
         config: ServiceConfig,
         log: WeightLog,
         history: FleetHistory,
-        changes: Changes,
+        changes: ChangeNotifier,
         place: LogPlace | None = None,
         pins: Callable[[], dict[str, Pin]] = dict,
     ) -> None:
@@ -49,7 +49,7 @@ class FleetCoordinator:
         """Number of the last abort."""
         self._origin: Origin
         self._noted: frozenset[str] = frozenset()
-        self._controlling, self._shielded = Turns(), ShieldedTasks()
+        self._controlling, self._shielded = ClosableLock(), ShieldedTasks()
 
     def start(self) -> None:
         """Record durably that this process writes the log, and expect the previously live replicas. Raises LogCorrupt,

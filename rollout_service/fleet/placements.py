@@ -6,7 +6,7 @@ The router runs on one of Serve's threads.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-Placed = Callable[[int, str], None]
+OnPlaced = Callable[[int, str], None]
 """Called with a call's number and a replica's id."""
 
 
@@ -14,9 +14,9 @@ class Placements:
     """Placements of calls by this process's router."""
 
     def __init__(self) -> None:
-        self._listeners: dict[str, Placed] = {}
+        self._listeners: dict[str, OnPlaced] = {}
 
-    def listen(self, origin: str, placed: Placed) -> None:
+    def listen(self, origin: str, placed: OnPlaced) -> None:
         """Call ``placed`` for each call that ``origin`` sends, on the router's thread."""
         self._listeners[origin] = placed
 

@@ -26,7 +26,7 @@ update."""
 RETRIED_CALLS = 16
 """Number of calls that are sent again after that time."""
 
-Later = Callable[[float, Callable[[], None]], object]
+CallLater = Callable[[float, Callable[[], None]], object]
 """Calls a function after that many seconds."""
 
 
@@ -62,7 +62,7 @@ class DispatchQueue:
         room: Callable[[], int],
         max_sequences: int = MAX_SEQUENCES,
         max_bytes: int = MAX_BYTES,
-        later: Later | None = None,
+        later: CallLater | None = None,
     ) -> None:
         """
         Args:

@@ -58,7 +58,7 @@ from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.runtime.rpc import Bucket
-from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
+from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
 from rollout_service.store.labels import VersionLabels
@@ -79,7 +79,7 @@ class Ingest:
         """``place``: location of the log; None: ``weights.root``, which is not ``auto``."""
         self._config = config
         self._log = WeightLog(config.weights.root_here())
-        self._changes, self._writing = Changes(), Turns()
+        self._changes, self._writing = ChangeNotifier(), ClosableLock()
         self._model = ServedModel.of(config.model)
         engine = config.engine
         self._plan = self._model.plan(config.quant, engine.tensor_parallel_size, engine.expert_parallel)

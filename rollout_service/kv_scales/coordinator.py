@@ -27,7 +27,7 @@ from rollout_service.kv_scales.scales import TENSORS, scales_from_amax
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
-from rollout_service.runtime.tasks import ShieldedTasks, Turns
+from rollout_service.runtime.tasks import ClosableLock, ShieldedTasks
 from rollout_service.store.durable_io import DISK_FULL, read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
@@ -174,7 +174,7 @@ class KVScaleCoordinator:
     def __init__(self, config: ServiceConfig, log: WeightLog, scales: VersionScales) -> None:
         self._log, self._scales = log, scales
         self._falls_back = config.kv_cache.dtype == "auto"
-        self._publishing, self._choosing = Turns(), Turns()
+        self._publishing, self._choosing = ClosableLock(), ClosableLock()
         # storing scales must finish although the replica disconnects
         self._shielded = ShieldedTasks()
 

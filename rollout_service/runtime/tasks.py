@@ -39,7 +39,7 @@ class ShieldedTasks:
 _ENDING = "this process is ending and another one takes its place: send it again"
 
 
-class Turns:
+class ClosableLock:
     """A lock that can be closed: nobody can acquire it afterwards."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Turns:
             pass
 
 
-class Changes:
+class ChangeNotifier:
     """Notifies waiters of changes, so that each checks its condition."""
 
     def __init__(self) -> None:

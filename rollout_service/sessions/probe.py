@@ -11,7 +11,7 @@ from rollout_service.sessions.template import REASONS, BeginsBranch, Branch, Ren
 
 Outcome = Literal["continues", "takes none"] | Branch
 """The result for one conversation. ``takes none``: the template raises an error for such a conversation."""
-Write = Callable[[list[Message], bool, list[dict[str, Any]] | None], str]
+Render = Callable[[list[Message], bool, list[dict[str, Any]] | None], str]
 """Renders messages with a template. Arguments: the messages, whether to add the generation prompt, and the tools."""
 
 _TOOLS = [
@@ -41,7 +41,7 @@ CONVERSATIONS: dict[str, list[Message]] = {
 """Example conversations. In each, the last assistant message is the reply that the session continues."""
 
 
-def outcomes(write: Write, ends: Collection[str]) -> dict[str, Outcome]:
+def outcomes(write: Render, ends: Collection[str]) -> dict[str, Outcome]:
     """Return the outcome for each conversation in ``CONVERSATIONS``."""
     return {name: _outcome(write, messages, ends) for name, messages in CONVERSATIONS.items()}
 
@@ -79,7 +79,7 @@ def begins_branches(found: Mapping[str, Outcome]) -> bool:
     return any(outcome not in ("continues", "takes none") for outcome in found.values())
 
 
-def _outcome(write: Write, messages: Sequence[Message], ends: Collection[str]) -> Outcome:
+def _outcome(write: Render, messages: Sequence[Message], ends: Collection[str]) -> Outcome:
     """Return the outcome with contents as text or, where the template wants these, as parts."""
     as_text = _outcome_of(write, messages, ends, in_parts=False)
     if as_text not in ("takes none", "hidden_reply"):
@@ -88,7 +88,7 @@ def _outcome(write: Write, messages: Sequence[Message], ends: Collection[str]) -
     return as_text if as_parts in ("takes none", "hidden_reply") else as_parts
 
 
-def _outcome_of(write: Write, messages: Sequence[Message], ends: Collection[str], *, in_parts: bool) -> Outcome:
+def _outcome_of(write: Render, messages: Sequence[Message], ends: Collection[str], *, in_parts: bool) -> Outcome:
     tools = _TOOLS if any(message["role"] == "tool" for message in messages) else None
 
     def render(wanted: Rendering) -> str | None:

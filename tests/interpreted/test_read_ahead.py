@@ -13,7 +13,7 @@ import torch
 from rollout_service.engine.loading import read_ahead
 from rollout_service.engine.loading.device_staging import copy_and_hash, stage_on_device
 from rollout_service.engine.loading.placement import Placement, Span
-from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
+from rollout_service.engine.loading.read_ahead import CopyPieces, ReadAhead
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.store import manifest as manifest_module
 from rollout_service.store import reading
@@ -96,7 +96,7 @@ class Reader:
         self._thread.start()
 
     @contextmanager
-    def _copying(self, folder: Path, manifest: Manifest, placement: Placement) -> Iterator[Copies]:
+    def _copying(self, folder: Path, manifest: Manifest, placement: Placement) -> Iterator[CopyPieces]:
         with VersionReader(folder, manifest, self._mapped, uploaded=True) as reader:
 
             def copies(found: Iterable[Piece]) -> Iterator[tuple[list[Piece], bytes]]:

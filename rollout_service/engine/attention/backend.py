@@ -27,7 +27,7 @@ from rollout_service.compat.vllm_attention import (
 from rollout_service.engine.attention import fp8_decode
 from rollout_service.engine.attention.choice import HEAD_SIZES, MIN_SHARED_TOKENS, QUERIES_PER_KV_HEAD
 from rollout_service.engine.attention.decoding import FP8Cache, grouped_decode, grouped_fp8_decode
-from rollout_service.engine.attention.flash import FlashAttend, Kernel, chunk_sequences, splits
+from rollout_service.engine.attention.flash import AttentionKernel, FlashAttend, chunk_sequences, splits
 from rollout_service.engine.attention.grouping import Entries, Grouped, Grouping
 from rollout_service.engine.attention.reads import KVReads
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
@@ -274,7 +274,7 @@ class GroupAttentionImpl(FlashAttentionImpl):
         return output
 
     def _attend(
-        self, layer: torch.nn.Module, kv_cache: torch.Tensor, metadata: GroupAttentionMetadata, kernel: Kernel
+        self, layer: torch.nn.Module, kv_cache: torch.Tensor, metadata: GroupAttentionMetadata, kernel: AttentionKernel
     ) -> FlashAttend:
         keys, values = kv_cache_parts(kv_cache, self.head_size)
         if is_quantized_kv_cache(self.kv_cache_dtype):

@@ -12,7 +12,7 @@ PACKED_ROWS = 64
 rows. An entry with more rows would use the larger tile, with padding for all other entries."""
 _MOST_PARTIAL_ROWS = 1 << 12
 
-Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+AttentionKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``flash_attn_varlen_func`` with ``return_softmax_lse``, which returns the result and its LSE."""
 
 
@@ -34,7 +34,7 @@ def splits(rows: int, most: int) -> int:
 class FlashAttend:
     """The ``Attend`` of one layer."""
 
-    kernel: Kernel
+    kernel: AttentionKernel
     keys: torch.Tensor
     """Keys [pages, tokens per page, KV heads, size]; FP8 if the queries are FP8."""
     values: torch.Tensor

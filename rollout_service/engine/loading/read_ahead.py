@@ -32,7 +32,7 @@ _AT_ONCE = 64
 """Maximum number of pieces between two checks for a stop: 2 GiB, which take 40 ms over PCIe 5.0. Each batch costs
 threads, a hash table and a wait, while the engine holds the GIL most of the time."""
 
-Copies = Callable[[Iterable[Piece]], Iterator[tuple[list[Piece], bytes]]]
+CopyPieces = Callable[[Iterable[Piece]], Iterator[tuple[list[Piece], bytes]]]
 """Copies pieces of an upload to the staging buffer, and yields the digests of their chunks, like
 ``copy_and_hash``."""
 
@@ -73,12 +73,14 @@ class ReadAhead:
         """True if a whole upload was read."""
         return self._read is not None and bool(self._read.is_read.all())
 
-    def run(self, root: Path, copying: Callable[[Path, Manifest, Placement], AbstractContextManager[Copies]]) -> None:
+    def run(
+        self, root: Path, open_copies: Callable[[Path, Manifest, Placement], AbstractContextManager[CopyPieces]]
+    ) -> None:
         """Read uploads to the log in ``root`` until one was read completely, or until ``stop``.
 
         Data of a dropped upload is discarded when another one begins. Raises OSError.
 
-        ``copying``: returns the copier for an upload's folder whose tensors have the offsets of the given manifest.
+        ``open_copies``: returns the copier for an upload's folder whose tensors have the offsets of the given manifest.
         """
         # nothing is prepared before an upload exists: threads that reopen the engine need the GIL
         while not self._stop.is_set() and not self.is_whole:
@@ -86,7 +88,10 @@ class ReadAhead:
                 if upload is not None and upload.places == self._prepare():
                     assert self._read is not None
                     self._read.is_read[:] = False
-                    with suppress(FileNotFoundError), copying(upload.folder, self._loaded, self.placement) as copies:
+                    with (
+                        suppress(FileNotFoundError),
+                        open_copies(upload.folder, self._loaded, self.placement) as copies,
+                    ):
                         self._follow(upload, copies, self._read)
             self._stop.wait(_LOOK_FOR_UPLOAD_S)
 
@@ -127,7 +132,7 @@ class ReadAhead:
     def _pieces_of(self, manifest: Manifest) -> list[Piece]:
         return list(pieces(self.placement.chunks(manifest, every=self._every), self._most_bytes))
 
-    def _follow(self, upload: UploadToRead, copies: Copies, read: "_PiecesRead") -> None:
+    def _follow(self, upload: UploadToRead, copies: CopyPieces, read: "_PiecesRead") -> None:
         """Read the stored tensors of an upload as they arrive, until it is complete."""
         while not self._stop.is_set() and not read.is_read.all():
             is_over = upload.is_over

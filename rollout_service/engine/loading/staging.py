@@ -22,7 +22,7 @@ import torch
 from rollout_service.engine.loading.copy_plan import CopyPlan
 from rollout_service.engine.loading.device_staging import BOUNCE_BUFFERS, BOUNCE_BYTES, copy_and_hash, stage_on_device
 from rollout_service.engine.loading.placement import Move, Placement, whole_span
-from rollout_service.engine.loading.read_ahead import Copies, ReadAhead
+from rollout_service.engine.loading.read_ahead import CopyPieces, ReadAhead
 from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.errors import LogCorrupt
@@ -168,7 +168,7 @@ class Stager:
         try:
             if SpareFiles.are_kept_in(root):
                 self._area.register(SpareFiles(root), ahead.is_stopped)
-                ahead.run(root, self._area.copying)
+                ahead.run(root, self._area.open_copies)
         except (OSError, torch.OutOfMemoryError) as error:
             logger.warning("a version is read once it is committed, and not before: %s", error)
 
@@ -293,7 +293,7 @@ class StagingBuffer:
             self._mapped.add(spare.paths(), is_stopped)
 
     @contextmanager
-    def copying(self, folder: Path, manifest: Manifest, placement: Placement) -> Iterator[Copies]:
+    def open_copies(self, folder: Path, manifest: Manifest, placement: Placement) -> Iterator[CopyPieces]:
         """Provide the function that copies pieces of an upload to the buffer."""
         assert self._mapped is not None
         self._mapped.prune()

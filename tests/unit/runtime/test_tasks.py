@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollout_service.errors import NotReady
-from rollout_service.runtime.tasks import Changes, ShieldedTasks, Turns
+from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
 
 LONG_S = 30.0
 LONGER_S = 2 * LONG_S
@@ -50,10 +50,10 @@ class TestShieldedTasks:
 
 class TestChanges:
     async def test_what_is_so_already_is_not_waited_for(self) -> None:
-        assert await asyncio.wait_for(Changes().wait(lambda: True, timeout_s=0), LONG_S)
+        assert await asyncio.wait_for(ChangeNotifier().wait(lambda: True, timeout_s=0), LONG_S)
 
     async def test_all_who_wait_are_told_once_it_is_so_and_not_before(self) -> None:
-        changes, state = Changes(), {"version": 0}
+        changes, state = ChangeNotifier(), {"version": 0}
         waiting = [asyncio.create_task(changes.wait(lambda: state["version"] >= 2, LONGER_S)) for _ in range(3)]
         for version in (0, 1):
             state["version"] = version
@@ -65,7 +65,7 @@ class TestChanges:
         assert await asyncio.wait_for(asyncio.gather(*waiting), LONG_S) == [True, True, True]
 
     async def test_waiting_in_vain_ends_with_false(self) -> None:
-        assert not await Changes().wait(lambda: False, timeout_s=0.01)
+        assert not await ChangeNotifier().wait(lambda: False, timeout_s=0.01)
 
     async def test_an_unannounced_change_is_seen_at_the_timeout(self) -> None:
         asked: list[None] = []
@@ -74,19 +74,19 @@ class TestChanges:
             asked.append(None)
             return len(asked) == 2
 
-        assert await Changes().wait(reached, timeout_s=0.01) and len(asked) == 2
+        assert await ChangeNotifier().wait(reached, timeout_s=0.01) and len(asked) == 2
 
     async def test_an_error_in_a_condition_reaches_only_its_own_waiter(self) -> None:
         def broken() -> bool:
             raise ValueError("damaged")
 
-        changes = Changes()
+        changes = ChangeNotifier()
         with pytest.raises(ValueError, match="damaged"):
             await changes.wait(broken, LONG_S)
         assert await asyncio.wait_for(changes.wait(lambda: True, LONG_S), LONG_S)
 
     async def test_one_who_stops_waiting_does_not_disturb_the_others(self) -> None:
-        changes, state = Changes(), {"reached": False}
+        changes, state = ChangeNotifier(), {"reached": False}
         leaves, stays = (asyncio.create_task(changes.wait(lambda: state["reached"], LONGER_S)) for _ in range(2))
         await asyncio.sleep(0)
         leaves.cancel()
@@ -95,7 +95,7 @@ class TestChanges:
         assert await asyncio.wait_for(stays, LONG_S)
 
     async def test_waiters_are_told_to_retry_when_changes_end(self) -> None:
-        changes = Changes()
+        changes = ChangeNotifier()
         waiting = asyncio.create_task(changes.wait(lambda: False, LONGER_S))
         await asyncio.sleep(0)
         await changes.end()
@@ -108,7 +108,7 @@ class TestChanges:
 
 class TestTurns:
     async def test_a_closed_lock_lets_its_holder_finish_and_refuses_others(self) -> None:
-        turns, going, done = Turns(), asyncio.Event(), []
+        turns, going, done = ClosableLock(), asyncio.Event(), []
 
         async def work(name: str) -> None:
             async with turns:
