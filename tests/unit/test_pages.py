@@ -160,3 +160,16 @@ def test_the_journeys_name_files_that_are_there() -> None:
         file = f"rollout_service/{folder}/{name.rpartition('/')[2]}"
         missing += [] if (PROJECT / file).is_file() else [file]
     assert missing == []
+
+
+CONTRACT = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\S+?\.py)\)", (PROJECT / "docs/contract.md").read_text())
+
+
+def test_the_contract_names_tests() -> None:
+    assert len(CONTRACT) >= 10
+
+
+@pytest.mark.parametrize(("name", "file"), CONTRACT)
+def test_a_test_that_the_contract_names_exists(name: str, file: str) -> None:
+    tree = ast.parse((PROJECT / file).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -182,7 +182,8 @@ def _completion(
         "e2e_latency": elapsed_s,
     }
     if completion.spans:
-        meta["weight_version"] = str(completion.spans[-1].version)
+        first, last = completion.spans[0].version, completion.spans[-1].version
+        meta |= {"weight_version": str(last), "weight_version_start": first, "weight_version_end": last}
     if return_logprob:
         pairs = zip(completion.logprobs, completion.token_ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]

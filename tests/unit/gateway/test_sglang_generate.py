@@ -101,6 +101,8 @@ async def test_slime_s_request_has_sglang_s_reply(services: Services, engine: Ec
         "prompt_tokens": 3,
         "completion_tokens": 3,
         "weight_version": "7",
+        "weight_version_start": 7,
+        "weight_version_end": 7,
         "weight_versions": [{"version": "7", "start": 0, "end": 3, "replica_id": "r1"}],
         "output_token_logprobs": [[-0.5, 7, None], [-1.0, 6, None], [-1.5, 5, None]],
     }
@@ -200,7 +202,9 @@ async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tok
     engine = Ending("abort", None, ids)
     reply = (await post(services, {"input_ids": [5], "sampling_params": {"max_new_tokens": 8}}, engine)).json()
     assert reply["meta_info"]["finish_reason"]["type"] == "abort" and reply["output_ids"] == list(ids)
-    assert reply["meta_info"].get("weight_version") == ("8" if tokens else None)  # of the last token
+    meta = reply["meta_info"]
+    assert meta.get("weight_version") == ("8" if tokens else None)  # of the last token
+    assert meta.get("weight_version_end") == (8 if tokens else None)
     assert len(engine.calls) == 1
 
 
