@@ -116,12 +116,12 @@ async def while_sharing(ground: Ground) -> None:
 @contextmanager
 def shared_in_small_batches() -> Iterator[None]:
     """The clients of this process share the small model, too, and in many batches."""
-    before = _shared_memory.LEAST_SHARED_BYTES, _shared_memory.BATCH_BYTES
-    _shared_memory.LEAST_SHARED_BYTES, _shared_memory.BATCH_BYTES = 0, 64 << 10
+    before = _shared_memory.MIN_SHARED_BYTES, _shared_memory.BATCH_BYTES
+    _shared_memory.MIN_SHARED_BYTES, _shared_memory.BATCH_BYTES = 0, 64 << 10
     try:
         yield
     finally:
-        _shared_memory.LEAST_SHARED_BYTES, _shared_memory.BATCH_BYTES = before
+        _shared_memory.MIN_SHARED_BYTES, _shared_memory.BATCH_BYTES = before
 
 
 async def while_reading(victim: str, ground: Ground) -> None:

@@ -257,10 +257,10 @@ def _last_replica(completions: Sequence[Completion]) -> str:
 
 
 async def first_groups(
-    groups: Sequence[Group], until: int, most_requests: int, progress: Callable[[int, int], None] | None
+    groups: Sequence[Group], until: int, max_requests: int, progress: Callable[[int, int], None] | None
 ) -> PartialBatch:
     """Return the first ``until`` groups to complete. The other groups are cancelled at that moment."""
-    slots = asyncio.Semaphore(most_requests)
+    slots = asyncio.Semaphore(max_requests)
     done: dict[int, Rollout] = {}
     tasks: list[asyncio.Task[None]] = []
     failures = Failures()

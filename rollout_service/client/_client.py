@@ -20,7 +20,7 @@ from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRo
 from rollout_service.client._push_options import PushOptions, require_push_options
 from rollout_service.client._retry import Repeat
 from rollout_service.client._sessions import AgentSession
-from rollout_service.client._shared_memory import LEAST_SHARED_BYTES
+from rollout_service.client._shared_memory import MIN_SHARED_BYTES
 from rollout_service.client._stream import RolloutStream
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, drain
 from rollout_service.client._upload import Quantize, Transport, Uploader, announcement, named_scales
@@ -430,7 +430,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
         return self._deltas
 
     def _delta_is_better(self, source: TensorSource) -> bool:
-        large = sum(tensor.nbytes for tensor in source.table) >= LEAST_SHARED_BYTES
+        large = sum(tensor.nbytes for tensor in source.table) >= MIN_SHARED_BYTES
         return large and not self._uploader.may_share(source) and self._delta_pushes().are_worth_it(source.table)
 
     async def push_path(

@@ -144,7 +144,7 @@ class Comparison:
         self._encode: dict[int, bytes] = {}
         self._elements: dict[int, list[Elements | None]] = defaultdict(list)
         self._elements_bytes = 0
-        self._most_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
+        self._max_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
         self._digests: dict[int, Callable[[], str]] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Added tensors whose piece is not complete yet."""
@@ -352,7 +352,7 @@ class Comparison:
             self._begin_telling(part)
 
     def _if_few(self, elements: Elements | None) -> Elements | None:
-        if elements is None or self._elements_bytes + elements.nbytes > self._most_elements_bytes:
+        if elements is None or self._elements_bytes + elements.nbytes > self._max_elements_bytes:
             return None
         self._elements_bytes += elements.nbytes
         return elements

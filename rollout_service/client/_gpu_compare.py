@@ -42,7 +42,7 @@ class Digests:
     def __init__(self, tensors: Mapping[int, torch.Tensor], device: torch.device) -> None:
         """Queue the hashing. ``tensors``: contiguous and not empty; the stream reads them before their memory is
         reused."""
-        from rollout_service.quant.digests import LEAST_BYTES, Hashing, chunks_of  # imports triton
+        from rollout_service.quant.digests import MIN_BYTES, Hashing, chunks_of  # imports triton
 
         self.tensors = tuple(tensors)
         addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
@@ -51,7 +51,7 @@ class Digests:
         self._hashing = Hashing([np.stack([addresses[owners] + starts, nbytes], axis=1)], device)
         self._hashing.queue(0)
         self._hashing.collect()
-        short = np.flatnonzero(nbytes < LEAST_BYTES)
+        short = np.flatnonzero(nbytes < MIN_BYTES)
         self._short_ends = dict(zip(short.tolist(), np.cumsum(nbytes[short]).tolist(), strict=True))
         self._short: torch.Tensor | None = None
         if short.size:

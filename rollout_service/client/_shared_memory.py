@@ -51,7 +51,7 @@ _MOST_TENSORS = 10_000
 """Maximum number of tensors in a batch."""
 
 
-LEAST_SHARED_BYTES = 256 << 20
+MIN_SHARED_BYTES = 256 << 20
 """Minimum size of a version that uses shared memory. Sockets are as fast for a smaller one."""
 
 
@@ -195,7 +195,7 @@ class SharedMemoryPushes:
 
     def is_worth_trying(self, table: tuple[UploadTensor, ...]) -> bool:
         """Return True if a version of these tensors should try this kind of memory first."""
-        return self.reached and sum(tensor.nbytes for tensor in table) >= LEAST_SHARED_BYTES
+        return self.reached and sum(tensor.nbytes for tensor in table) >= MIN_SHARED_BYTES
 
     async def push(
         self,

@@ -384,8 +384,8 @@ def _sections(layer: torch.nn.Module, shard: object) -> tuple[int, tuple[Section
         kv = layer.total_num_kv_heads
         of: dict[object, Section] = {
             "q": Section(rows=layer.total_num_heads * layer.head_size),
-            "k": Section(rows=kv * layer.head_size, most_ways=kv),
-            "v": Section(rows=kv * layer.v_head_size, most_ways=kv),
+            "k": Section(rows=kv * layer.head_size, max_ways=kv),
+            "v": Section(rows=kv * layer.v_head_size, max_ways=kv),
         }
     elif isinstance(layer, MergedColumnParallelLinear):
         of = {place: Section(rows=rows) for place, rows in enumerate(layer.output_sizes)}

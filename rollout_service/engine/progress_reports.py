@@ -21,7 +21,7 @@ LIVE_PERIOD_S = 0.1
 _LIVE_PERIODS = round(PERIOD_S / LIVE_PERIOD_S)
 QUIET_PERIODS = 5
 """Maximum number of periods before an empty answer. A paused engine produces nothing for a while."""
-MOST_TOKENS = 1 << 16
+MAX_TOKENS = 1 << 16
 """Approximate maximum of tokens per answer; the rest follows in the next answer."""
 
 ReadTokens = Callable[[str, Sequence[int], int], list[Completion]]
@@ -117,7 +117,7 @@ class ProgressReports:
     def _pieces(self, gateway: _Gateway, is_everybodys_turn: bool) -> list[Piece]:
         pieces, tokens = list[Piece](), 0
         for number, call in list(gateway.calls.items()):
-            if tokens >= MOST_TOKENS:
+            if tokens >= MAX_TOKENS:
                 break
             if not (call.live or is_everybodys_turn):
                 continue

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.weight_log import Head
 
-MOST_VERSIONS = 1000
+MAX_VERSIONS = 1000
 """Maximum number of labels; more than a completion can span."""
 
 
@@ -23,7 +23,7 @@ class ServedLabels:
         self._labels.pop(head.version, None)  # the log may have been reset, so that the number means another version
         if head.label is not None:
             self._labels[head.version] = head.label
-            for version in list(self._labels)[:-MOST_VERSIONS]:
+            for version in list(self._labels)[:-MAX_VERSIONS]:
                 del self._labels[version]
 
     def on(self, completions: Sequence[Completion]) -> tuple[Completion, ...]:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 STATS_PERIOD_S = 1.0
 """Interval in seconds at which Serve requests routing stats of replicas."""
-MOST_SESSIONS = 100_000
+MAX_SESSIONS = 100_000
 """Maximum number of sessions that a gateway remembers; the least recently used one is dropped."""
 PREFIX_TOKENS = 512
 """Prompts that share a prefix of this many tokens, or a multiple, are routed to one replica, which has that prefix in
 its prefix cache."""
-MOST_PREFIX_TOKENS = 64 * PREFIX_TOKENS
+MAX_PREFIX_TOKENS = 64 * PREFIX_TOKENS
 """Maximum number of tokens of a prompt that are considered."""
-MOST_PREFIXES = 100_000
+MAX_PREFIXES = 100_000
 """Maximum number of prefixes that a gateway remembers; the least recently used one is dropped."""
 UNEVEN_SHARE = 4
 """A prefix's replica is not used if its load exceeds the lowest load by more than a quarter of its capacity."""
@@ -110,7 +110,7 @@ def prefixes(prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
     none.
     """
     found, number = list[int](), hash(salt)
-    for end in range(PREFIX_TOKENS, min(len(prompt), MOST_PREFIX_TOKENS) + 1, PREFIX_TOKENS):
+    for end in range(PREFIX_TOKENS, min(len(prompt), MAX_PREFIX_TOKENS) + 1, PREFIX_TOKENS):
         number = hash((number, *prompt[end - PREFIX_TOKENS : end]))
         found.append(number)
     return tuple(reversed(found))
@@ -164,9 +164,9 @@ class Ledger:
             self._choices += 1
             self._turns[replica_id] = self._choices
             if session is not None:
-                _remember(self._sessions, session, replica_id, MOST_SESSIONS)
+                _remember(self._sessions, session, replica_id, MAX_SESSIONS)
             for prefix in begins:
-                _remember(self._prefixes, prefix, replica_id, MOST_PREFIXES)
+                _remember(self._prefixes, prefix, replica_id, MAX_PREFIXES)
 
     def arrive(self, call_id: str, replica_id: str, session: str | None) -> None:
         """Note which replica took the call."""

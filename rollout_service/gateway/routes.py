@@ -35,7 +35,7 @@ class OpenRoute(APIRoute):
 
     body_bytes: ClassVar[int] = 8 << 20
     """Maximum size of a JSON body in bytes. Parsing it blocks the gateway's other requests for at most a second."""
-    most_lists: ClassVar[int] = 1 << 20
+    max_lists: ClassVar[int] = 1 << 20
     """Maximum number of lists and objects in a body. Brackets in strings count, too."""
     errors: ClassVar[tuple[type[RolloutServiceError], ...]] = (RolloutServiceError, NotReady)
     """Error replies of every such route, in addition to those of each route."""
@@ -67,7 +67,7 @@ class OpenRoute(APIRoute):
 
     def check_body(self, request: Request, body: bytes) -> None:
         """Raise PayloadTooLarge for too many lists: 8 MiB of ``[],`` take seconds to parse, and 200 MB of memory."""
-        _bound(request, "lists and objects", body.count(b"[") + body.count(b"{"), self.most_lists)
+        _bound(request, "lists and objects", body.count(b"[") + body.count(b"{"), self.max_lists)
 
 
 class PromptsRoute(OpenRoute):
@@ -75,14 +75,14 @@ class PromptsRoute(OpenRoute):
 
     body_bytes = 64 << 20
     """Maximum size of a body in bytes: 1024 prompts of 8000 token ids of up to 8 bytes each."""
-    most_strings: ClassVar[int] = 2 << 20
+    max_strings: ClassVar[int] = 2 << 20
     """Maximum number of strings in a body larger than ``OpenRoute.body_bytes``."""
 
     def check_body(self, request: Request, body: bytes) -> None:
         """Raise PayloadTooLarge for a body that would take too much memory when parsed."""
         super().check_body(request, body)
         if len(body) > OpenRoute.body_bytes:
-            _bound(request, "strings", body.count(b'"') // 2, self.most_strings)
+            _bound(request, "strings", body.count(b'"') // 2, self.max_strings)
 
 
 class GuardedRoute(OpenRoute):
@@ -90,7 +90,7 @@ class GuardedRoute(OpenRoute):
 
     body_bytes = 64 << 20
     """Maximum size of a body in bytes. The table of 200 000 tensors takes half of it."""
-    most_lists = 8 << 20
+    max_lists = 8 << 20
     errors = (*OpenRoute.errors, Unauthorized, Forbidden)
 
     def admit(self, request: Request) -> None:

@@ -30,7 +30,7 @@ from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import TENSORS, LayerScales
 from rollout_service.protocol.kv_scales import KVMeasurement
 
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """Maximum tokens of one pass, including padding. Also limited by the engine's maximum tokens per step, since no more
 memory is reserved."""
 _ATTENTION = ".attn"
@@ -82,7 +82,7 @@ def measure_kv(
     for name, layer in layers.items():
         _require_computable(name, layer, vllm_config)
     watches = {name: _Watch(layer, _against(name, layer, scales)) for name, layer in layers.items()}
-    limit = min(MOST_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens)
+    limit = min(MAX_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens)
     sequences = [sequence[:limit] for sequence in sequences]
     with ExitStack() as hooks, torch.inference_mode():
         for name, layer in layers.items():

@@ -17,7 +17,7 @@ class Section(Frozen):
     """Rows of a weight that tensor parallelism shards separately, such as the queries of a ``qkv_proj``."""
 
     rows: int
-    most_ways: int | None = None
+    max_ways: int | None = None
     """Maximum number of GPUs among which the rows are divided, the number of KV heads: further GPUs hold copies."""
 
 
@@ -38,7 +38,7 @@ class LayoutPart(Frozen):
         sections = self.sections or (Section(rows=rows),)
         if self.cut == "output":
             return tuple(
-                (self._divide(section.rows, min(ways, section.most_ways or ways)), columns) for section in sections
+                (self._divide(section.rows, min(ways, section.max_ways or ways)), columns) for section in sections
             )
         columns = columns if self.cut == "none" else self._divide(columns, ways)
         return tuple((section.rows, columns) for section in sections)

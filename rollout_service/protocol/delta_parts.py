@@ -22,7 +22,7 @@ import numpy as np
 
 PARTS = 16
 """The usual number of parts of a delta. Several parts let the ingest apply one while the trainer compares the next."""
-LEAST_TENSOR_BYTES, MOST_TENSOR_BYTES = 1 << 20, 2 << 30
+LEAST_TENSOR_BYTES, MAX_TENSOR_BYTES = 1 << 20, 2 << 30
 """Minimum and maximum bytes of the tensors that a part covers; a single tensor may be larger. A request takes a
 millisecond. After a training step at most 2% of these bytes are sent, and must be in memory at once."""
 
@@ -62,7 +62,7 @@ def tensors_of_parts(sizes: Sequence[int]) -> tuple[range, ...]:
 
 
 def _bytes_of_a_part(nbytes: int) -> int:
-    return min(max(LEAST_TENSOR_BYTES, -(-nbytes // PARTS)), MOST_TENSOR_BYTES)
+    return min(max(LEAST_TENSOR_BYTES, -(-nbytes // PARTS)), MAX_TENSOR_BYTES)
 
 
 def encode_header(first: int, changes: Sequence[TensorChange | None]) -> bytes:
@@ -79,7 +79,7 @@ def most_header_bytes(count: int) -> int:
 
 def most_bytes(sizes: Sequence[int]) -> int:
     """Return the maximum size in bytes of a part whose tensors have these sizes."""
-    return most_header_bytes(len(sizes)) + sum(map(_most_change_bytes, sizes))
+    return most_header_bytes(len(sizes)) + sum(map(_max_change_bytes, sizes))
 
 
 def decode_header(begin: memoryview, part_bytes: int, tensors: range, sizes: Sequence[int]) -> PartHeader:
@@ -109,13 +109,13 @@ def decode_header(begin: memoryview, part_bytes: int, tensors: range, sizes: Seq
     if part_bytes != end + sum(told) or begin.nbytes < end:
         raise ValueError(f"it has {part_bytes} bytes, and by its header {end + sum(told)}")
     for number, nbytes, size in zip(tensors, told, sizes, strict=True):
-        if nbytes > _most_change_bytes(size):
+        if nbytes > _max_change_bytes(size):
             raise ValueError(f"tensor number {number} has {nbytes} bytes of changes, more than its own {size}")
     digests = iter(bytes(begin[at : at + _DIGEST_BYTES]).hex() for at in range(first_digest, end, _DIGEST_BYTES))
     changes = tuple(TensorChange(nbytes, next(digests)) if nbytes else None for nbytes in told)
     return PartHeader(changes, tuple(accumulate(told, initial=end))[:-1])
 
 
-def _most_change_bytes(tensor_bytes: int) -> int:
+def _max_change_bytes(tensor_bytes: int) -> int:
     # larger changes are not sent: the tensor is then encoded whole, plus one byte for each segment
     return tensor_bytes + tensor_bytes // 1024 + 1

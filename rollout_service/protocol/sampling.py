@@ -16,12 +16,12 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 FEW = 8
 MOST_COMPLETIONS = 4096
 """Maximum number of completions of one request, over all its prompts."""
-MOST_BIASED = 300
+MAX_BIASED = 300
 """Maximum number of tokens with a ``logit_bias``, the same as OpenAI's."""
 LONGEST_GRAMMAR = 1 << 16
 """Maximum length in characters of a structured output's description."""
 LARGEST_SEED = 2**63 - 1 - MOST_COMPLETIONS
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """The lowest temperature above 0: vLLM replaces values between 0 and this one by this one."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=64, fail_fast=True)]
@@ -138,7 +138,7 @@ class CommonSampling(Frozen):
     sampled token's logprob is always returned."""
     prompt_logprobs: int | None = Field(default=None, ge=0)
     """The same for the tokens of the prompt, at temperature 1 and without truncation. None: no prompt logprobs."""
-    logit_bias: Annotated[dict[int, Finite], Field(max_length=MOST_BIASED)] | None = None
+    logit_bias: Annotated[dict[int, Finite], Field(max_length=MAX_BIASED)] | None = None
     """Token id → value added to its logit, between -100 and 100."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint on the structure of each completion."""
@@ -186,9 +186,9 @@ class CommonSampling(Frozen):
 
     @model_validator(mode="after")
     def _not_almost_greedy(self) -> Self:
-        if 0 < self.temperature < LEAST_TEMPERATURE:
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature={self.temperature:g} is below {LEAST_TEMPERATURE:g}, which vLLM would use instead: "
+                f"temperature={self.temperature:g} is below {MIN_TEMPERATURE:g}, which vLLM would use instead: "
                 "send 0 for greedy sampling, or more"
             )
         return self

@@ -31,7 +31,7 @@ TransferState = Literal["no group", "joining", "joined", "started", "receiving",
 NCCL_UNIQUE_ID_BYTES = 128
 LARGEST_PACKED_BUFFER_BYTES = 16 << 30
 """Maximum size in bytes. vLLM's default is 1 GiB; SkyRL uses that or the size of the model's largest parameter."""
-MOST_PACKED_BUFFERS = 16
+MAX_PACKED_BUFFERS = 16
 
 WIRE_DTYPE_BYTES: dict[str, int] = {
     **dict.fromkeys(("float64", "int64"), 8),
@@ -57,7 +57,7 @@ class TransferInit(Frozen):
     """The trainer's NCCL unique id, in standard base64, in place of an address."""
     packed: bool = False
     packed_buffer_size_bytes: int = Field(default=1 << 30, ge=1, le=LARGEST_PACKED_BUFFER_BYTES)
-    packed_num_buffers: int = Field(default=2, ge=1, le=MOST_PACKED_BUFFERS)
+    packed_num_buffers: int = Field(default=2, ge=1, le=MAX_PACKED_BUFFERS)
     """Number of buffers that the trainer fills in turn; has no effect on the receiver."""
 
     @field_validator("nccl_unique_id_b64")
@@ -104,7 +104,7 @@ class TensorsToCome(Frozen):
     packed: bool | None = None
     """Set by trainers for vLLM below 0.28; None: as in TransferInit."""
     packed_buffer_size_bytes: int | None = Field(default=None, ge=1, le=LARGEST_PACKED_BUFFER_BYTES)
-    packed_num_buffers: int | None = Field(default=None, ge=1, le=MOST_PACKED_BUFFERS)
+    packed_num_buffers: int | None = Field(default=None, ge=1, le=MAX_PACKED_BUFFERS)
 
     @model_validator(mode="after")
     def _says_the_same_of_each(self) -> "TensorsToCome":

@@ -27,7 +27,7 @@ from rollout_service.gpu.streams import on_device, queue_to_host, queued_to
 
 Words = npt.NDArray[np.uint64]
 
-LEAST_BYTES = 241
+MIN_BYTES = 241
 """Minimum size in bytes of a range that is hashed on the GPU."""
 DIGEST_BYTES = 16
 
@@ -91,7 +91,7 @@ class Hashing:
         of_groups = [np.asarray(group, np.int64).reshape(-1, 2) for group in groups]
         runs = np.concatenate(of_groups) if of_groups else np.empty((0, 2), np.int64)
         self._lengths = runs[:, 1].astype(np.uint64)
-        self._is_long = runs[:, 1] >= LEAST_BYTES
+        self._is_long = runs[:, 1] >= MIN_BYTES
         kinds = 2 * np.repeat(np.arange(len(of_groups)), list(map(len, of_groups))) + (runs[:, 0] % 8 != 0)
         long = np.flatnonzero(self._is_long)
         order = np.argsort(kinds[long], kind="stable")
@@ -131,7 +131,7 @@ class Hashing:
 
         All groups must have been queued on the current stream, or on others with which the caller has synchronized.
         ``short``: returns the bytes of a range on the host, by its number; called for ranges smaller than
-        ``LEAST_BYTES``.
+        ``MIN_BYTES``.
         """
         found = np.empty((len(self._lengths), DIGEST_BYTES), np.uint8)
         summed = self._sums.cpu() if self._on_host is None else self._on_host

@@ -14,7 +14,7 @@ STRETCH_BYTES = 64 << 20
 """Bytes per thread of a tensor that several threads share (``stretches``)."""
 _MOST = 8
 """Maximum number of threads; more do not read memory faster."""
-_MOST_COMPUTING = 16
+_MAX_COMPUTING = 16
 """Maximum number of computing threads; with more, they mostly wait for the GIL."""
 
 
@@ -25,7 +25,7 @@ def io_threads() -> int:
 
 def compute_threads() -> int:
     """Return the number of threads for work that waits on no memory, such as compression: half of the usable cores."""
-    return max(1, min(_MOST_COMPUTING, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(_MAX_COMPUTING, len(os.sched_getaffinity(0)) // 2))
 
 
 def stretches(length: int, step: int) -> list[slice]:

@@ -12,8 +12,8 @@ from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Sess
 from rollout_service.runtime.rpc import SessionCalls
 from rollout_service.sessions.conversation import key_of, keys_of
 
-MOST_SESSIONS = 65536
-MOST_BYTES = 4 << 30
+MAX_SESSIONS = 65536
+MAX_BYTES = 4 << 30
 """Maximum bytes of all turns. A turn with 8000 new prompt tokens and 1000 reply tokens takes about 50 KB."""
 _EXPIRE_EVERY_S = 1.0
 
@@ -89,7 +89,7 @@ class SessionStore:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
+        self, clock: Callable[[], float] = time.monotonic, most: int = MAX_SESSIONS, most_bytes: int = MAX_BYTES
     ) -> None:
         self._clock, self._most, self._most_bytes = clock, most, most_bytes
         self._open: dict[str, _Open] = {}

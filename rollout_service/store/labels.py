@@ -1,7 +1,7 @@
 """Labels of versions. A label means the newest version that has it.
 
 The manifests of versions on disk contain their labels. A trainer may also use ``min_weight_version`` with the label of
-a dropped version, so the file LABELS keeps the newest ``MOST_LABELS``. It is written after LATEST. If a crash or a full
+a dropped version, so the file LABELS keeps the newest ``MAX_LABELS``. It is written after LATEST. If a crash or a full
 disk prevents that, the next process reads the missing labels from the manifests.
 """
 
@@ -13,7 +13,7 @@ from rollout_service.store.log import KnownLabels, WeightLog
 
 logger = logging.getLogger(__name__)
 
-MOST_LABELS = 1000
+MAX_LABELS = 1000
 _NAMED = 20
 """Number of labels that an error lists."""
 
@@ -51,7 +51,7 @@ class VersionLabels:
         if label is None:
             return
         versions = {**self._versions, label: version}
-        newest = sorted(versions, key=versions.__getitem__)[-MOST_LABELS:]
+        newest = sorted(versions, key=versions.__getitem__)[-MAX_LABELS:]
         # replaced atomically, since other threads read it
         self._versions = {label: versions[label] for label in newest}
         try:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.quant import digests
-from rollout_service.quant.digests import DIGEST_BYTES, LEAST_BYTES, Hashing, Run
+from rollout_service.quant.digests import DIGEST_BYTES, MIN_BYTES, Hashing, Run
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def found(memory: torch.Tensor, places: list[tuple[int, int]]) -> list[str]:
         16,
         239,
         240,
-        LEAST_BYTES,
+        MIN_BYTES,
         255,
         256,
         257,

@@ -18,7 +18,7 @@ from schemathesis.checks import (  # noqa: E402
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-MOST_TOKENS, MOST_COMPLETIONS = 4, 2
+MAX_TOKENS, MOST_COMPLETIONS = 4, 2
 """Of a generated rollout: a schema knows no cost."""
 PATIENT_S = 60
 UNDONE_BY = {
@@ -113,7 +113,7 @@ def _make_possible(case: Case) -> None:
             if isinstance(body.get(name), list):
                 body[name] = _in_vocabulary(body[name]) or [5]
         if isinstance(body.get("partial_token_ids"), list):
-            body["partial_token_ids"] = _in_vocabulary(body["partial_token_ids"])[: MOST_TOKENS - 1]
+            body["partial_token_ids"] = _in_vocabulary(body["partial_token_ids"])[: MAX_TOKENS - 1]
 
 
 def _make_patient(case: Case) -> None:
@@ -128,14 +128,14 @@ def _make_patient(case: Case) -> None:
 
 
 def _in_vocabulary(prompt: list[Any]) -> list[Any]:
-    of_one = [abs(item) % VOCABULARY if isinstance(item, int) else item for item in prompt[:MOST_TOKENS]]
+    of_one = [abs(item) % VOCABULARY if isinstance(item, int) else item for item in prompt[:MAX_TOKENS]]
     return [_in_vocabulary(item) or [5] if isinstance(item, list) else item or "5" for item in of_one]
 
 
 def _make_sampling_cheap(sampling: dict[str, Any], longest: str = "max_tokens", shortest: str = "min_tokens") -> None:
-    for name, most in ((longest, MOST_TOKENS), ("n", MOST_COMPLETIONS)):
+    for name, most in ((longest, MAX_TOKENS), ("n", MOST_COMPLETIONS)):
         value = sampling.get(name)
         if value is None or (isinstance(value, int | float) and value > most):
             sampling[name] = most
     if isinstance(sampling.get(shortest), int):
-        sampling[shortest] = min(sampling[shortest], MOST_TOKENS)
+        sampling[shortest] = min(sampling[shortest], MAX_TOKENS)

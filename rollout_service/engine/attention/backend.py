@@ -190,7 +190,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             and 1 < batch.num_reqs <= MAX_SEQUENCES
         )
 
-    def _schedule(self, grouped: Entries, max_tokens: int, most_splits: int) -> torch.Tensor:
+    def _schedule(self, grouped: Entries, max_tokens: int, max_splits: int) -> torch.Tensor:
         """Return FlashAttention's schedule, in the buffer that CUDA graphs read."""
         quantized = is_quantized_kv_cache(self.cache_config.cache_dtype)
         made: torch.Tensor = flash_attention_calls().get_scheduler_metadata(
@@ -205,7 +205,7 @@ class GroupAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
             cu_seqlens_q=grouped.starts,
             page_size=self.block_size,
             causal=False,
-            num_splits=most_splits,
+            num_splits=max_splits,
         )
         self.grouped_schedule[: len(made)] = made
         # as in FlashAttention's builder, so that a graph does not read an older schedule

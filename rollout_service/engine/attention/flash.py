@@ -10,7 +10,7 @@ from rollout_service.engine.attention.grouping import Entries
 PACKED_ROWS = 64
 """Rows of a tile. FlashAttention packs all query heads of one KV head into it, and one warp group multiplies this many
 rows. An entry with more rows would use the larger tile, with padding for all other entries."""
-_MOST_PARTIAL_ROWS = 1 << 12
+_MAX_PARTIAL_ROWS = 1 << 12
 
 AttentionKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """``flash_attn_varlen_func`` with ``return_softmax_lse``, which returns the result and its LSE."""
@@ -27,7 +27,7 @@ def splits(rows: int, most: int) -> int:
     Every CUDA graph holds partial results in fp32 [splits, heads, rows, size]. Larger batches fill the GPU without
     splits, so they get fewer.
     """
-    return min(most, max(8, _MOST_PARTIAL_ROWS // rows))
+    return min(most, max(8, _MAX_PARTIAL_ROWS // rows))
 
 
 @dataclass(frozen=True)

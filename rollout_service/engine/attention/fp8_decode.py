@@ -29,7 +29,7 @@ SIZE = 128
 _PROGRAMS = 1024
 """Number of programs that fill an H200. 32 sequences with 8 KV heads are fastest with 4 splits, 256 with 4 KV heads
 with one."""
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 """Maximum number of splits whose results one warp merges."""
 
 Way = Literal["cvt", "bits", "plain"]
@@ -269,7 +269,7 @@ class Variant:
 
 def splits_of(sequences: int, kv_heads: int) -> int:
     """Return the number of splits per sequence that fills a GPU with a batch of this size."""
-    return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, sequences * kv_heads)))
+    return min(_MAX_SPLITS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, sequences * kv_heads)))
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _queue(
 ) -> tuple["Hashing", Callable[[int], memoryview]]:
     """Queue a batch. Returns its hashing, and a function that returns the bytes of a short chunk for the host to
     hash."""
-    from rollout_service.quant.digests import LEAST_BYTES, Hashing  # imports triton
+    from rollout_service.quant.digests import MIN_BYTES, Hashing  # imports triton
 
     in_bounce_buffer = np.array([bounce_buffer.data_ptr(), 0], np.int64)
     hashing = Hashing([piece.runs + in_bounce_buffer for piece in batch], area.device)
@@ -119,7 +119,7 @@ def _queue(
         hashing.queue(number)
         for move in placement.moves(piece):
             _move(move, bounce_buffer, area)
-        shorts = np.flatnonzero(piece.runs[:, 1] < LEAST_BYTES).tolist()
+        shorts = np.flatnonzero(piece.runs[:, 1] < MIN_BYTES).tolist()
         short |= _short_chunks(piece, shorts, first, bounce_buffer)
         first += len(piece.runs)
     hashing.collect()

@@ -234,7 +234,7 @@ def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
 
 def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
     """Raise ContextTooLong for a body larger than any context. vLLM would read it on the event loop for seconds."""
-    most_characters = BYTES_PER_TOKEN * services.max_model_len
+    max_characters = BYTES_PER_TOKEN * services.max_model_len
     parts = characters = 0
     unread: list[object] = [body]
     while unread:
@@ -250,11 +250,11 @@ def _require_bounded(route: str, body: JsonObject, services: Services) -> None:
             "send a shorter conversation",
             {"parts": parts, "limit": MAX_PARTS},
         )
-    if characters > most_characters:
+    if characters > max_characters:
         raise ContextTooLong(
             f"{route}: the request has {characters} characters, and this model's maximum context length of "
-            f"{services.max_model_len} tokens holds at most {most_characters}: send a shorter conversation",
-            {"characters": characters, "limit": most_characters, "max_model_len": services.max_model_len},
+            f"{services.max_model_len} tokens holds at most {max_characters}: send a shorter conversation",
+            {"characters": characters, "limit": max_characters, "max_model_len": services.max_model_len},
         )
     tokens = body.get("tokens")
     if isinstance(tokens, list) and len(tokens) > services.max_model_len:

@@ -75,7 +75,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(source, "OtherGpuMemory", OthersFile)
     for batch_bytes in ("BATCH_BYTES", "GPU_BATCH_BYTES"):
         monkeypatch.setattr(_shared_memory, batch_bytes, 100_000)
-    monkeypatch.setattr(_shared_memory, "LEAST_SHARED_BYTES", 0)
+    monkeypatch.setattr(_shared_memory, "MIN_SHARED_BYTES", 0)
     yield
     for path in FILES.values():
         path.unlink()

@@ -609,8 +609,8 @@ class TestAuto:
             raise OSError("the trainer runs on another machine")
 
         monkeypatch.setattr(TrainerMemory, "_open", is_elsewhere)
-        monkeypatch.setattr("rollout_service.client._shared_memory.LEAST_SHARED_BYTES", 1 << 10)
-        monkeypatch.setattr("rollout_service.client._client.LEAST_SHARED_BYTES", 1 << 10)
+        monkeypatch.setattr("rollout_service.client._shared_memory.MIN_SHARED_BYTES", 1 << 10)
+        monkeypatch.setattr("rollout_service.client._client.MIN_SHARED_BYTES", 1 << 10)
 
     async def test_who_quantizes_sends_deltas_from_the_third_push_on(
         self, service: RealIngest, client: RolloutClient, weights: Tensors
@@ -656,7 +656,7 @@ class TestAuto:
     async def test_small_versions_go_as_they_are(
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("rollout_service.client._client.LEAST_SHARED_BYTES", 1 << 30)
+        monkeypatch.setattr("rollout_service.client._client.MIN_SHARED_BYTES", 1 << 30)
         for version in (1, 2, 3):
             await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
         assert base_of(service, 3) is None and client._deltas is None

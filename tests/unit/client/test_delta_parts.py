@@ -43,7 +43,7 @@ class TestCut:
         assert [[sizes[number] for number in tensors] for tensors in tensors_of_parts(sizes)] == parts
 
     def test_of_large_versions_there_are_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(delta_parts, "MOST_TENSOR_BYTES", 200)
+        monkeypatch.setattr(delta_parts, "MAX_TENSOR_BYTES", 200)
         assert list(map(len, tensors_of_parts([100] * 100))) == [2] * 50
 
     def test_no_piece_has_tensors_of_two(self) -> None:

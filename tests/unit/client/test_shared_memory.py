@@ -52,7 +52,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_shared_memory, "LEAST_SHARED_BYTES", 0)
+    monkeypatch.setattr(_shared_memory, "MIN_SHARED_BYTES", 0)
 
 
 async def how_it_came(service: RealIngest, version: int) -> str:

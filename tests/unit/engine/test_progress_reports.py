@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_service.engine.progress_reports import LIVE_PERIOD_S, MOST_TOKENS, PERIOD_S, QUIET_PERIODS, ProgressReports
+from rollout_service.engine.progress_reports import LIVE_PERIOD_S, MAX_TOKENS, PERIOD_S, QUIET_PERIODS, ProgressReports
 from rollout_service.protocol.progress import Piece, ProgressAsk
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
@@ -139,7 +139,7 @@ async def test_calls_without_a_reader_are_read_more_rarely(engine: Engine, progr
 
 async def test_an_answer_has_a_largest_size(engine: Engine, progress: ProgressReports) -> None:
     with progress.follow(call(1)) as one, progress.follow(call(2)) as other:
-        engine.made = {one: [MOST_TOKENS], other: [3]}
+        engine.made = {one: [MAX_TOKENS], other: [3]}
         first = await progress.report(ask())
         assert [piece.call for piece in first.pieces] == [1]
         assert shown((await progress.report(ask(first.number))).pieces) == [(2, 0, 0, (0, 1, 2))]

@@ -41,7 +41,7 @@ def test_a_number_that_means_other_weights_now_loses_its_label() -> None:
 
 
 def test_old_labels_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_labels, "MOST_VERSIONS", 1)
+    monkeypatch.setattr(served_labels, "MAX_VERSIONS", 1)
     labels = ServedLabels()
     for version in (3, 5):
         labels.serve(Head(version=version, digest="a", label=f"run/step-{version}"))

@@ -6,8 +6,8 @@ import pytest
 
 from rollout_service.fleet import routing
 from rollout_service.fleet.routing import (
-    MOST_PREFIX_TOKENS,
-    MOST_SESSIONS,
+    MAX_PREFIX_TOKENS,
+    MAX_SESSIONS,
     NEVER_SENT_S,
     PREFIX_TOKENS,
     Candidate,
@@ -173,7 +173,7 @@ class TestLedger:
         assert ledger.replica_with(prefixes([*system, 4])) == "b"
 
     def test_the_beginning_that_was_silent_longest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(routing, "MOST_PREFIXES", 2)
+        monkeypatch.setattr(routing, "MAX_PREFIXES", 2)
         ledger = Ledger()
         for number, prompt in enumerate((1, 2, 1, 3)):
             ledger.choose(str(number), "a", 1, None, 0.0, prefixes([prompt] * PREFIX_TOKENS))
@@ -182,7 +182,7 @@ class TestLedger:
 
     def test_the_session_that_was_silent_longest_is_forgotten_first(self) -> None:
         ledger = Ledger()
-        for session in range(MOST_SESSIONS):
+        for session in range(MAX_SESSIONS):
             ledger.choose("1", "a", 1, str(session), now=0)
         ledger.choose("1", "b", 1, "0", now=0)
         ledger.choose("1", "a", 1, "new", now=0)
@@ -203,5 +203,5 @@ class TestPrefixes:
         assert len({prefixes(tokens), prefixes(tokens, "a"), prefixes(tokens, "b")}) == 3
 
     def test_of_a_very_long_prompt_the_beginning_is_looked_at(self) -> None:
-        tokens = range(2 * MOST_PREFIX_TOKENS)
-        assert prefixes(tokens) == prefixes(tokens[:MOST_PREFIX_TOKENS])
+        tokens = range(2 * MAX_PREFIX_TOKENS)
+        assert prefixes(tokens) == prefixes(tokens[:MAX_PREFIX_TOKENS])

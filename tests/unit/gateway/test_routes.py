@@ -207,7 +207,7 @@ async def test_a_step_of_1024_long_prompts_is_one_body(services: Services, engin
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, "/generate"])
 @pytest.mark.parametrize("value", [b"[]", b"{}", b'""'])
 async def test_a_large_body_of_small_values_is_refused(services: Services, path: str, value: bytes) -> None:
-    body = b'{"prompt": [' + b",".join([value] * (PromptsRoute.most_strings + 1)).ljust(OpenRoute.body_bytes) + b"]}"
+    body = b'{"prompt": [' + b",".join([value] * (PromptsRoute.max_strings + 1)).ljust(OpenRoute.body_bytes) + b"]}"
     async with client(services) as http:
         reply = await http.post(path, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413 and "send what is in it in several" in reply.json()["error"]["message"]
@@ -215,7 +215,7 @@ async def test_a_large_body_of_small_values_is_refused(services: Services, path:
 
 async def test_a_body_of_empty_lists_is_not_parsed(services: Services) -> None:
     async with client(services) as http:
-        body = b'{"messages": [' + b"[]," * (OpenRoute.most_lists + 1) + b"[]]"  # and not even JSON
+        body = b'{"messages": [' + b"[]," * (OpenRoute.max_lists + 1) + b"[]]"  # and not even JSON
         reply = await http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413 and "lists and objects" in reply.json()["error"]["message"]
 

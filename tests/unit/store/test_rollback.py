@@ -131,7 +131,7 @@ class TestLabels:
         assert refused.value.detail == {"label": "run/step-8", "labels": ["run/step-3", "run/step-2", "run/step-1"]}
 
     def test_only_so_many_are_kept(self, log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(labels, "MOST_LABELS", 2)
+        monkeypatch.setattr(labels, "MAX_LABELS", 2)
         known = VersionLabels(log)
         known.load()
         known.note(4, "run/step-4")
