@@ -179,12 +179,12 @@ def nccl_unique_id(pickled: bytes) -> bytes:
     raise ValueError(f"{len(pickled)} bytes that are no pickled ncclUniqueId; nothing was unpickled")
 
 
-async def pause_scheduler(llm: AsyncLLM, mode: PauseMode) -> None:
-    """Call ``AsyncLLM.pause_generation`` with ``clear_cache``, without the 20 ms that it sleeps afterwards.
+async def pause_scheduler(llm: AsyncLLM, mode: PauseMode, clear_cache: bool) -> None:
+    """Call ``AsyncLLM.pause_generation`` without the 20 ms that it sleeps afterwards.
 
     vLLM calls the sleep "not required for correctness", and it would extend each update's pause.
     """
-    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
 
 def tokens_since(llm: AsyncLLM, request_id: str, since: Sequence[int]) -> list[CompletionOutput]:

@@ -253,6 +253,14 @@ class WeightsConfig(Config):
     """Number of committed versions in the log. Older ones are removed once no live replica serves them. The one before
     the newest is always kept: a starting replica may be reading it."""
 
+    kv_cache_on_update: Literal["drop", "keep"] = "drop"
+    """``drop``: every update empties the KV cache, and running rollouts compute theirs again. ``keep``: running
+    rollouts and sessions continue with keys and values of older weights. See docs/versions.md."""
+
+    kv_max_age: int | None = Field(default=8, ge=0)
+    """Maximum age of kept keys and values, as a difference of version numbers. An update recomputes those of running
+    rollouts that began with older versions, and no others. None: unbounded."""
+
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size in bytes of an upload's parts, which the ingest requests from trainers."""
 

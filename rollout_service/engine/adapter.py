@@ -9,7 +9,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.compat.vllm_internals import environment_as_it_is, pause_scheduler, tokens_since
+from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, begin_version
+from rollout_service.engine.kv_versions import KVVersions
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, stage_at
 from rollout_service.engine.partial_penalties import with_partial_penalties
@@ -72,6 +75,11 @@ class EngineAdapter:
         self._generating: set[asyncio.Task[RequestOutput]] = set()
         self._exact: dict[str, int] = {}
         """Running requests that accept tokens of one weight version only, with that version."""
+        self._has_kv = True
+        """False if the KV cache was dropped, and nothing ran since."""
+        settings = args.additional_config
+        self._kv = KVVersions(settings[KV_MAX_AGE]) if KV_MAX_AGE in settings else None
+        """None: every update drops the cache."""
 
     @property
     def broken(self) -> str | None:
@@ -131,11 +139,13 @@ class EngineAdapter:
         reasoning: Reasoning | None = None,
         partial_tokens: int = 0,
         exact_version: int | None = None,
+        session_id: str | None = None,
     ) -> tuple[Completion, ...]:
         """Return the ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
-        ``partial_tokens``: see ``GenerateCall``. ``exact_version``: the only weight version whose tokens are returned.
-        A completion that another version would continue ends with "abort".
+        ``partial_tokens``, ``session_id``: see ``GenerateCall``. ``exact_version``: the only weight version whose
+        tokens are returned. A completion that another version would continue ends with "abort". Such a request reads no
+        keys and values of its session's earlier versions.
 
         Raises EngineFailed if the engine is dead or broken, InvalidRequest if vLLM refuses the request, and
         NonFiniteLogprob.
@@ -143,15 +153,24 @@ class EngineAdapter:
         if sampling.routed_experts_prompt_start is not None and not self._llm.vllm_config.aux_output_config.enabled:
             raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
         parameters = vllm_sampling(sampling, len(prompt), partial_tokens)
-        stream = self._stream(request_id, prompt, parameters, priority, cache_salt, reasoning)
-        if exact_version is None:
-            return completions(await self._output(request_id, stream), sampling)
-        self._exact[request_id] = exact_version
+        if exact_version is not None:
+            self._exact[request_id], session_id = exact_version, None
+        kv = nullcontext(cache_salt) if self._kv is None else self._kv.follow(request_id, session_id, cache_salt)
         try:
-            made = completions(await self._output(request_id, stream), sampling)
+            with kv as salt:
+                stream = self._stream(request_id, prompt, parameters, priority, salt, reasoning)
+                made = completions(await self._output(request_id, stream), sampling)
+                return tuple(self._with_versions(request_id, made))
         finally:
-            del self._exact[request_id]
-        return tuple(of_version(each, exact_version) for each in made)
+            self._exact.pop(request_id, None)
+
+    def _with_versions(self, request_id: str, made: Iterable[Completion]) -> Iterable[Completion]:
+        """Return a running request's completions with ``kv_from`` in their spans, up to its exact version's last
+        token."""
+        if self._kv is not None:
+            made = self._kv.on(request_id, made)
+        exact = self._exact.get(request_id)
+        return made if exact is None else [of_version(each, exact) for each in made]
 
     def tokens_since(self, request_id: str, since: Sequence[int], candidates: int = 0) -> list[Completion]:
         """Return the new tokens of each completion of a running call: those after its first ``since[index]`` tokens.
@@ -169,8 +188,7 @@ class EngineAdapter:
                 made.append(completion(replace(output, finish_reason="abort") if goes_on else output, candidates))
             except (EngineFailed, NonFiniteLogprob):
                 continue
-        exact = self._exact.get(request_id)
-        return made if exact is None else [of_version(each, exact) for each in made]
+        return list(self._with_versions(request_id, made))
 
     async def score(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
         """Return the natural-log probability of each token but the first, [tokens - 1], and the weight version.
@@ -242,17 +260,22 @@ class EngineAdapter:
         if self.broken is None:
             await self._llm.abort([task.get_name() for task in self._generating])
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling, and drop the KV cache so that later steps do not use it, see ``PauseMode``.
+    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
+        """Stop scheduling, see ``PauseMode``. ``clear_cache``: drop the KV cache, so that later steps do not use it.
 
         ``wait`` returns when the last running request has finished, or when another pause replaces this one. If
         cancelled, the engine refuses new requests until ``resume`` or another pause.
         """
-        await pause_scheduler(self._llm, mode)
+        await pause_scheduler(self._llm, mode, clear_cache)
+        if clear_cache:
+            self._has_kv = False
 
     async def resume(self) -> None:
         """Resume scheduling. Raises EngineFailed if broken, because a half-loaded version must not be served."""
         self._require_sound()
+        if not self._has_kv and self._kv is not None:
+            self._kv.emptied()
+        self._has_kv = True
         await self._llm.resume_generation()
 
     async def stage(self, folder: Path, digest: str | None = None) -> None:
@@ -285,13 +308,19 @@ class EngineAdapter:
                 level = logging.WARNING if self._has_loaded else logging.INFO
                 logger.log(level, "rank %d loads %s layer by layer from its files: %s", rank, folder, answer.refused)
 
-    async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
+    async def load(
+        self, folder: Path, version: int, kv_scales: dict[str, float] | None = None, keep_cache: bool = False
+    ) -> float:
         """Load a committed version while paused, and return the seconds it took. Any failure leaves the engine broken.
 
         Requests wait in the engine during the load, as in any pause. Those that accept another version only are
         aborted.
 
-        ``kv_scales``: scales of the FP8 KV cache. None: those in the manifest.
+        Args:
+            folder, version: the version.
+            kv_scales: scales of the FP8 KV cache. None: those in the manifest.
+            keep_cache: keep the KV cache if the engine can, except for requests beyond ``weights.kv_max_age``. The
+                scales must be those of the loaded version, and the number above its number.
         """
         self._require_sound()
         self._loading_since = started = time.perf_counter()
@@ -299,6 +328,7 @@ class EngineAdapter:
         try:
             # a request that vLLM does not know yet is missed here; its tokens of this version are cut off later
             await self._llm.abort([name for name, exact in self._exact.items() if exact != version])
+            await self._begin_kv(version, keep_cache)
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(version))
@@ -312,6 +342,19 @@ class EngineAdapter:
         finally:
             self._loading_since = math.inf
         return time.perf_counter() - started
+
+    async def _begin_kv(self, version: int, keep_cache: bool) -> None:
+        """Drop the keys and values that ``version`` must not read. Call while paused."""
+        if self._kv is None or not keep_cache:
+            await self._drop_kv()
+        if self._kv is not None:
+            self._kv.load(version, is_empty=not self._has_kv)  # before the await: requests may arrive meanwhile
+            await begin_version(self._llm, version)
+
+    async def _drop_kv(self) -> None:
+        if self._has_kv:
+            await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            self._has_kv = False
 
     async def measure_kv(
         self, sequences: list[list[int]], scales: dict[str, float] | None = None
@@ -346,6 +389,7 @@ class EngineAdapter:
         self._require_sound()
         started = time.perf_counter()
         try:
+            await self._drop_kv()  # a pause may have kept it
             dropped = tuple(await self.ask_workers("drop_memory"))
         except Exception as error:
             raise self._is_lost("giving memory back failed", error) from error

@@ -7,6 +7,7 @@ from vllm import AsyncEngineArgs
 from vllm.config import LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
+from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, keeping_scheduler
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.attention.choice import (
     AttentionChoice,
@@ -88,10 +89,11 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         worker_extension_cls=f"{VersionStaging.__module__}.{VersionStaging.__qualname__}",
-        additional_config=_staging(config, on_cpu),
+        additional_config=_staging(config, on_cpu) | _kv_age(config),
         logging_config=LoggingConfig(configure_logging=False),  # configured by the environment, see logs.py
         reasoning_parser=config.chat.reasoning_parser or "",  # structured outputs begin after the reasoning
         enable_prefix_caching=True,
+        scheduler_cls=f"{keeping_scheduler.__module__}.{keeping_scheduler.__qualname__}" if _kv_age(config) else None,
         scheduling_policy="priority",  # with equal priorities it schedules in order of arrival, like the default policy
         disable_log_stats=True,
         **_attention(config),
@@ -113,7 +115,13 @@ def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
     return tuple(sorted({*plan.not_converted, *model.routers}))
 
 
-def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, str]:
+def _kv_age(config: ServiceConfig) -> dict[str, object]:
+    """Return the setting of ``KeepingScheduler``; empty without it."""
+    weights = config.weights
+    return {} if weights.kv_cache_on_update == "drop" else {KV_MAX_AGE: weights.kv_max_age}
+
+
+def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
     kind = config.engine.staging
     if kind == "auto" and on_cpu:
         return {STAGING_KEY: "memory"}

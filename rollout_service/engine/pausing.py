@@ -18,7 +18,7 @@ class PausableEngine(Protocol):
     resume."""
 
     async def abort(self) -> None: ...
-    async def pause(self, mode: PauseMode) -> None: ...
+    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None: ...
     async def resume(self) -> None: ...
     async def sleep(self) -> object: ...
     async def wake_up(self) -> None: ...
@@ -31,8 +31,12 @@ class Pausing:
         """Create the state. ``drained``: called when the last running rollout of a ``wait`` pause has finished."""
         self._engine, self._drained = engine, drained
         self._mode: PauseMode | None = None
+        self._clears = True
+        """True if the ordered pause drops the KV cache."""
         self._taken = ""
         self._drain: asyncio.Task[None] | None = None
+        self._drain_clears = True
+        """True if the KV cache is dropped when the running rollouts have finished."""
         self._for_version = False
         self.asleep = False
         """True if the engine has released its memory."""
@@ -63,6 +67,7 @@ class Pausing:
         # an engine that should sleep has yet to do so
         self._taken = self.obeyed = "" if control.asleep else control.order
         self._mode, self._for_version = control.mode if control.paused else None, True
+        self._clears = control.clear_cache
 
     async def obey(self, desired: DesiredState) -> bool:
         """Carry out the desired state. Returns True if that was completed now. Does not wait for running rollouts.
@@ -78,10 +83,12 @@ class Pausing:
 
     async def _obey_order(self, desired: DesiredState) -> bool:
         if desired.order != self._taken:
-            before, self._taken = self._mode, desired.order
-            self._mode = desired.pause_mode if desired.paused else None
+            before, kept, self._taken = self._mode, not self._clears, desired.order
+            self._mode, self._clears = desired.pause_mode if desired.paused else None, desired.clear_cache
             if self._mode != before:
                 self.returns += self._mode == "abort" and desired.on_abort == "return"
+                await self._apply()
+            elif self._mode is not None and self._clears and kept:
                 await self._apply()
         if desired.asleep and not self.asleep and not self.drains():
             await self._engine.sleep()
@@ -96,14 +103,17 @@ class Pausing:
         self.obeyed = self._taken
         return True
 
-    async def close(self, mode: PauseMode) -> None:
-        """Pause for a version. With ``wait`` the engine is paused once ``drains`` returns False."""
+    async def close(self, mode: PauseMode, clear_cache: bool = True) -> None:
+        """Pause for a version. With ``wait`` the engine is paused once ``drains`` returns False.
+
+        ``clear_cache``: drop the KV cache once it is paused.
+        """
         self._for_version = True
         if mode == "wait":
-            self._start_drain()
+            self._start_drain(clear_cache)
             return
         self._drop_drain()
-        await self._engine.pause(mode)
+        await self._engine.pause(mode, clear_cache)
 
     async def open(self) -> None:
         """Return to the ordered state after ``close``."""
@@ -120,18 +130,21 @@ class Pausing:
 
     async def _apply(self) -> None:
         if self._mode == "wait":
-            self._start_drain()
+            self._start_drain(self._clears)
         elif self._mode is not None:
             self._drop_drain()
-            await self._engine.pause(self._mode)
+            await self._engine.pause(self._mode, self._clears)
         elif not self._for_version and not self.asleep:
             self._drop_drain()
             await self._engine.resume()
 
-    def _start_drain(self) -> None:
-        if not self.drains():
-            self._drain = asyncio.create_task(self._engine.pause("wait"))
-            self._drain.add_done_callback(lambda _: self._drained())
+    def _start_drain(self, clear_cache: bool) -> None:
+        if self.drains():
+            if self._drain_clears or not clear_cache:
+                return
+            self._drop_drain()
+        self._drain, self._drain_clears = asyncio.create_task(self._engine.pause("wait", clear_cache)), clear_cache
+        self._drain.add_done_callback(lambda _: self._drained())
 
     def _drop_drain(self) -> None:
         drain, self._drain = self._drain, None

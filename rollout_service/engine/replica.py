@@ -170,6 +170,7 @@ class EngineReplica:
                     call.reasoning,
                     call.partial_tokens,
                     call.exact_weight_version,
+                    call.session_id,
                 )
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
             raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error

@@ -67,10 +67,12 @@ class Engine(Protocol):
     @property
     def staging(self) -> Staging | None: ...
     async def abort(self) -> None: ...
-    async def pause(self, mode: PauseMode) -> None: ...
+    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None: ...
     async def resume(self) -> None: ...
     async def stage(self, folder: Path, digest: str | None = None) -> None: ...
-    async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float: ...
+    async def load(
+        self, folder: Path, version: int, kv_scales: dict[str, float] | None = None, keep_cache: bool = False
+    ) -> float: ...
     async def sleep(self) -> object: ...
     async def wake_up(self) -> None: ...
 
@@ -133,6 +135,8 @@ class WeightSync:
         """True if the next version is staged but lacks its KV scales."""
         self._served_scales: dict[str, float] | None = None
         """KV scales of the served version, if its manifest has none."""
+        self._cached_with: dict[str, float] | None = None
+        """KV scales of the served version, and of the codes in the KV cache."""
         self._corrupt = _CorruptVersion(2 * config.poll_s)
         self._unreadable = _Repeated()
         self.labels = ServedLabels()
@@ -356,12 +360,13 @@ class WeightSync:
         self._awaits_scales = True
         kv_scales = await self._kv_scales.scales_for(manifest)
         self._staged = None
+        keeps_cache = self._keeps_cache(head, manifest, kv_scales)
         closed = time.perf_counter()
-        if not await self._closed_for(head):
+        if not await self._closed_for(head, clear_cache=not keeps_cache):
             return
         folder = self._log.folder(head.version)
         self._life.loads()
-        load_s = await self._engine.load(folder, head.version, kv_scales)
+        load_s = await self._engine.load(folder, head.version, kv_scales, keeps_cache)
         self.labels.serve(head)
         try:
             self._served_scales = await self._kv_scales.loaded(manifest)
@@ -369,6 +374,7 @@ class WeightSync:
             await self._go_back()
             raise
         self._awaits_scales = False
+        self._cached_with = manifest.kv_scales if self._served_scales is None else self._served_scales
         self._life.loaded()
         await self._pausing.open()
         update = UpdateTimings(stage_s=stage_s, closed_s=time.perf_counter() - closed, load_s=load_s)
@@ -379,6 +385,25 @@ class WeightSync:
         self._log.release_all_but(head.version)
         told = {"weight_version": head.version}
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
+
+    def _keeps_cache(self, head: Head, manifest: Manifest, kv_scales: dict[str, float] | None) -> bool:
+        """Return True if running rollouts keep their KV cache when this version is loaded.
+
+        ``kv_scales``: measured scales of the version. The codes of an FP8 cache are only read with the scales that
+        wrote them, so a version with other scales, or with scales that are measured after its load, drops the cache.
+        """
+        served = self._life.served
+        if self._config.kv_cache_on_update == "drop" or served is None or head.version <= served.version:
+            return False
+        scales = manifest.kv_scales if kv_scales is None else kv_scales
+        is_unknown = manifest.awaits_kv_scales and kv_scales is None
+        if is_unknown or scales != self._cached_with:
+            logger.warning(
+                "version %d drops the KV cache, which weights.kv_cache_on_update would keep: its KV scales %s",
+                head.version, "are measured after its load" if is_unknown else "differ from those of the cache",
+            )  # fmt: skip
+            return False
+        return True
 
     async def _go_back(self) -> None:
         """Reload the previous version, so that no request waits for the ingest in a paused engine.
@@ -397,10 +422,10 @@ class WeightSync:
         self.labels.serve(served)
         self._life.loaded()
 
-    async def _closed_for(self, head: Head) -> bool:
+    async def _closed_for(self, head: Head, clear_cache: bool) -> bool:
         """Pause the engine for a version. Returns False if the log has another version before the last rollout
         finishes, or if the engine sleeps."""
-        await self._pausing.close(head.mode)
+        await self._pausing.close(head.mode, clear_cache)
         while self._pausing.drains():
             await self._woken.wait()
             self._woken.clear()

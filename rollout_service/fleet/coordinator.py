@@ -80,6 +80,7 @@ class FleetCoordinator:
             paused=control.paused,
             pause_mode=control.mode,
             on_abort=control.on_abort,
+            clear_cache=control.clear_cache,
             asleep=bool(control.asleep),
             order=control.order,
             digest=head.digest,
@@ -147,21 +148,41 @@ class FleetCoordinator:
         if self.table.is_complete():
             self._history.saw(self.table.live())
 
-    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, on_abort: OnAbort = "continue") -> None:
+    async def set_paused(
+        self,
+        paused: bool,
+        mode: PauseMode,
+        timeout_s: float,
+        on_abort: OnAbort = "continue",
+        clear_cache: bool = True,
+    ) -> None:
         """Pause or resume every replica, including later ones; returns once all live ones have.
 
-        ``on_abort``: see ``Control``. Sleeping engines are paused. Raises NotReady after ``timeout_s``, Overtaken after
-        a different request, or Asleep for resuming engines that are asleep.
+        ``on_abort``, ``clear_cache``: see ``Control``. Sleeping engines are paused. Raises NotReady after
+        ``timeout_s``, Overtaken after a different request, or Asleep for resuming engines that are asleep.
         """
 
         def changed(control: Control) -> Control:
             if not control.asleep:
-                return Control(paused=paused, mode=mode, on_abort=on_abort)
+                return Control(paused=paused, mode=mode, on_abort=on_abort, clear_cache=clear_cache)
             if not paused:
                 raise Asleep("the engines are asleep, and have no weights to go on with: POST /wake_up instead")
             return control
 
         await self._all_obey(changed, "paused" if paused else "resumed", timeout_s)
+
+    async def drop_kv_cache(self, timeout_s: float) -> None:
+        """Make every replica drop its KV cache, so that running rollouts recompute theirs; returns once all live ones
+        have.
+
+        Engines that are not paused are paused and resumed. Raises the errors of ``set_paused``.
+        """
+        if self._control.paused:
+            cleared = {"clear_cache": True}
+            await self._all_obey(lambda control: control.model_copy(update=cleared), "cleared", timeout_s)
+        else:
+            await self.set_paused(True, "keep", timeout_s)
+            await self.set_paused(False, "keep", timeout_s)
 
     async def abort_running(self, timeout_s: float) -> None:
         """Make every replica abort and return what it runs; returns once all live ones have. Nothing is paused.

@@ -30,10 +30,10 @@ async def pause(
     A pause replaces an earlier pause with another mode. Answers 409 if another command arrives before every replica has
     paused.
 
-    ``clear_cache`` exists for compatibility with vLLM; prime-rl and SkyRL send false. The KV cache is always dropped,
-    and paused rollouts recompute theirs.
+    ``clear_cache``: drop the KV cache, so that paused rollouts recompute theirs. A new version drops or keeps it by
+    ``weights.kv_cache_on_update``, whatever the pause has done.
     """
-    await services.ingest.set_paused(True, mode, timeout_s)
+    await services.ingest.set_paused(True, mode, timeout_s, clear_cache=clear_cache)
     return {"status": "paused"}
 
 

@@ -78,6 +78,8 @@ class Services:
     """Maximum number of top logprobs that a request may ask for: ``engine.extra.max_logprobs``."""
     may_sleep: bool = False
     """The setting ``engine.enable_sleep_mode``."""
+    keeps_kv_cache: bool = False
+    """True if ``weights.kv_cache_on_update`` is ``keep``."""
     not_running: Callable[[], dict[str, str]] = dict
     """Returns Serve's messages about deployments that are not running, see ``fleet/serve_status.py``."""
     tensor_parallel_size: int = 1
@@ -137,6 +139,7 @@ class Services:
             returns_experts=config.engine.return_routed_experts,
             max_logprobs=model.vocab_size if config.engine.max_logprobs == -1 else config.engine.max_logprobs,
             may_sleep=config.engine.enable_sleep_mode,
+            keeps_kv_cache=config.weights.kv_cache_on_update == "keep",
             not_running=partial(not_running, serve.get_replica_context().app_name),
             tensor_parallel_size=config.engine.tensor_parallel_size,
             node_id=ray.get_runtime_context().get_node_id(),

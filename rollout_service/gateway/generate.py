@@ -192,11 +192,12 @@ def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None
 
 
 def spans(completion: Completion) -> list[dict[str, object]]:
-    """Return the spans in vLLM's format, with versions as strings. Adds each span's replica, and its label if it has
-    one."""
+    """Return the spans in vLLM's format, with versions as strings. Adds each span's replica, and its label and
+    ``kv_from`` if it has them."""
     return [
         {"version": str(s.version), "start": s.start, "end": s.end, "replica_id": s.replica_id}
         | ({} if s.label is None else {"label": s.label})
+        | ({} if s.kv_from is None else {"kv_from": str(s.kv_from)})
         for s in completion.spans
     ]
 

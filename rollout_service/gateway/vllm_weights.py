@@ -20,6 +20,7 @@ from rollout_service.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
+    Overtaken,
     QuantizationError,
     VersionConflict,
     WeightTransferFailed,
@@ -34,6 +35,8 @@ from rollout_service.protocol.weight_transfer import FinishUpdate, StartUpdate, 
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["weights"], route_class=GuardedRoute)
+_RESET_S = 600.0
+"""Timeout in seconds for dropping the KV cache of every replica."""
 
 
 class InitTransfer(Frozen):
@@ -161,19 +164,22 @@ async def weight_info(services: Here) -> dict[str, str]:
     return {"weight_version": str(min(_served(fleet), default=fleet.latest_version))}
 
 
-@router.post("/reset_prefix_cache", responses=documented(InvalidRequest))
+@router.post("/reset_prefix_cache", responses=documented(InvalidRequest, Overtaken))
 async def reset_prefix_cache(
     services: Here,
     body: ResetPrefixCache | None = None,
     reset_running_requests: bool = False,
     reset_external: bool = False,
 ) -> dict[str, bool]:
-    """Confirm that no replica has prefix-cache entries of weights older than the newest version's.
+    """Confirm that new requests read no prefix-cache entries of weights older than the newest version's.
 
-    Each replica drops its whole KV cache when it loads a version, and recomputes that of running requests.
+    With ``weights.kv_cache_on_update: keep``, ``reset_running_requests`` drops the whole KV cache of every replica, and
+    running requests recompute theirs. Otherwise each version has done that already.
     """
     if reset_external or (body is not None and body.reset_external):
         raise InvalidRequest("reset_external is not implemented: engines here have no external prefix cache")
+    if services.keeps_kv_cache and (reset_running_requests or (body is not None and body.reset_running_requests)):
+        await services.ingest.drop_kv_cache(_RESET_S)
     fleet = await known_fleet(services.ingest, services.not_running)
     return {"success": all(version == fleet.latest_version for version in _served(fleet))}
 

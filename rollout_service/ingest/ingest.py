@@ -126,6 +126,7 @@ class Ingest:
         self.set_paused, self.is_paused = self._fleet.set_paused, self._fleet.is_paused
         self.sleep, self.wake_up, self.is_sleeping = self._fleet.sleep, self._fleet.wake_up, self._fleet.is_sleeping
         self.abort_running, self.until_awake = self._fleet.abort_running, self._fleet.until_awake
+        self.drop_kv_cache = self._fleet.drop_kv_cache
         self.fleet, self.sync = self._fleet.fleet, self._fleet.sync
         self.report, self.goodbye = self._fleet.report, self._fleet.goodbye
         self.init_weight_transfer, self.shutdown_weight_transfer = self.transfer.init, self.transfer.shutdown

@@ -28,6 +28,9 @@ class Span(Frozen):
     """The replica that sampled them; None: the rollout's."""
     label: str | None = None
     """The trainer's label of that version, if it was pushed with one."""
+    kv_from: Annotated[WeightVersion | None, WithJsonSchema(_NUMBER_OR_TEXT, mode="serialization")] = None
+    """A bound with ``weights.kv_cache_on_update: keep``: the tokens read no keys and values of older versions. None:
+    all are of ``version``. Written like ``version``, and left out if None."""
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Span":
@@ -40,15 +43,16 @@ class Span(Frozen):
         return self.model_copy(update={"start": self.start + by, "end": self.end + by})
 
     def is_continued_by(self, span: "Span") -> bool:
-        """Return True if both spans have the same version, label and replica.
+        """Return True if both spans have the same version, label, replica and ``kv_from``.
 
         The number alone does not identify weights: a log that was set back may give it again, under another label.
         """
-        return (self.version, self.label, self.replica_id) == (span.version, span.label, span.replica_id)
+        mine = self.version, self.label, self.replica_id, self.kv_from
+        return mine == (span.version, span.label, span.replica_id, span.kv_from)
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge adjacent spans of one completion that have the same version, label and replica."""
+    """Merge adjacent spans of one completion that have the same version, label, replica and ``kv_from``."""
     made: list[Span] = []
     for span in spans:
         if made and made[-1].is_continued_by(span):

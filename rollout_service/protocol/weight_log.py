@@ -26,6 +26,8 @@ class Control(Frozen):
     on_abort: OnAbort = "continue"
     """With ``mode="abort"``: treatment of the aborted completions. ``return``: they go back to their callers, whatever
     the callers asked for."""
+    clear_cache: bool = True
+    """True if a pause drops the KV cache, so that running rollouts compute theirs again."""
     asleep: tuple[SleepTag, ...] = ()
     """Memory that engines have released and were not asked to restore; they wake when this is empty. A sleeping engine
     is paused."""
@@ -67,6 +69,8 @@ class DesiredState(Frozen):
     pause_mode: PauseMode
     on_abort: OnAbort = "continue"
     """See ``Control.on_abort``."""
+    clear_cache: bool = True
+    """See ``Control.clear_cache``."""
     asleep: bool = False
     """True if engines should release their memory."""
     order: str = ""

@@ -76,10 +76,8 @@ async def abort_request(services: Here, body: AbortRequest) -> Response:
 @router.get("/flush_cache", response_model=None, responses=_FLUSHED)
 @router.post("/flush_cache", response_model=None, responses=_FLUSHED)
 async def flush_cache(services: Here) -> Response:
-    """Confirm that the KV cache is flushed. Only a pause or a new version drops it; otherwise this answers 400."""
+    """Confirm that the KV cache is flushed. Answers 400 unless generation is paused."""
     if not await services.ingest.is_paused():
-        raise InvalidRequest(
-            "the cache is dropped by a pause and by each new version, and generation is not paused: call "
-            "/pause_generation first"
-        )
+        raise InvalidRequest("generation is not paused, and a pause drops the cache: call /pause_generation first")
+    await services.ingest.drop_kv_cache(ControlRoute.waits_s)  # has no effect unless the pause has kept it
     return PlainTextResponse("The KV cache was dropped when generation was paused.\n")

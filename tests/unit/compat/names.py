@@ -14,6 +14,32 @@ VLLM = (
     # pausing without the 20 ms that AsyncLLM.pause_generation sleeps
     _read("vllm.v1.engine.async_llm", "AsyncLLM", gives="engine_core"),
     _read("vllm.v1.engine.core_client", "AsyncMPClient.pause_scheduler_async", takes="self mode clear_cache"),
+    # keeping the KV cache over updates: recomputing only the requests that are too old
+    _read(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        gives="requests running prev_step_scheduled_req_ids",
+        takes="vllm_config kv_cache_config structured_output_manager block_size hash_block_size mm_registry "
+        "include_finished_set log_stats",
+    ),
+    _read("vllm.v1.core.sched.scheduler", "Scheduler.add_request", takes="self request"),
+    _read(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.reset_prefix_cache",
+        takes="self reset_running_requests reset_connector",
+    ),
+    _read(
+        "vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", takes="self request timestamp drop_stale_output"
+    ),
+    _read("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
+    _read("vllm.v1.request", "Request", gives="cache_salt block_hashes request_id"),
+    _read("vllm.v1.request", "Request.update_block_hashes", takes="self"),
+    _read("vllm.v1.request", "Request.is_finished", takes="self"),
+    _read(
+        "vllm.v1.engine.core",
+        "EngineCore.reset_prefix_cache",
+        takes="self reset_running_requests reset_connector",
+    ),
     # environment variables that are read for each token
     _read("vllm.envs", "enable_envs_cache", takes=""),
     _read("vllm.envs", "disable_envs_cache", takes=""),

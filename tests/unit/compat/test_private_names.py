@@ -24,6 +24,7 @@ PACKAGE = Path(__file__).parents[3] / "rollout_service"
 INTERNALS = {
     "compat/vllm_internals.py",
     "compat/vllm_attention.py",
+    "compat/vllm_scheduler.py",
     "compat/vllm_serving.py",
     "compat/ray_internals.py",
     "compat/transformers_internals.py",

@@ -55,9 +55,9 @@ class FakeEngine:
     async def abort(self) -> None:
         self.calls.append("abort")
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
         await self.pausing.passed()
-        self.calls.append(f"pause {mode}")
+        self.calls.append(f"pause {mode}" if clear_cache else f"pause {mode} and keep the cache")
         if mode == "wait":
             await self.draining.passed()
         self.paused = True
@@ -85,13 +85,16 @@ class FakeEngine:
         self.before_reading(manifest.version)
         await asyncio.to_thread(verify_tensors, manifest, folder)
 
-    async def load(self, folder: Path, version: int, kv_scales: dict[str, float] | None = None) -> float:
+    async def load(
+        self, folder: Path, version: int, kv_scales: dict[str, float] | None = None, keep_cache: bool = False
+    ) -> float:
         assert self.paused and (folder / "manifest.json").is_file()
         await self.loading.passed()
         if self.fail_load is not None:
             self.broken = self.fail_load
             raise EngineFailed(self.fail_load)
-        self.calls.append(f"load {version}" if kv_scales is None else f"load {version} with {kv_scales}")
+        kept = " and keep the cache" if keep_cache else ""
+        self.calls.append((f"load {version}" if kv_scales is None else f"load {version} with {kv_scales}") + kept)
         return 0.5
 
 

@@ -82,10 +82,31 @@ class TestWaitingPause:
             await ingest.reported(lambda s, order=order: s.obeyed == order)
         assert engine.calls == ["pause keep"]
 
+    @pytest.mark.parametrize("mode", ["keep", "wait"])
+    async def test_pause_drops_the_cache_only_if_asked(
+        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest, mode: str
+    ) -> None:
+        for order, clear_cache in {"keeps": False, "again": False, "drops": True, "after": False}.items():
+            await ingest.change(paused=True, pause_mode=mode, order=order, clear_cache=clear_cache)
+            await ingest.reported(lambda s, order=order: s.obeyed == order)
+        assert engine.calls == [f"pause {mode} and keep the cache", f"pause {mode}"]
+
+    async def test_version_drops_what_a_waiting_pause_keeps(
+        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, log: WeightLog
+    ) -> None:
+        await ingest.change(paused=True, pause_mode="wait", order="first", clear_cache=False)
+        await drains(running)
+        commit(log, 1, mode="wait")
+        await ingest.change(version=1)
+        await drains(running)
+        running.draining.open()
+        await serving(weight_sync, ingest, 1)
+        assert running.calls[:3] == ["pause wait and keep the cache", "pause wait", "load 1"]
+
     async def test_an_engine_death_during_a_waiting_pause_ends_following(
         self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def dies(mode: str) -> None:
+        async def dies(mode: str, clear_cache: bool) -> None:
             raise EngineFailed("the engine died")
 
         monkeypatch.setattr(running, "pause", dies)

@@ -34,6 +34,7 @@ class Ingest(FolderIngest):
     orders: list[tuple[bool, PauseMode, OnAbort]] = field(default_factory=list)
     overtaken: bool = False
     aborts: int = 0
+    drops: int = 0
 
     async def abort_running(self, timeout_s: float) -> None:
         self.aborts += 1
@@ -43,6 +44,9 @@ class Ingest(FolderIngest):
             raise Overtaken("another pause")
         self.paused = paused
         self.orders.append((paused, mode, on_abort))
+
+    async def drop_kv_cache(self, timeout_s: float) -> None:
+        self.drops += 1
 
     async def is_paused(self) -> bool:
         return self.paused
@@ -163,6 +167,10 @@ async def test_the_cache_is_flushed_by_a_pause_alone(services: Services) -> None
         for method in ("GET", "POST"):
             reply = await http.request(method, "/flush_cache")
             assert reply.status_code == 400 and "/pause_generation first" in reply.json()["message"]
+    paused = Ingest(paused=True)
+    async with http_to(replace(services, ingest=paused)) as http:
+        assert (await http.get("/flush_cache")).status_code == 200
+    assert paused.drops == 1
 
 
 async def test_a_pause_that_was_overtaken_is_a_400(services: Services) -> None:

@@ -29,10 +29,10 @@ from tests.unit.gateway.fakes import FolderIngest, http_to
 class Ingest(FolderIngest):
     """Pauses, too."""
 
-    paused: list[tuple[bool, PauseMode]] = field(default_factory=list)
+    paused: list[tuple[bool, PauseMode, bool]] = field(default_factory=list)
 
-    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float) -> None:
-        self.paused.append((paused, mode))
+    async def set_paused(self, paused: bool, mode: PauseMode, timeout_s: float, *, clear_cache: bool = True) -> None:
+        self.paused.append((paused, mode, clear_cache))
 
 
 async def post(services: Services, body: Any, ingest: FolderIngest | None = None) -> httpx.Response:
@@ -47,7 +47,7 @@ async def test_prime_rl_updates_between_pause_and_resume(services: Services) -> 
         reply = await http.post("/update_weights", json={"weight_dir": "/out/broadcasts/step_7"})
         assert (await http.post("/resume")).status_code == 200
     assert reply.status_code == 200 and reply.json() == {"status": "ok", "version": 7}
-    assert ingest.paused == [(True, "keep"), (False, "keep")]
+    assert ingest.paused == [(True, "keep", False), (False, "keep", True)]
     [(folder, request, number)] = ingest.told
     assert (folder, number, request.mode, request.wait) == (Path("/out/broadcasts/step_7"), 7, "keep", "all")
 

@@ -42,6 +42,9 @@ class Ingest:
     async def shutdown_weight_transfer(self) -> None:
         self._note("shutdown")
 
+    async def drop_kv_cache(self, timeout_s: float) -> None:
+        self._note("drop")
+
     async def weight_transfer(self) -> TransferStatus:
         return TransferStatus(backend="nccl", state="no group", error="the trainer has gone")
 
@@ -160,6 +163,15 @@ async def test_what_replicas_serve_is_told(
     assert (await http.post("/reset_prefix_cache", json=body)).json() == {"success": newest}
     checked = await http.post("/weight_checker", json={"action": "checksum"})
     assert checked.status_code == (200 if newest else 409)
+
+
+async def test_running_requests_are_reset_where_caches_are_kept(services: Services, ingest: Ingest) -> None:
+    async with http_to(replace(services, ingest=ingest, keeps_kv_cache=True)) as http:
+        assert (await http.post("/reset_prefix_cache")).status_code == 200
+        assert ingest.asked == []
+        assert (await http.post("/reset_prefix_cache?reset_running_requests=true")).status_code == 200
+        assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": True})).status_code == 200
+    assert ingest.asked == ["drop"] * 2
 
 
 async def test_checksums_are_compared_with_a_baseline(http: httpx.AsyncClient) -> None:

@@ -182,6 +182,32 @@ class TestPausing:
         await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
         assert await ingest.is_paused()
 
+    async def test_dropping_the_cache_of_a_pause_keeps_the_pause(self, ingest: Ingest) -> None:
+        running = await told(ingest)
+        pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S, clear_cache=False))
+        kept = await ingest.sync(replica("a", 0, sequence=1), running)
+        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=kept.order))
+        await asyncio.wait_for(pause, LONG_S)
+        drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
+        dropped = await ingest.sync(replica("a", 0, sequence=3, paused=True, obeyed=kept.order), kept)
+        assert (kept.clear_cache, dropped.clear_cache, dropped.paused) == (False, True, True) and not drop.done()
+        await ingest.report(replica("a", 0, sequence=4, paused=True, obeyed=dropped.order))
+        await asyncio.wait_for(drop, LONG_S)
+        await asyncio.wait_for(ingest.drop_kv_cache(LONG_S), LONG_S)  # it is empty already
+        assert await ingest.is_paused()
+
+    async def test_dropping_the_cache_pauses_and_resumes(self, ingest: Ingest) -> None:
+        desired = await told(ingest)
+        drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
+        seen = []
+        for sequence in (1, 3):
+            obeyed = replica("a", 0, sequence, paused=desired.paused, obeyed=desired.order)
+            desired = await ingest.sync(obeyed, desired)
+            seen.append((desired.paused, desired.pause_mode, desired.clear_cache))
+            await ingest.report(replica("a", 0, sequence + 1, paused=desired.paused, obeyed=desired.order))
+        await asyncio.wait_for(drop, LONG_S)
+        assert seen == [(True, "keep", True), (False, "keep", True)]
+
     async def test_a_pause_that_times_out_says_so_and_stays_in_effect(self, ingest: Ingest) -> None:
         await ingest.report(replica("deaf", 0))
         with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:

@@ -1,0 +1,104 @@
+"""vLLM's scheduler for ``weights.kv_cache_on_update: keep``: sequences keep their KV cache over an update.
+
+The ``cache_salt`` of a request begins with the weight version with which the request began, see ``salted``. Requests
+share entries of the prefix cache only if their salts are equal. At an update the scheduler finds the requests whose
+version is too old. It preempts them and gives them the salt of the new version, so that they compute their keys and
+values again. vLLM does the same to all requests when it drops its cache.
+
+This module runs in the engine's process. It uses undocumented names of vLLM, like ``vllm_internals.py``.
+"""
+
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.request import Request
+
+KV_MAX_AGE = "rollout_service_kv_max_age"
+"""Key of ``weights.kv_max_age`` in vLLM's ``additional_config``."""
+
+
+def salted(version: int, salt: str | None) -> str:
+    """Return the ``cache_salt`` of a request that began with weights of ``version``. ``salt``: the client's own."""
+    return str(version) if salt is None else f"{version} {salt}"
+
+
+def is_too_old(begun: int, version: int, max_age: int | None) -> bool:
+    """Return True if a request that began with ``begun`` must compute its keys and values again for ``version``.
+
+    A number above ``version`` is of a log that was replaced. ``max_age``: in versions; None: unbounded.
+    """
+    return begun > version or (max_age is not None and version - begun > max_age)
+
+
+async def begin_version(llm: AsyncLLM, version: int) -> None:
+    """Make the scheduler recompute requests that are too old for ``version``. Call while paused, before its load.
+
+    vLLM passes the arguments of ``reset_prefix_cache`` to the scheduler unchanged, and has no other method that does.
+    """
+    await llm.reset_prefix_cache(reset_running_requests=version)
+
+
+def keeping_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+    """Return the engine's scheduler; vLLM calls this as its ``scheduler_cls``."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (KeepingAsyncScheduler if is_async else KeepingScheduler)(vllm_config=vllm_config, **arguments)
+
+
+class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is untyped here
+    """A scheduler that recomputes only the requests whose keys and values are too old."""
+
+    def __init__(self, vllm_config: VllmConfig, **arguments: Any) -> None:
+        super().__init__(vllm_config=vllm_config, **arguments)
+        settings: Any = vllm_config.additional_config
+        self._max_age: int | None = settings[KV_MAX_AGE]
+        self._version: int | None = None
+
+    def add_request(self, request: Request) -> None:
+        """Add a request. If it was sent before an update and arrives afterwards, it may be too old already."""
+        if self._is_too_old(request):
+            self._renew_salt(request)
+        super().add_request(request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool | int = False, reset_connector: bool = False) -> bool:
+        """Drop the cache as vLLM does, or recompute the requests that are too old for a version.
+
+        ``reset_running_requests``: vLLM's bool, or the version's number, see ``begin_version``.
+        """
+        if isinstance(reset_running_requests, bool):
+            was_reset: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
+            return was_reset
+        self._version = reset_running_requests
+        too_old = {name for name, each in self.requests.items() if not each.is_finished() and self._is_too_old(each)}
+        now = time.monotonic()
+        # vLLM's order: the last one first, since each is put at the front of the waiting queue
+        for request in [each for each in reversed(self.running) if each.request_id in too_old]:
+            self.running.remove(request)
+            self._preempt_request(request, now, drop_stale_output=True)
+        # a request may resume in the next step, as if it had not been in the last one
+        self.prev_step_scheduled_req_ids -= too_old
+        for name in too_old:
+            self._renew_salt(self.requests[name])
+        return True
+
+    def _is_too_old(self, request: Request) -> bool:
+        if self._version is None:
+            return False
+        if request.cache_salt is None:  # of no rollout: such a request is recomputed at every update
+            return True
+        return is_too_old(int(request.cache_salt.partition(" ")[0]), self._version, self._max_age)
+
+    def _renew_salt(self, request: Request) -> None:
+        if request.cache_salt is None or self._version is None:
+            return
+        _, _, own = request.cache_salt.partition(" ")
+        request.cache_salt = salted(self._version, own or None)
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same for asynchronous scheduling, which vLLM uses on GPUs."""

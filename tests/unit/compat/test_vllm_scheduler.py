@@ -1,0 +1,132 @@
+"""The scheduler that keeps the KV cache over updates, without an engine around it."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rollout_service.compat.vllm_scheduler import (
+    KV_MAX_AGE,
+    KeepingAsyncScheduler,
+    KeepingScheduler,
+    keeping_scheduler,
+    salted,
+)
+from rollout_service.model.tiny import make_tiny_qwen3
+
+BLOCK, PROMPT = 32, list(range(5, 5 + 70))
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    model = tmp_path_factory.mktemp("scheduled") / "model"
+    make_tiny_qwen3(model)
+    args = EngineArgs(model=str(model), max_model_len=256, block_size=BLOCK, additional_config={KV_MAX_AGE: 1})
+    return args.create_engine_config()
+
+
+class Steps:
+    """A scheduler, and what a model would answer."""
+
+    def __init__(self, config: VllmConfig, is_async: bool) -> None:
+        config.scheduler_config.async_scheduling = is_async
+        config.cache_config.num_gpu_blocks = 100
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler = keeping_scheduler(
+            config,
+            kv_cache_config=KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+
+    def add(self, name: str, salt: str | None, prompt: list[int] = PROMPT) -> Request:
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        request = Request(name, prompt, params, None, cache_salt=salt, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Return the number of tokens that each request computes in a step, after which it samples one."""
+        scheduled = self.scheduler.schedule()
+        names = list(scheduled.num_scheduled_tokens)
+        places = {name: at for at, name in enumerate(names)}
+        made = ModelRunnerOutput(names, places, [[9] for _ in names])
+        self.scheduler.update_from_output(scheduled, made)
+        return dict(scheduled.num_scheduled_tokens)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def steps(request: pytest.FixtureRequest, vllm_config: VllmConfig) -> Steps:
+    return Steps(vllm_config, request.param)
+
+
+def test_class_follows_vllms_choice(vllm_config: VllmConfig) -> None:
+    assert type(Steps(vllm_config, False).scheduler) is KeepingScheduler
+    assert type(Steps(vllm_config, True).scheduler) is KeepingAsyncScheduler
+
+
+def test_only_requests_beyond_the_bound_are_recomputed(steps: Steps) -> None:
+    steps.scheduler.reset_prefix_cache(1)
+    old = steps.add("old", salted(1, "mine"))
+    assert steps.step() == {"old": 70}
+    steps.scheduler.reset_prefix_cache(2)
+    new = steps.add("new", salted(2, "mine"))
+    assert steps.step() == {"old": 1, "new": 70}
+    steps.scheduler.reset_prefix_cache(3)
+    assert steps.step() == {"old": 72, "new": 1}
+    assert (old.cache_salt, new.cache_salt) == ("3 mine", "2 mine")
+    assert old.num_output_tokens == 3 and new.num_output_tokens == 2
+
+
+def test_waiting_and_late_requests_get_the_new_salt(steps: Steps) -> None:
+    steps.scheduler.reset_prefix_cache(1)
+    waiting = steps.add("waiting", "1")
+    steps.scheduler.reset_prefix_cache(3)
+    late, kept = steps.add("late", "1 mine"), steps.add("kept", "2")
+    assert [each.cache_salt for each in (waiting, late, kept)] == ["3", "3 mine", "2"]
+    assert waiting.block_hashes != kept.block_hashes and len(waiting.block_hashes) == len(kept.block_hashes) == 2
+
+
+def test_renewed_requests_share_their_prefix_again(steps: Steps) -> None:
+    steps.scheduler.reset_prefix_cache(1)
+    for name in ("a", "b"):
+        steps.add(name, "1")
+    steps.step()
+    steps.scheduler.reset_prefix_cache(9)
+    assert sorted(steps.step().values()) == [71 - 2 * BLOCK, 71]
+    steps.add("c", "9")
+    assert steps.step()["c"] == 70 - 2 * BLOCK
+
+
+def test_requests_without_a_version_are_recomputed_at_each_update(steps: Steps) -> None:
+    steps.scheduler.reset_prefix_cache(1)
+    steps.add("score", None)
+    steps.step()
+    steps.scheduler.reset_prefix_cache(2)
+    # the blocks of its prompt have the same hash, so only a request that reads no prefix cache may have no version
+    assert steps.step()["score"] > 1
+
+
+def test_numbers_above_the_version_are_renewed(steps: Steps) -> None:
+    steps.scheduler.reset_prefix_cache(5)
+    request = steps.add("a", "5")
+    steps.scheduler.reset_prefix_cache(2)
+    assert request.cache_salt == "2"
+
+
+def test_vllms_own_reset_drops_everything(steps: Steps) -> None:
+    steps.scheduler.reset_prefix_cache(1)
+    steps.add("a", "1")
+    steps.step()
+    assert steps.scheduler.reset_prefix_cache(True, True)
+    assert steps.step() == {"a": 71}

@@ -1,0 +1,126 @@
+"""Which versions' keys and values the requests of an engine read."""
+
+import pytest
+
+from rollout_service.compat.vllm_scheduler import is_too_old
+from rollout_service.engine import kv_versions
+from rollout_service.engine.kv_versions import KVVersions
+from rollout_service.protocol.rollout import Completion, Span
+
+
+def sampled(*versions: int) -> Completion:
+    """A completion with one token of each version."""
+    spans = tuple(Span(version=version, start=at, end=at + 1) for at, version in enumerate(versions))
+    tokens = tuple(range(len(versions)))
+    return Completion(index=0, token_ids=tokens, logprobs=(-1.0,) * len(tokens), finish_reason="length", spans=spans)
+
+
+def kv_from(kv: KVVersions, name: str, *versions: int) -> list[int | None]:
+    [made] = kv.on(name, [sampled(*versions)])
+    return [span.kv_from for span in made.spans]
+
+
+def test_salt_names_the_version_and_keeps_the_clients_salt() -> None:
+    kv = KVVersions(None)
+    kv.load(5, is_empty=True)
+    with kv.follow("a", None, None) as own, kv.follow("b", None, "7 of mine") as combined:
+        assert (own, combined) == ("5", "5 7 of mine")
+    kv.load(6, is_empty=False)
+    with kv.follow("c", None, "7 of mine") as salt:
+        assert salt == "6 7 of mine"
+
+
+@pytest.mark.parametrize(
+    ("max_age", "expected"), [(None, [None, 1, 1, 1]), (2, [None, 1, 1, None]), (0, [None, None, None, None])]
+)
+def test_request_beyond_the_bound_reads_the_new_version(max_age: int | None, expected: list[int | None]) -> None:
+    kv = KVVersions(max_age)
+    kv.load(1, is_empty=True)
+    with kv.follow("a", None, None):
+        for version in (2, 3, 4):
+            kv.load(version, is_empty=False)
+        assert kv_from(kv, "a", 1, 2, 3, 4) == expected
+
+
+def test_age_counts_numbers_not_updates() -> None:
+    kv = KVVersions(4)
+    kv.load(10, is_empty=True)
+    with kv.follow("a", None, None):
+        kv.load(14, is_empty=False)
+        kv.load(15, is_empty=False)
+        assert kv_from(kv, "a", 10, 14, 15) == [None, 10, None]
+
+
+def test_session_keeps_its_version_until_it_is_too_old() -> None:
+    kv = KVVersions(1)
+    kv.load(1, is_empty=True)
+    salts = []
+    for version in (1, 2, 3, 4):
+        kv.load(version, is_empty=False)
+        with kv.follow("turn", "s", None) as salt:
+            salts.append((salt, kv_from(kv, "turn", version)))
+    assert salts == [("1", [None]), ("1", [1]), ("3", [None]), ("3", [3])]
+
+
+def test_recomputed_turn_gives_its_session_the_new_version() -> None:
+    kv = KVVersions(1)
+    kv.load(1, is_empty=True)
+    with kv.follow("turn", "s", None):
+        kv.load(3, is_empty=False)
+    kv.load(4, is_empty=False)
+    with kv.follow("next", "s", None) as salt:
+        assert salt == "3"
+
+
+def test_dropped_cache_makes_older_salts_new() -> None:
+    kv = KVVersions(None)
+    kv.load(1, is_empty=True)
+    with kv.follow("a", "s", None):
+        kv.load(2, is_empty=True)
+        kv.load(3, is_empty=False)
+        assert kv_from(kv, "a", 1, 2, 3) == [None, None, 2]
+        kv.emptied()
+        kv.load(4, is_empty=False)
+        with kv.follow("b", "s", None) as salt:
+            assert salt == "1" and kv_from(kv, "b", 4) == kv_from(kv, "a", 4) == [3]
+
+
+def test_cache_dropped_within_a_version_keeps_the_lower_bound() -> None:
+    kv = KVVersions(None)
+    kv.load(1, is_empty=True)
+    with kv.follow("a", None, None):
+        kv.load(2, is_empty=False)
+        kv.emptied()
+        assert kv_from(kv, "a", 1, 2) == [None, 1]  # its tokens of version 2 are from before and after the drop
+
+
+def test_numbers_that_go_down_are_of_another_log() -> None:
+    assert is_too_old(9, 3, None) and not is_too_old(3, 3, None)
+    kv = KVVersions(None)
+    kv.load(9, is_empty=True)
+    with kv.follow("a", "s", None):
+        kv.load(3, is_empty=True)
+        kv.load(9, is_empty=False)
+        assert kv_from(kv, "a", 3, 9) == [None, 3]
+    with kv.follow("b", "s", None) as salt:
+        assert salt == "3"
+
+
+def test_forgotten_session_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_versions, "MAX_SESSIONS", 2)
+    kv = KVVersions(None)
+    for version, session in enumerate(("old", "used", "used", "new"), start=1):
+        kv.load(version, is_empty=False)
+        with kv.follow("a", session, None):
+            pass
+    kv.load(9, is_empty=False)
+    begun = []
+    for session in ("used", "old"):
+        with kv.follow("a", session, None) as salt:
+            begun.append(salt)
+    assert begun == ["2", "9"]
+
+
+def test_ended_request_is_returned_unchanged() -> None:
+    made = sampled(1)
+    assert KVVersions(None).on("gone", [made]) == (made,)

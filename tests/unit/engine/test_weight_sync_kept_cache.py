@@ -1,0 +1,127 @@
+"""Which updates keep an engine's KV cache."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from rollout_service.config import WeightsConfig
+from rollout_service.engine.weight_sync import WeightSync
+from rollout_service.kv_scales.calibrator import NoKVScales
+from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import Manifest
+from tests.unit.engine.fakes import FakeEngine, FakeIngest, push, serving
+from tests.unit.store.versions import commit, restored, stage
+
+CLEARS = ["pause keep", "load 1", "resume"]
+KEEPS = ["pause keep and keep the cache", "load 1 and keep the cache", "resume"]
+
+
+class Scales(NoKVScales):
+    """Returns one version's scales after the other, of versions whose manifests have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next: list[dict[str, float] | None] = [None]
+
+    async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:  # type: ignore[override]
+        return self.next[0]
+
+    async def loaded(self, manifest: Manifest) -> dict[str, float] | None:  # type: ignore[override]
+        return self.next.pop(0) if len(self.next) > 1 else self.next[0]
+
+
+@pytest.fixture
+def scales() -> Scales:
+    return Scales()
+
+
+async def following(
+    log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: Scales, policy: str
+) -> AsyncIterator[WeightSync]:
+    config = WeightsConfig(root=log.root, poll_s=0.01, kv_cache_on_update=policy)
+    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_scales=scales)
+    await weight_sync.start()
+    engine.calls.clear()
+    yield weight_sync
+    weight_sync.stop()
+
+
+@pytest.fixture
+async def keeping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: Scales) -> AsyncIterator[WeightSync]:
+    async for weight_sync in following(log, engine, ingest, scales, "keep"):
+        yield weight_sync
+
+
+@pytest.fixture
+async def dropping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: Scales) -> AsyncIterator[WeightSync]:
+    async for weight_sync in following(log, engine, ingest, scales, "drop"):
+        yield weight_sync
+
+
+async def test_drop_empties_the_cache_at_every_update(
+    dropping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await push(log, ingest, 1)
+    await serving(dropping, ingest, 1)
+    assert engine.calls == CLEARS
+
+
+async def test_keep_keeps_the_cache(
+    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await push(log, ingest, 1)
+    await serving(keeping, ingest, 1)
+    assert engine.calls == KEEPS
+
+
+async def test_other_kv_scales_drop_the_cache(
+    keeping: WeightSync,
+    log: WeightLog,
+    engine: FakeEngine,
+    ingest: FakeIngest,
+    scales: Scales,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scales.next = [{"l.0.k_scale": 2.0}]
+    await push(log, ingest, 1)
+    await serving(keeping, ingest, 1)
+    await push(log, ingest, 2)
+    await serving(keeping, ingest, 2)
+    assert engine.calls == [
+        "pause keep", "load 1 with {'l.0.k_scale': 2.0}", "resume",
+        "pause keep and keep the cache", "load 2 with {'l.0.k_scale': 2.0} and keep the cache", "resume",
+    ]  # fmt: skip
+    assert "version 1 drops the KV cache" in caplog.text and "version 2" not in caplog.text
+
+
+async def test_scales_measured_after_the_load_drop_the_cache(
+    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.commit(replace(stage(log, 1), kv_scales_from="calibrate"), "keep")
+    await ingest.change(version=1)
+    await serving(keeping, ingest, 1)
+    assert engine.calls == CLEARS and "are measured after its load" in caplog.text
+
+
+async def test_number_that_goes_down_drops_the_cache(
+    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    with restored(log):
+        await push(log, ingest, 1)
+        await serving(keeping, ingest, 1)
+        engine.calls.clear()
+    await ingest.change(version=0)
+    await serving(keeping, ingest, 0)
+    assert engine.calls == ["pause keep", "load 0", "resume"]
+
+
+async def test_wake_up_loads_without_a_cache(
+    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await ingest.change(paused=True, pause_mode="keep", asleep=True, clear_cache=False)
+    await ingest.reported(lambda s: s.state == "asleep")
+    commit(log, 1)
+    await ingest.change(version=1, paused=False, asleep=False)
+    await serving(keeping, ingest, 1)
+    assert engine.calls[-3:] == CLEARS and "wake up" in engine.calls
