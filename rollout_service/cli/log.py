@@ -30,7 +30,7 @@ Root = Annotated[
 def ls(path: Root) -> None:
     """List the versions in PATH, committed and staged; the newest is marked with a star."""
     from rollout_service.errors import RolloutServiceError
-    from rollout_service.store.upload_record import read_record
+    from rollout_service.store.upload_record import read_received, read_record
 
     log = _open_log(path)
     try:
@@ -45,7 +45,7 @@ def ls(path: Root) -> None:
         for parts in sorted(log.root.glob("staging/*.parts")):
             record = read_record(parts)
             if record is not None:
-                present = len(list(parts.glob("part-*")))
+                present = len(read_received(parts))
                 label = "" if record.begin.label is None else f"  {record.begin.label}"
                 typer.echo(f"  {record.begin.version:>10}  staged     {present} of {record.num_parts} parts{label}")
     except (RolloutServiceError, OSError) as error:

@@ -4,19 +4,19 @@ files."""
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.gpu.streams import own_stream_done
+from rollout_service.ingest.bucket import Bucket, GpuBatch
 from rollout_service.ingest.rooms import Rooms
-from rollout_service.ingest.sources.shared_memory import GpuMemory, SharedGroup
 from rollout_service.metrics.process import count_converted, counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.quant.verdicts import Verdicts
@@ -24,7 +24,7 @@ from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.writer import VersionWriter
 
 if TYPE_CHECKING:
-    from rollout_service.ingest.batch_plan import BatchPlans
+    from rollout_service.ingest.batch_plan import BatchPlan
 
 GPU = torch.device("cuda", 0)
 """The GPU with which a log's memory is registered, if there is one."""
@@ -32,9 +32,6 @@ GPU = torch.device("cuda", 0)
 FAILURES = (RolloutServiceError, OSError, RuntimeError)
 """Errors that reading, converting and writing raise. torch raises RuntimeError, for example if a GPU is out of
 memory."""
-
-Read: TypeAlias = Callable[[Sequence[str]], Iterable[Named]]
-"""Yields the tensors of these names, one after the other."""
 
 
 class Convert(Protocol):
@@ -65,11 +62,10 @@ class Conversion:
         self._version, self._writer, self._converts = version, writer, convert
         self._executor = executor
         self._tasks: list[Future[None]] = []
-        self._waiting: deque[Sequence[str]] = deque()
-        """Batches of ``begin_together`` that no thread has begun. A replacement starts another queue."""
+        self._tasks_of: dict[int, list[Future[None]]] = defaultdict(list)
         self._failure: RolloutServiceError | None = None
-        self._failed: dict[str, RolloutServiceError] = {}
-        """Tensors that could not be converted, and that may be sent again."""
+        self._failed: dict[int, RolloutServiceError] = {}
+        """Keys of buckets that could not be converted, and that may be sent again."""
         self._noting = threading.Lock()
         self._read: dict[str, int] = {}
         self.quantize_s = self.store_s = 0.0
@@ -93,69 +89,25 @@ class Conversion:
         """Return the size in bytes of all tensors read so far, as received."""
         return sum(list(self._read.values()))
 
-    def begin(self, names: Sequence[str], read: Read, executor: Executor | None = None) -> Future[None]:
-        """Convert tensors that come once: the first failure ends the version.
+    def begin(self, bucket: Bucket, key: int | None = None) -> Future[None]:
+        """Convert a bucket. The future is done, or cancelled, once its tensors are no longer read; it never raises.
 
-        ``executor``: its threads take turns, except while they wait for a GPU. None: this conversion's executor, whose
-        threads run at once.
-
-        The future is done, or cancelled, once the tensors are no longer read; it never raises.
+        ``key``: a failure holds until ``forget`` is called with this key. None: a failure ends the version.
         """
-        self._tasks.append((executor or self._executor).submit(self._convert, names, read, executor is not None))
-        return self._tasks[-1]
+        task = (bucket.executor or self._executor).submit(self._convert, bucket, key)
+        self._tasks.append(task)
+        if key is not None:
+            self._tasks_of[key].append(task)
+        return task
 
-    def begin_shared(self, group: SharedGroup, plans: "BatchPlans | None") -> Future[None]:
-        """Convert tensors in a trainer's shared memory; otherwise like ``begin``.
-
-        ``plans``: plans for batches in GPU memory; None: tensors are converted one by one.
-        """
-        if plans is None or self.gpu is None or not isinstance(group.memory, GpuMemory):
-            return self.begin(group.names, lambda _: group.read(), group.executor)
-        self._tasks.append((group.executor or self._executor).submit(self._convert_planned, group, group.memory, plans))
-        return self._tasks[-1]
-
-    def begin_replaceable(
-        self,
-        batches: Sequence[Sequence[str]],
-        read: Read,
-        converted: Callable[[Sequence[str]], None],
-        instead_of: Callable[[], object] | None = None,
-        *,
-        in_turns: bool = False,
-    ) -> None:
-        """Convert tensors whose bytes may be sent again: a failure holds until they are converted anew.
-
-        Args:
-            batches: lists of tensors that are read together.
-            converted: called from a thread once the tensors are no longer read; never called concurrently.
-            in_turns: one thread at a time works with the tensors, as in ``begin``.
-            instead_of: removes the bytes that these replace. It runs after all earlier conversions, so that none of
-                them can overwrite the result.
-        """
-        before: list[Future[None]] = []
-        if instead_of is not None:
-            before = list(self._tasks)
-            # conversions of the old queue must not take batches that came after the replacement
-            self._waiting = deque()
-            self._tasks.append(self._executor.submit(_after, before, instead_of))
-        for names in batches:
-            self._submit(_after, before, self._convert_replaceable, names, read, converted, in_turns)
-
-    def begin_together(
-        self,
-        names: Sequence[str],
-        read: Read,
-        converted: Callable[[Sequence[str]], None],
-        executor: Executor,
-        most: int,
-    ) -> None:
-        """Convert up to ``most`` waiting batches at once; otherwise like ``begin_replaceable`` with ``in_turns``.
-
-        A thread of ``executor`` takes all batches that have arrived when it starts. They share kernel launches, a copy
-        and a synchronization.
-        """
-        self._waiting.append(names)
-        self._tasks.append(executor.submit(self._convert_waiting, self._waiting, read, converted, most))
+    async def forget(self, keys: Collection[int]) -> None:
+        """Wait until the buckets of these keys are no longer read, and forget their failures: they are begun again."""
+        tasks = [task for key in keys for task in self._tasks_of.pop(key, ())]
+        self._tasks = [task for task in self._tasks if task not in tasks]
+        await asyncio.gather(*(asyncio.wrap_future(task) for task in tasks if not task.cancel()))
+        with self._noting:
+            for key in keys:
+                self._failed.pop(key, None)
 
     def renumber(self, version: int) -> None:
         """Change the version number."""
@@ -193,64 +145,37 @@ class Conversion:
         wait([task for task in self._tasks if not task.cancel()])
         self._writer.close()
 
-    def _submit(self, work: Callable[..., None], *args: object) -> None:
-        self._tasks.append(self._executor.submit(work, *args))
+    def _convert(self, bucket: Bucket, key: int | None) -> None:
+        if self._failure is not None:
+            return
+        try:
+            batch = bucket.batch
+            plan = None if batch is None or self.gpu is None else batch.plans.of(batch.tensors)
+            if batch is None or plan is None:
+                self._write(bucket.read, bucket.in_turns)
+            else:
+                self._write_planned(batch, plan)
+        except FAILURES as error:
+            with self._noting:
+                if key is None:
+                    self._failure = self._failure or self._as_ours(error)
+                else:
+                    self._failed.setdefault(key, self._as_ours(error))
 
-    def _convert(self, names: Sequence[str], read: Read, in_turns: bool) -> None:
-        if self._failure is None:
-            with self._failures_kept():
-                self._write(partial(read, names), in_turns)
-
-    def _convert_planned(self, group: SharedGroup, memory: GpuMemory, plans: "BatchPlans") -> None:
+    def _write_planned(self, batch: GpuBatch, plan: "BatchPlan") -> None:
         from rollout_service.ingest.planned_batch import PlannedBatch  # needs triton
 
-        plan = plans.of(group.tensors)
-        if plan is None:
-            self._convert(group.names, lambda _: group.read(), True)
-        elif self._failure is None:
-            assert self.gpu is not None
-            with self._failures_kept():
-                began = time.perf_counter()
-                batch = PlannedBatch(group.tensors, plan, memory, group.offset)
-                queued_s = batch.store(self._writer, plans.converter, self.gpu, self._turn)
-                took_s = time.perf_counter() - began
-                count_converted(sum(plan.read_bytes.values()), took_s)
-                with self._noting:
-                    self._read |= plan.read_bytes
-                    self.quantize_s += queued_s
-                    self.store_s += took_s - queued_s
-
-    def _convert_waiting(
-        self, waiting: deque[Sequence[str]], read: Read, converted: Callable[[Sequence[str]], None], most: int
-    ) -> None:
-        names: list[str] = []
-        with suppress(IndexError):  # another thread has already taken the rest
-            for _ in range(most):
-                names += waiting.popleft()
-        if names:
-            self._convert_replaceable(names, read, converted, in_turns=True)
-
-    def _convert_replaceable(
-        self, names: Sequence[str], read: Read, converted: Callable[[Sequence[str]], None], in_turns: bool
-    ) -> None:
-        failed = self._failures_of(names, read, in_turns)
-        # convert each tensor by itself: the others are sound, and only the failing one must be sent again
-        if failed and len(names) > 1:
-            failed = {}
-            for each in names:
-                failed |= self._failures_of([each], read, in_turns)
+        assert self.gpu is not None
+        began = time.perf_counter()
+        queued_s = PlannedBatch(batch.tensors, plan, batch.copied).store(
+            self._writer, batch.plans.converter, self.gpu, self._turn
+        )
+        took_s = time.perf_counter() - began
+        count_converted(sum(plan.read_bytes.values()), took_s)
         with self._noting:
-            for name in names:
-                self._failed.pop(name, None)
-            self._failed |= failed
-            converted(names)
-
-    def _failures_of(self, names: Sequence[str], read: Read, in_turns: bool) -> dict[str, RolloutServiceError]:
-        try:
-            self._write(partial(read, names), in_turns)
-        except FAILURES as error:
-            return dict.fromkeys(names, self._as_ours(error))
-        return {}
+            self._read |= plan.read_bytes
+            self.quantize_s += queued_s
+            self.store_s += took_s - queued_s
 
     def _write(self, read: Callable[[], Iterable[Named]], in_turns: bool = False) -> None:
         turn = self._turn if in_turns else None
@@ -317,11 +242,6 @@ class Conversion:
         if isinstance(error, RolloutServiceError):
             return error
         return RolloutServiceError(f"version {self._version} could not be stored: {error}")
-
-
-def _after(earlier: Sequence[Future[None]], work: Callable[..., object], *args: object) -> None:
-    wait(earlier)  # all of these started earlier, so none of them waits for this thread
-    work(*args)
 
 
 def _require_equal_heads(tensors: tuple[StoredTensor, ...], tied: TiedHead) -> None:

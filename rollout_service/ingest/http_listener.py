@@ -104,6 +104,10 @@ class Body:
         self.left -= done
         return done
 
+    def abort(self) -> None:
+        """End the connection, so that a waiting ``read_into`` raises CutOff. Thread-safe."""
+        _shut(self._handler.connection)
+
 
 def _receive_into(sock: socket.socket, room: memoryview) -> int:
     if isinstance(sock, ssl.SSLSocket):

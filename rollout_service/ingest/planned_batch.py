@@ -4,7 +4,7 @@ and copied to the log (see ``ingest/rooms.py``)."""
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,23 +23,14 @@ from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.writer import VersionWriter
 
 
-class Copies(Protocol):
-    """A trainer's memory on a GPU."""
-
-    def copied(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a copy of ``nbytes`` bytes from ``offset`` on, uint8 on this process's GPU, queued on the current
-        stream."""
-
-
 class PlannedBatch(NamedTuple):
-    """Tensors that lie in a trainer's memory now, at the offsets that ``placed`` yields."""
+    """The tensors of one bucket, and their plan."""
 
     tensors: tuple[UploadTensor, ...]
     plan: BatchPlan
     """Plan of these tensors."""
-    memory: Copies
-    offset: int
-    """Offset in bytes of the first tensor."""
+    copied: Callable[[int], torch.Tensor]
+    """See ``GpuBatch.copied``."""
 
     def store(self, writer: VersionWriter, converter: Converter, gpu: torch.device, turn: threading.Lock) -> float:
         """Store all tensors. Return the time in seconds that it took to queue their conversion.
@@ -55,7 +46,7 @@ class PlannedBatch(NamedTuple):
             try:
                 with turn:
                     began = time.perf_counter()
-                    source = self.memory.copied(self.offset, plan.source_bytes)
+                    source = self.copied(plan.source_bytes)
                     made = _queue_conversion(plan, source, verdicts, lambda: self._complain(source, converter))
                     queued = time.perf_counter() - began
                     hashing = Hashing([_shifted(plan.chunks, made.data_ptr())], gpu)

@@ -30,10 +30,10 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest.http_listener import Body, CutOff, HTTPListener, Reply, Request
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.staged_parts import Incoming
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.metrics.process import count_part
 from rollout_service.protocol.base import WeightVersion
-from rollout_service.protocol.delta_parts import most_bytes
 from rollout_service.protocol.upload import (
     LARGEST_PART_BYTES,
     PART_DIGEST_HEADER,
@@ -42,12 +42,10 @@ from rollout_service.protocol.upload import (
     ListenerProof,
     PartReceipt,
     SharedTensors,
-    part_size,
 )
 from rollout_service.runtime.tls import require_certificate
 from rollout_service.store.buffers import ThreadBuffers
 from rollout_service.store.durable_io import DISK_FULL, no_room
-from rollout_service.store.part_space import Incoming, received
 from rollout_service.store.upload_record import UploadRecord
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import validation_error
@@ -146,79 +144,77 @@ class UploadRoutes:
 
     def _put_part(self, version: int, part: int, request: Request) -> PartReceipt:
         self._authorize(version, request)
-        headers = request.caller.headers
-        place, staged = self._in_loop(self._place(version, part))
+        headers, body = request.caller.headers, request.body
         expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
-        place.require_size(request.body.nbytes)
-        if staged is None:
-            return self._compare(request.body, place, expected)
-        return self._receive(request.body, staged, place, expected, headers.get(UPLOADER_HEADER, ""))
+        record, staged, incoming = self._in_loop(self._begin(version, part, body))
+        receipt = PartReceipt(version=version, part=part, nbytes=body.nbytes, digest=expected.lower())
+        if staged is None or incoming is None:
+            self._read(body, receipt, None)
+            _require_committed(record, receipt)
+        else:
+            self._receive(body, staged, incoming, receipt, headers.get(UPLOADER_HEADER, ""))
+        return receipt
 
-    async def _place(self, version: int, part: int) -> tuple["Place", UploadSession | None]:
-        """Return the part and its upload session; the session is None if the version is committed."""
+    async def _begin(
+        self, version: int, part: int, body: Body
+    ) -> tuple[UploadRecord, UploadSession | None, Incoming | None]:
+        """Return the record of an upload, and its session, which begins to receive a part; None: it is committed."""
         record = await self._ingest.committed(version)
         if record is not None:
-            return Place(record, part), None
+            require_part(record, part, body.nbytes)
+            return record, None, None
         staged = self._ingest.staged(version)
-        return Place(staged.record, part), staged
+        require_part(staged.record, part, body.nbytes)
+        return staged.record, staged, staged.parts.begin(part, body.nbytes, body.abort)
 
-    def _receive(self, body: Body, staged: UploadSession, place: "Place", expected: str, uploader: str) -> PartReceipt:
-        # two senders of one part must not write into the same file
-        path = staged.incoming_path(place.part)
+    def _receive(
+        self, body: Body, staged: UploadSession, incoming: Incoming, receipt: PartReceipt, uploader: str
+    ) -> None:
         try:
-            with received(staged.space, path, place.nbytes) as incoming:
-                receipt = place.receipt(self._read(body, place, incoming), expected)
-                self._in_loop(_accept(staged, place.part, receipt, path, uploader, incoming.memory))
+            incoming.open()
+            self._read(body, receipt, incoming)
+            self._in_loop(staged.accept(incoming, receipt.digest, uploader))
         except FileNotFoundError as error:  # its folder is gone
             raise NotFound(
-                f"version {place.version} was discarded or committed before part {place.part} was complete"
+                f"version {receipt.version} was discarded or committed before part {receipt.part} was complete"
             ) from error
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            raise no_room(f"part {place.part} of version {place.version}", path.parent, place.nbytes) from error
-        return receipt
+            what = f"part {receipt.part} of version {receipt.version}"
+            raise no_room(what, staged.folder, receipt.nbytes) from error
+        finally:
+            incoming.close()
+            if not incoming.ended.is_set():
+                self._loop.call_soon_threadsafe(staged.parts.end, incoming)
+        count_part(receipt.nbytes)
 
-    def _compare(self, body: Body, place: "Place", expected: str) -> PartReceipt:
-        """Compare a part with that of a committed version. Raises VersionConflict if they differ."""
-        receipt = place.receipt(self._read(body, place, Incoming(None, None)), expected)
-        committed = place.record.part_digests[place.part]
-        if receipt.digest != committed:
-            raise VersionConflict(
-                f"version {place.version} is committed, and its part {place.part} hashes to {committed}, not to "
-                f"{receipt.digest}: push a newer version",
-                {"part": place.part, "digests": [committed, receipt.digest]},
-            )
-        return receipt
-
-    def _read(self, body: Body, place: "Place", incoming: Incoming) -> str:
-        """Read a body into ``incoming``. Return its digest."""
-        hasher = xxhash.xxh3_128()
+    def _read(self, body: Body, receipt: PartReceipt, incoming: Incoming | None) -> None:
+        """Read a body into ``incoming``; None: only compare it. Raises DigestMismatch or MalformedRequest."""
+        hasher, memory = xxhash.xxh3_128(), None if incoming is None else incoming.memory
         try:
             while body.left:
-                memory = incoming.memory
-                rest = self._buffers.take(PIECE_BYTES) if memory is None else memory[place.nbytes - body.left :]
-                piece = rest[: min(PIECE_BYTES, body.left)]
+                start, count = body.nbytes - body.left, min(PIECE_BYTES, body.left)
+                piece = self._buffers.take(PIECE_BYTES)[:count] if memory is None else memory[start : start + count]
                 body.read_into(piece)
                 hasher.update(piece)
-                incoming.write(piece)
+                if incoming is not None:
+                    incoming.write(start, piece)
         except CutOff as error:
             raise MalformedRequest(
-                f"part {place.part} of version {place.version} was cut off ({error}): send it again"
+                f"part {receipt.part} of version {receipt.version} was cut off ({error}): send it again"
             ) from error
-        return hasher.hexdigest()
+        if (digest := hasher.hexdigest()) != receipt.digest:
+            raise DigestMismatch(
+                f"part {receipt.part} of version {receipt.version} hashes to {digest}, but {PART_DIGEST_HEADER} says "
+                f"{receipt.digest}: send it again",
+                {"part": receipt.part, "digest": digest, "expected": receipt.digest},
+            )
 
     def _in_loop(self, work: Coroutine[object, None, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-async def _accept(
-    staged: UploadSession, part: int, receipt: PartReceipt, path: Path, uploader: str, data: memoryview | None
-) -> None:
-    staged.accept(part, receipt.digest, path, uploader, data)
-    count_part(receipt.nbytes)
 
 
 def _json_of(body: Body) -> bytes:
@@ -239,52 +235,37 @@ def _require_method(method: str, request: Request) -> None:
         raise _NoMethod(f"{request.method} {urlsplit(request.target).path}: only {method} is answered here")
 
 
-class Place:
-    """One part of one upload. Raises InvalidRequest or NotFound if there is no such part."""
+def require_part(record: UploadRecord, part: int, nbytes: int) -> None:
+    """Raise InvalidRequest or NotFound if there is no such part, PayloadTooLarge or InvalidRequest for another size."""
+    version, is_delta = record.begin.version, record.begin.delta is not None
+    if record.begin.source is not None:
+        raise InvalidRequest(f"version {version} is read from {record.begin.source}: it takes no parts")
+    if not 0 <= part < record.num_parts:
+        raise NotFound(f"version {version} has parts 0 to {record.num_parts - 1}, not {part}")
+    # an older service cut what it committed otherwise
+    limit = record.slots[part].nbytes if part < len(record.slots) else LARGEST_PART_BYTES
+    if nbytes > limit:
+        raise PayloadTooLarge(
+            f"part {part} of version {version} has {limit} bytes, and {nbytes} are sent: cut the stream as UploadPlan "
+            "says" + ("; a delta that has more is sent as a whole version" if is_delta else ""),
+            {"limit_bytes": limit},
+        )
+    if not nbytes or (nbytes < limit and not is_delta):
+        raise InvalidRequest(
+            f"part {part} of version {version} must have {limit} bytes, not {nbytes}",
+            {"part": part, "expected_bytes": limit, "nbytes": nbytes},
+        )
 
-    def __init__(self, record: UploadRecord, part: int) -> None:
-        self.record, self.version, self.part = record, record.begin.version, part
-        if record.begin.source is not None:
-            raise InvalidRequest(f"version {self.version} is read from {record.begin.source}: it takes no parts")
-        if not 0 <= part < record.num_parts:
-            raise NotFound(f"version {self.version} has parts 0 to {record.num_parts - 1}, not {part}")
-        self.nbytes = self._most_bytes()
-        """Size of the part in bytes; for a delta its maximum, until the sender has given its size."""
 
-    def _most_bytes(self) -> int:
-        begin = self.record.begin
-        if begin.delta is None:
-            return part_size(self.part, begin.nbytes, self.record.part_bytes)
-        parts = begin.delta_parts[self.part : self.part + 1]  # an older service cut what it committed otherwise
-        sizes = [begin.tensors[number].nbytes for tensors in parts for number in tensors]
-        return min(most_bytes(sizes), LARGEST_PART_BYTES)
-
-    def require_size(self, nbytes: int) -> None:
-        """Check the size that the sender announces. Raises PayloadTooLarge or InvalidRequest."""
-        is_delta = self.record.begin.delta is not None
-        if nbytes > self.nbytes:
-            raise PayloadTooLarge(
-                f"part {self.part} of version {self.version} has {self.nbytes} bytes, and {nbytes} are sent: cut the "
-                "stream as UploadPlan says"
-                + ("; a delta that has more is sent as a whole version" if is_delta else ""),
-                {"limit_bytes": self.nbytes},
-            )
-        if not nbytes or (nbytes < self.nbytes and not is_delta):
-            raise InvalidRequest(
-                f"part {self.part} of version {self.version} must have {self.nbytes} bytes, not {nbytes}",
-                {"part": self.part, "expected_bytes": self.nbytes, "nbytes": nbytes},
-            )
-        self.nbytes = nbytes
-
-    def receipt(self, digest: str, expected: str) -> PartReceipt:
-        """Return the receipt. Raises DigestMismatch if the digest differs from the announced one."""
-        if digest != expected.lower():
-            raise DigestMismatch(
-                f"part {self.part} of version {self.version} hashes to {digest}, but {PART_DIGEST_HEADER} says "
-                f"{expected}: send it again",
-                {"part": self.part, "digest": digest, "expected": expected},
-            )
-        return PartReceipt(version=self.version, part=self.part, nbytes=self.nbytes, digest=digest)
+def _require_committed(record: UploadRecord, receipt: PartReceipt) -> None:
+    """Raise VersionConflict if a committed version has other bytes."""
+    committed = record.part_digests[receipt.part]
+    if receipt.digest != committed:
+        raise VersionConflict(
+            f"version {receipt.version} is committed, and its part {receipt.part} hashes to {committed}, not to "
+            f"{receipt.digest}: push a newer version",
+            {"part": receipt.part, "digests": [committed, receipt.digest]},
+        )
 
 
 class UploadServer:

@@ -1,10 +1,10 @@
 """The upload of one version, from ``begin`` to ``commit``.
 
-tensors come from        parts that a trainer sends (sources/parts.py); a source that has all of them
+tensors come from        parts that a trainer sends (staged_parts.py); a source that has all of them
                          (sources/source.py), such as a folder or Ray objects; a broadcast or shared memory, a few
                          at a time (sources/shared_memory.py); or an older version in the log, with changes that come
                          in parts (sources/delta.py)
-each is converted        in the background as soon as it is complete (conversion.py)
+they are converted       in the background, in buckets (bucket.py, conversion.py), as soon as a bucket is complete
 states of a session      receiving → closing → committed; or failed; or left: discarded, or resumed by the next
                          process, which finds the parts and the record on disk
 """
@@ -14,13 +14,13 @@ import errno
 import logging
 import shutil
 import time
-import uuid
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollout_service.errors import (
     InvalidDelta,
@@ -30,27 +30,24 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.ingest.conversion import Conversion, Read, TiedHead
+from rollout_service.ingest.bucket import Bucket, GpuBatch
+from rollout_service.ingest.conversion import Conversion, TiedHead
 from rollout_service.ingest.sources.changes import ReceivedChanges
 from rollout_service.ingest.sources.delta import DeltaOfVersion
-from rollout_service.ingest.sources.parts import PartFiles, ReceivedParts
-from rollout_service.ingest.sources.shared_memory import SharedBatch
+from rollout_service.ingest.sources.shared_memory import GPU_BYTES, SharedBatch
 from rollout_service.ingest.sources.source import WeightSource
-from rollout_service.model.convert import BATCH_BYTES, Converter
+from rollout_service.ingest.staged_parts import Incoming, StagedParts, StreamBucket, stream_buckets
+from rollout_service.model.convert import BATCH_BYTES, Converter, Named
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.base import Failure
-from rollout_service.protocol.upload import (
-    BeginUpload,
-    BroadcastSource,
-    SharedMemorySource,
-)
+from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.runtime.threads import io_threads
 from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
-from rollout_service.store.part_space import DiskSpace, PartSpace
-from rollout_service.store.upload_record import UploadRecord, read_record, write_record
+from rollout_service.store.staged_file import StagedFile, StagingSpace
+from rollout_service.store.upload_record import JOURNAL, STAGED_FILE, UploadRecord, read_record, write_record
 from rollout_service.store.writer import LogMemory, VersionWriter
 
 if TYPE_CHECKING:
@@ -67,8 +64,28 @@ class Phase(Enum):
     LEFT = "nothing comes in or is converted any more"
 
 
+class Resources(NamedTuple):
+    """The resources that all uploads of one ingest share."""
+
+    model: ServedModel
+    converter: Converter
+    layout: Layout
+    """The layout of every version of the model."""
+    part_bytes: int
+    executor: Executor
+    """Its threads convert tensors."""
+    space: StagingSpace
+    """Storage for received parts."""
+    memory: LogMemory | None = None
+    """Memory of a log in memory."""
+    gpu_executor: Executor | None = None
+    """Its few threads convert tensors that a GPU reads from parts."""
+    plans: "BatchPlans | None" = None
+    """Plans for a GPU that reads parts; None: no GPU does."""
+
+
 class UploadSession:
-    """Converts tensors in ``executor`` as soon as they are complete, so that upload and quantization overlap.
+    """Converts tensors in threads as soon as they are complete, so that upload and quantization overlap.
 
     Lives in the ingest's event loop; only the conversions run in threads. ``folder`` becomes the version's folder.
     Until then, ``folder.parts`` holds the trainer's bytes. It survives a restart: if the same upload is begun again,
@@ -79,51 +96,46 @@ class UploadSession:
         self,
         begin: BeginUpload,
         folder: Path,
-        model: ServedModel,
-        converter: Converter,
-        layout: Layout,
-        part_bytes: int,
-        executor: Executor,
+        resources: Resources,
         source: WeightSource | None = None,
-        space: PartSpace | None = None,
-        memory: LogMemory | None = None,
         delta: DeltaOfVersion | None = None,
-        gpu_executor: Executor | None = None,
     ) -> None:
         """
         Args:
-            layout: the layout of every version of the model.
             source: has all tensors; None: they come in parts, or through ``convert``.
-            space: storage for received parts; None: only files.
-            memory: memory of a log in memory.
             delta: produces the tensors from the parts, and is closed when the session ends; None: the parts hold the
                 tensors.
-            gpu_executor: its few threads convert tensors that a GPU reads from parts; None: ``executor`` does.
 
         Raises InsufficientStorage if the disk is full, OSError for an earlier process's part that can neither be read
         nor removed, or InvalidDelta for a part of another delta. All files are closed then.
         """
-        self._folders, self._memory = (folder, parts_folder(folder)), memory
+        self.folder, self._resources, self._delta = folder, resources, delta
         stamp = "" if source is None else source.stamp
         if isinstance(begin.source, SharedMemorySource):
             stamp = begin.source.transfer
-        record = UploadRecord(begin=begin, part_bytes=part_bytes, source_stamp=stamp)
+        record = UploadRecord(begin=begin, part_bytes=resources.part_bytes, source_stamp=stamp)
         self.record = self._left_behind(record) or record
-        self.begin, self.part_bytes = self.record.begin, self.record.part_bytes
+        model = resources.model
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
         self._to_come: set[str] = set()
         self._batches: dict[int, asyncio.Task[None]] = {}
         if isinstance(begin.source, SharedMemorySource):
             self._to_come = {tensor.name for tensor in begin.announced_tensors}
-        self.space = space or DiskSpace(0)
-        """Storage for received parts."""
-        writer = self._laid_out(layout)
-        self._conversion = Conversion(begin.version, writer, (delta or converter).convert, executor)
-        self._delta = delta
-        reads_on_gpu = delta is None and self._conversion.gpu is not None
-        self._gpu_executor = gpu_executor if reads_on_gpu else None
-        self._parts, self._read = self._reading(writer)
+        writer, file = self._laid_out()
+        convert = (delta or resources.converter).convert
+        self._conversion = Conversion(begin.version, writer, convert, resources.executor)
+        self.parts = StagedParts(file, self.record.slots)
+        self._buckets: list[StreamBucket] = []
+        self._changes: ReceivedChanges | None = None
+        self._read_delta: Callable[[Sequence[str]], Iterable[Named]] | None = None
+        if delta is not None:
+            self._changes = ReceivedChanges(self.parts, self.begin)
+            room = writer.room if writer.has_rooms else None
+            self._read_delta = delta.reading(self._changes.read, room, self._conversion.gpu)
+        elif begin.source is None:
+            self._buckets = stream_buckets(self.begin.tensors, self.record.part_bytes)
+        self._replacing = asyncio.Lock()
         self.touched_at = time.monotonic()
         """Time of the last arrival on this process's monotonic clock: the wall clock may be set."""
         self.in_log = False
@@ -131,25 +143,23 @@ class UploadSession:
         self._begun_at = self._received_at = self._stored_at = time.monotonic()
         self._phase = Phase.RECEIVING
         if source is None:
-            self._expect_parts()
+            self._recover_parts()
         else:
             for names in spread(list(source.batches(BATCH_BYTES)), io_threads()):
-                self._conversion.begin(names, source.read)
+                self._conversion.begin(Bucket(names, partial(source.read, names)))
 
-    def _reading(self, writer: VersionWriter) -> tuple[ReceivedParts | ReceivedChanges, Read]:
-        """Return the received parts, and a function that reads tensors from them."""
-        gpu = self._conversion.gpu
-        if self._delta is not None:
-            changes = ReceivedChanges(self._folders[1], self.begin)
-            return changes, self._delta.reading(changes.read, writer.room if writer.has_rooms else None, gpu)
-        parts = ReceivedParts(self._folders[1], self.begin.tensors, self.part_bytes)
-        return parts, parts.files.reading(
-            lambda tensor: writer.room_as_stored(tensor.name, tensor.dtype, tensor.shape), gpu
-        )
+    @property
+    def begin(self) -> BeginUpload:
+        """Return the announcement."""
+        return self.record.begin
+
+    @property
+    def _parts_folder(self) -> Path:
+        return parts_folder(self.folder)
 
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
         """Return the record of the same upload, if an earlier ingest left one; remove all other files."""
-        folder, parts = self._folders
+        folder, parts = self.folder, self._parts_folder
         remove_tree(folder)  # it is rebuilt from the parts
         folder.mkdir(parents=True, exist_ok=True)  # on NFS, files that some process has open stay in the folder
         try:
@@ -163,50 +173,55 @@ class UploadSession:
             return None
         return known
 
-    def _laid_out(self, layout: Layout) -> VersionWriter:
-        folder, parts = self._folders
-        written = sum(path.lstat().st_size for path in parts.glob("part-*"))
+    def _laid_out(self) -> tuple[VersionWriter, StagedFile]:
+        """Return the files of the version, and that of its parts."""
+        folder, parts, space = self.folder, self._parts_folder, self._resources.space
+        stored_bytes = self._resources.layout.nbytes
         # a delta's size is unknown yet: a part that does not fit is refused later
-        part_bytes = self.begin.nbytes - written if self.begin.delta is None else 0
-        stored_bytes = layout.nbytes
+        part_bytes = self.begin.nbytes if self.begin.delta is None else 0
+        file, writer = None, None
         try:
-            self.space.make_room(folder, stored_bytes + part_bytes)
-            writer = VersionWriter(folder, layout, self._memory)
-            try:
-                if shutil.disk_usage(parts).free + self.space.kept_bytes < part_bytes:
-                    raise OSError(errno.ENOSPC, "no room for the parts")
-                write_record(parts, self.record)
-            except OSError:
-                writer.close()
-                raise
+            end = self.record.slots[-1:]
+            file = space.open(parts / STAGED_FILE, sum(end[0]) if end else 0)
+            part_bytes = max(0, part_bytes - file.allocated_bytes)
+            space.make_room(folder, stored_bytes + part_bytes)
+            writer = VersionWriter(folder, self._resources.layout, self._resources.memory)
+            if shutil.disk_usage(parts).free < part_bytes:
+                raise OSError(errno.ENOSPC, "no room for the parts")
+            write_record(parts, self.record)
         except OSError as error:
+            has_parts = file is not None and (parts / JOURNAL).exists()
+            if writer is not None:
+                writer.close()
+            if file is not None:
+                file.close()
             shutil.rmtree(folder, ignore_errors=True)
             self._unmap_removed()
-            if not written:
+            if not has_parts:
                 shutil.rmtree(parts, ignore_errors=True)
             what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
             if error.errno in DISK_FULL:
                 raise no_room(what, folder.parent, stored_bytes + part_bytes) from error
             raise RolloutServiceError(f"{what} cannot be laid out in {folder}: {error}") from error
-        return writer
+        return writer, file
 
-    def _expect_parts(self) -> None:
-        """Convert each tensor once its last part is there, together with the other tensors that this part completes."""
-        if self._parts.empty:
-            self._convert(self._parts.empty)
+    def _recover_parts(self) -> None:
+        """Take in the parts that an earlier process received."""
         try:
-            found = [self._folders[1].stat().st_mtime]
-            for number, digest, path in self._parts.left_behind():
-                found.append(path.stat().st_mtime)
-                self.accept(number, digest, path)
+            found = list(self.parts.recover())
+            if found:  # only the files tell when
+                self.touched_at = time.monotonic() - max(0.0, time.time() - self.parts.modified_at)
+            self._begin_complete(range(len(self._buckets)))
+            if self._changes is not None:
+                for part in found:
+                    self._begin_delta(part, self._changes.add(part, self.parts.sizes[part]))
         except (OSError, InvalidDelta):
             self._phase = Phase.LEFT
             self._conversion.stop_and_wait()
-            remove_tree(self._folders[0])
+            self.parts.file.close()
+            remove_tree(self.folder)
             self._unmap_removed()
             raise
-        if self._parts.digests:  # only the files tell when an earlier ingest received them
-            self.touched_at = time.monotonic() - max(0.0, time.time() - max(found))
 
     @property
     def needs(self) -> int | None:
@@ -221,7 +236,7 @@ class UploadSession:
     @property
     def received_bytes(self) -> int:
         """Return the received bytes: of parts, or of the tensors of another source."""
-        return self._parts.nbytes if self.begin.source is None else self._conversion.read_bytes
+        return self.parts.nbytes if self.begin.source is None else self._conversion.read_bytes
 
     @property
     def timings(self) -> UploadTimings:
@@ -241,12 +256,12 @@ class UploadSession:
     @property
     def missing(self) -> set[int]:
         """Return the numbers of the parts that have not arrived."""
-        return self._parts.missing
+        return self.parts.missing
 
     @property
     def digests(self) -> dict[int, str]:
         """Return the digests of the received parts."""
-        return self._parts.digests
+        return self.parts.digests
 
     @property
     def failure(self) -> RolloutServiceError | None:
@@ -259,58 +274,115 @@ class UploadSession:
         return self.record.model_copy(
             update={
                 "part_digests": tuple(digests[part] for part in range(self.num_parts)),
-                "delta_bytes": None if self._delta is None else self._parts.nbytes,
+                "delta_bytes": None if self._delta is None else self.parts.nbytes,
             }
         )
 
-    def incoming_path(self, part: int) -> Path:
-        """Return a new file in which one sender may store a part until it is complete."""
-        return self._folders[1] / f"part-{part:06d}.{uuid.uuid4().hex}.incoming"
-
-    def accept(
-        self, part: int, digest: str, received: Path, uploader: str = "", data: memoryview | None = None
-    ) -> None:
-        """Take in a part whose size and digest were checked. Repeating a part has no effect.
-
-        ``data``: the same bytes in memory, if they are still there.
+    async def accept(self, incoming: Incoming, digest: str, uploader: str = "") -> None:
+        """Take in a part that was received, and whose digest was checked. Repeating a part has no effect.
 
         With two concurrent uploaders, the parts of the one that began the version win. Raises VersionConflict if other
         bytes came under the same number before, NotFound if the version was discarded meanwhile, InvalidDelta for a
         part of a delta that cannot be read.
         """
-        if self._phase is Phase.LEFT:
-            raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
+        try:
+            if not incoming.in_place:
+                await self._replace(incoming, digest, uploader)
+            elif self._is_wanted(incoming.part, digest, uploader):
+                self._take_in(incoming, digest, uploader)
+        finally:
+            self.parts.end(incoming)
+
+    async def _replace(self, incoming: Incoming, digest: str, uploader: str) -> None:
+        """Take in a part whose place had other bytes, or was reserved for another sender."""
+        part = incoming.part
+        async with self._replacing:
+            if not self._is_wanted(part, digest, uploader):
+                return
+            await self.parts.claim(incoming)
+            if not self._is_wanted(part, digest, uploader):
+                return
+            if part in self.digests:
+                self.parts.forget(part)
+                await self._conversion.forget(self._keys_of(part))
+            await asyncio.to_thread(incoming.move_into_place)
+            self._require_there(part)
+            self._take_in(incoming, digest, uploader)
+
+    def _is_wanted(self, part: int, digest: str, uploader: str) -> bool:
+        """Return False if the part is there with the same bytes."""
+        self._require_there(part)
         self.touched_at = time.monotonic()
         known = self.digests.get(part)
-        if known == digest:
-            return
-        if known is not None and not self._gives_way(part, uploader):
+        if known is not None and known != digest and not self._gives_way(part, uploader):
             raise VersionConflict(
                 f"part {part} of version {self.begin.version} came with digest {known} before and {digest} now: "
                 "DELETE the staged version to begin anew",
                 {"part": part, "digests": [known, digest]},
             )
-        arrival = self._parts.add(part, digest, received, uploader, data)
+        return known != digest
+
+    def _require_there(self, part: int) -> None:
+        if self._phase is Phase.LEFT:
+            raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
+
+    def _take_in(self, incoming: Incoming, digest: str, uploader: str) -> None:
+        part = incoming.part
+        names = [] if self._changes is None else self._changes.add(part, incoming.nbytes)
+        self.parts.add(incoming, digest, uploader)
         self._received_at = time.monotonic()
-        files = self._parts.files if isinstance(self._parts, ReceivedParts) else None
-        if self._gpu_executor is None or files is None or arrival.replaced or not files.is_registered(part):
-            self._convert(arrival.whole, arrival.replaced)
+        if self._changes is None:
+            self._begin_complete(self._keys_of(part))
         else:
-            self._convert_together(files, arrival.whole, self._gpu_executor)
+            self._begin_delta(part, names)
+
+    def _keys_of(self, part: int) -> Sequence[int]:
+        """Return the keys of the conversions that read a part: the numbers of buckets, or that of a delta's part."""
+        if self._delta is not None:
+            return [part]
+        first = bisect_left(self._buckets, part, key=lambda bucket: bucket.last_part)
+        end = bisect_right(self._buckets, part, key=lambda bucket: bucket.first_part)
+        return [number for number in range(first, end) if part in self._buckets[number].parts]
+
+    def _begin_complete(self, numbers: Iterable[int]) -> None:
+        """Convert those of the buckets whose parts are all there."""
+        resources, gpu = self._resources, self._conversion.gpu
+        for number in numbers:
+            bucket = self._buckets[number]
+            if not self.missing.isdisjoint(bucket.parts):
+                continue
+            work = Bucket([tensor.name for tensor in bucket.tensors], partial(bucket.read, self.parts.file))
+            # larger tensors would take too much of the GPU's memory if copied whole
+            if (
+                gpu is not None
+                and resources.plans is not None
+                and 0 < bucket.nbytes <= GPU_BYTES
+                and (self.parts.file.is_registered(bucket.offset, bucket.nbytes))
+            ):
+                batch = GpuBatch(bucket.tensors, partial(bucket.copied, self.parts.file, gpu), resources.plans)
+                work = work._replace(batch=batch, executor=resources.gpu_executor, in_turns=True)
+            self._conversion.begin(work, number)
+
+    def _begin_delta(self, part: int, names: list[str]) -> None:
+        assert self._delta is not None and self._read_delta is not None
+        # with a GPU, a thread of a delta launches kernels and waits for them
+        in_turns = self._conversion.gpu is not None
+        for batch in self._delta.batches(names, BATCH_BYTES):
+            self._conversion.begin(Bucket(batch, partial(self._read_delta, batch), in_turns=in_turns), part)
 
     def _gives_way(self, part: int, uploader: str) -> bool:
         """Return True if ``uploader`` began the upload, and the present part came from another one."""
         began = bool(uploader) and uploader == self.begin.uploader
-        return began and self._parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
+        return began and self.parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
 
-    def convert(self, names: Sequence[str], read: Read) -> Future[None]:
+    def convert(self, bucket: Bucket) -> Future[None]:
         """Convert tensors of a broadcast, each once. See ``Conversion.begin``.
 
         Raises NotFound if the version was discarded meanwhile.
         """
         self._require_receiving()
         self.touched_at = self._received_at = time.monotonic()
-        return self._conversion.begin(names, read)
+        return self._conversion.begin(bucket)
 
     def _require_receiving(self) -> None:
         if self._phase is not Phase.RECEIVING:
@@ -319,7 +391,7 @@ class UploadSession:
     async def convert_shared(self, number: int, batch: SharedBatch, plans: "BatchPlans | None" = None) -> None:
         """Convert a batch of tensors in a trainer's memory. Return once they are no longer read.
 
-        Repeating a batch number awaits the same conversion. ``plans``: see ``Conversion.begin_shared``.
+        Repeating a batch number awaits the same conversion. ``plans``: see ``SharedBatch.buckets``.
 
         Raises NotFound if the version was discarded meanwhile, or the error of the first failed conversion.
         """
@@ -330,15 +402,13 @@ class UploadSession:
             raise failure
 
     async def _convert_shared(self, batch: SharedBatch, plans: "BatchPlans | None") -> None:
-        groups = list(batch.groups())
-        self._require_receiving()
-        self.touched_at = self._received_at = time.monotonic()
-        converting = [self._conversion.begin_shared(group, plans) for group in groups]
+        buckets = list(batch.buckets(plans))
+        converting = [self.convert(bucket) for bucket in buckets]
         try:
             await asyncio.gather(*map(asyncio.wrap_future, converting))
         except asyncio.CancelledError:
             raise NotFound(f"version {self.begin.version} was dropped while its tensors came: begin anew") from None
-        self._to_come.difference_update(*(group.names for group in groups))
+        self._to_come.difference_update(*(bucket.names for bucket in buckets))
         self._received_at = time.monotonic()
 
     def all_came(self) -> None:
@@ -347,47 +417,20 @@ class UploadSession:
 
     def renumber(self, version: int, folder: Path) -> None:
         """Change the version number, before the session is finished. Raises OSError, and then keeps the old number."""
-        begin = self.begin.model_copy(update={"version": version})
-        record = self.record.model_copy(update={"begin": begin})
-        folders = folder, parts_folder(folder)
-        write_record(self._folders[1], record)
-        for path in folders:  # such folders are left over: Uploads knows no version there
+        record = self.record.model_copy(update={"begin": self.begin.model_copy(update={"version": version})})
+        write_record(self._parts_folder, record)
+        for path in (folder, parts_folder(folder)):  # such folders are left over: Uploads knows no version there
             remove_tree(path)
-        self._folders[0].rename(folders[0])
-        self._folders[1].rename(folders[1])
-        self.begin, self.record, self._folders = begin, record, folders
+        self.folder.rename(folder)
+        self._parts_folder.rename(parts_folder(folder))
+        self.record, self.folder = record, folder
         self._conversion.renumber(version)
 
-    def taken_over(self, uploader: str) -> None:
-        """Let another push of the same tensors continue this one; ``uploader`` becomes its owner. Raises OSError."""
-        self._rename({"uploader": uploader})
-
-    def labelled(self, label: str) -> None:
-        """Set the trainer's label. Raises OSError."""
-        self._rename({"label": label})
-
-    def _rename(self, changes: dict[str, object]) -> None:
-        begin = self.begin.model_copy(update=changes)
-        record = self.record.model_copy(update={"begin": begin})
-        write_record(self._folders[1], record)
-        self.begin, self.record = begin, record
-
-    def _convert(self, names: list[str], replaced: Path | None = None) -> None:
-        batches = [names] if self._delta is None else list(self._delta.batches(names, BATCH_BYTES))
-        instead_of = None if replaced is None else partial(self.space.release, replaced)
-        # with a GPU, a thread of a delta launches kernels and waits for them
-        in_turns = self._delta is not None and self._conversion.gpu is not None
-        self._conversion.begin_replaceable(
-            batches if names else [], self._read, self._parts.converted, instead_of, in_turns=in_turns
-        )
-
-    def _convert_together(self, files: PartFiles, names: list[str], executor: Executor) -> None:
-        """Convert small tensors that a GPU reads from parts together with those of other parts. Large ones are
-        converted separately, since other threads would wait for them."""
-        if small := [name for name in names if files.nbytes_of(name) <= BATCH_BYTES]:
-            most = max(1, BATCH_BYTES // self.part_bytes)
-            self._conversion.begin_together(small, self._read, self._parts.converted, executor, most)
-        self._convert([name for name in names if files.nbytes_of(name) > BATCH_BYTES])
+    def rename(self, **changes: str) -> None:
+        """Change the ``uploader`` that owns the upload, or the trainer's ``label``. Raises OSError."""
+        record = self.record.model_copy(update={"begin": self.begin.model_copy(update=changes)})
+        write_record(self._parts_folder, record)
+        self.record = record
 
     async def finish(self, meant: str | None = None) -> tuple[StoredTensor, ...]:
         """Wait for the conversions and sync; may be called again.
@@ -434,7 +477,7 @@ class UploadSession:
         if self.num_parts:
             logger.info(
                 "version %d: %d parts of %.1f MB in all received in %.2f s, converted and stored %.2f s after the last",
-                self.begin.version, self.num_parts, self._parts.nbytes / 1e6, self._received_at - self._begun_at,
+                self.begin.version, self.num_parts, self.parts.nbytes / 1e6, self._received_at - self._begun_at,
                 self._stored_at - self._received_at,
             )  # fmt: skip
         self._close_delta()
@@ -459,6 +502,11 @@ class UploadSession:
         await self._conversion.stop()
         self._close_delta()
 
+    async def close(self) -> None:
+        """Do the same, and close the file of the parts."""
+        await self.leave()
+        self.parts.file.close()
+
     async def discard(self) -> None:
         """Stop converting and remove the files."""
         await self.leave()
@@ -469,15 +517,16 @@ class UploadSession:
             self._delta.close()
 
     def _remove_files(self) -> None:
-        folder, parts = self._folders
-        remove_tree(folder)
-        self.space.release_all(parts, self._parts.nbytes)
+        remove_tree(self.folder)
+        # a sender that still writes into the file must not write into the next upload
+        self._resources.space.release(self.parts.file, keep=not self.parts.is_receiving)
+        remove_tree(self._parts_folder)
         self._unmap_removed()
 
     def _unmap_removed(self) -> None:
         """Unmap removed files, whose memory is otherwise not freed."""
-        if self._memory is not None:
-            self._memory.mapped.prune()
+        if self._resources.memory is not None:
+            self._resources.memory.mapped.prune()
 
 
 def spread(batches: list[list[str]], threads: int) -> list[list[str]]:

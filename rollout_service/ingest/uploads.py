@@ -34,7 +34,7 @@ from rollout_service.ingest.sources.shared_memory import (
     TrainerMemory,
 )
 from rollout_service.ingest.sources.source import WeightSource
-from rollout_service.ingest.upload_session import UploadSession, parts_folder
+from rollout_service.ingest.upload_session import Resources, UploadSession, parts_folder
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
@@ -57,7 +57,7 @@ from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
 from rollout_service.store.mapped_files import Registered
-from rollout_service.store.part_space import DiskSpace, MappedSpace, PartSpace
+from rollout_service.store.staged_file import StagingSpace
 from rollout_service.store.upload_record import UploadRecord, read_record, source_stamp
 from rollout_service.store.writer import LogMemory
 
@@ -69,8 +69,8 @@ _GRACE = 0.25
 """Share of ``weights.staged_ttl_s`` after the ingest's start in which nothing expires."""
 _MOST_DROPPED = 100
 """Number of versions whose reason for being dropped is remembered."""
-_KEPT_PARTS = "kept-parts"
-"""Folder beside those of staged versions: see ``MappedSpace``."""
+_KEPT_FILE = "kept"
+"""File beside the folders of staged versions: see ``StagingSpace``."""
 
 
 class Uploads:
@@ -96,7 +96,7 @@ class Uploads:
         self._converter, self._recipe = converter, recipe
         self._executor = ThreadPoolExecutor(io_threads(), thread_name_prefix="quantize")
         self._gpu_executor = ThreadPoolExecutor(GPU_THREADS, thread_name_prefix="quantize-gpu")
-        self._space: PartSpace = DiskSpace.for_parts_of(config.part_bytes)
+        self._space = StagingSpace()
         self.memory: LogMemory | None = None
         """Memory of a log in memory; None: the log is on a disk."""
         self._trainer_memory = TrainerMemory(self._registered, self._gpu_executor)
@@ -113,8 +113,8 @@ class Uploads:
         """
         self.memory = LogMemory.of(self._log.root, self._registered)
         if self.memory is not None:
-            kept = uploads_folder(self._log.root) / _KEPT_PARTS
-            self._space = MappedSpace(kept, pin if self._converter.uses_gpu else None)
+            kept = uploads_folder(self._log.root) / _KEPT_FILE
+            self._space = StagingSpace(kept, pin if self._converter.uses_gpu else None)
 
     def prepare_memory(self, is_stopped: Callable[[], bool]) -> None:
         """Allocate and register memory for the next versions, and compile kernels, before a trainer waits for them.
@@ -231,7 +231,7 @@ class Uploads:
         they are of the same tensors."""
         if staged.failure is None and begin.source is None and staged.begin.describes_what(begin):
             try:
-                await asyncio.to_thread(staged.taken_over, begin.uploader)
+                await asyncio.to_thread(staged.rename, uploader=begin.uploader)
             except OSError as error:
                 raise RolloutServiceError(f"version {begin.version} cannot be begun again: {error}") from error
         else:
@@ -341,7 +341,7 @@ class Uploads:
     async def label(self, staged: UploadSession, label: str) -> None:
         """Set the label of a staged version. Raises RolloutServiceError if the disk fails."""
         try:
-            await asyncio.to_thread(staged.labelled, label)
+            await asyncio.to_thread(staged.rename, label=label)
         except OSError as error:
             raise RolloutServiceError(f"version {staged.begin.version} cannot be labelled: {error}") from error
 
@@ -442,7 +442,8 @@ class Uploads:
     async def close(self) -> None:
         """Stop converting and close every file; staged versions stay on disk for the next ingest."""
         for staged in self._staged.values():
-            await staged.leave()
+            await staged.close()
+        self._space.close()
         self._executor.shutdown()
         self._gpu_executor.shutdown()
         if self.memory is not None:
@@ -501,20 +502,7 @@ class Uploads:
             self._tables.keep(table)
         delta = None if begin.delta is None else self._delta_of(begin)
         try:
-            return UploadSession(
-                begin,
-                self._log.staging(begin.version),
-                self._model,
-                self._converter,
-                self._layout,
-                self._config.part_bytes,
-                self._executor,
-                source,
-                self._space,
-                self.memory,
-                delta,
-                self._gpu_executor,
-            )
+            return UploadSession(begin, self._log.staging(begin.version), self._resources, source, delta)
         except BaseException:
             if delta is not None:
                 delta.close()
@@ -525,6 +513,21 @@ class Uploads:
         from rollout_service.ingest.batch_plan import BatchPlans  # needs triton, and a second to be imported
 
         return BatchPlans(self._converter, self._layout.places)
+
+    @cached_property
+    def _resources(self) -> Resources:
+        reads_on_gpu = self.memory is not None and self._converter.uses_gpu
+        return Resources(
+            self._model,
+            self._converter,
+            self._layout,
+            self._config.part_bytes,
+            self._executor,
+            self._space,
+            self.memory,
+            self._gpu_executor,
+            self._plans if reads_on_gpu else None,
+        )
 
     @cached_property
     def _layout(self) -> Layout:

@@ -28,6 +28,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -41,6 +42,7 @@ from rollout_service.errors import (
     RolloutServiceError,
     WeightTransferFailed,
 )
+from rollout_service.ingest.bucket import Bucket
 from rollout_service.ingest.receiver.receiver import RING_BYTES, Read, Receiver, backend_here
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.protocol.ignored import IgnoredTensors
@@ -107,7 +109,7 @@ class Update:
         if self.failure is not None or not names:
             return None
         try:
-            return self.staged.convert(names, read)
+            return self.staged.convert(Bucket(names, partial(read, names)))
         except NotFound as error:
             self.failure = error
             return None

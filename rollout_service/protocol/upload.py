@@ -59,13 +59,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import xxhash
 from pydantic import Field, model_validator
 
 from rollout_service.protocol.base import NEXT, Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
-from rollout_service.protocol.delta_parts import tensors_of_parts
+from rollout_service.protocol.delta_parts import most_bytes, tensors_of_parts
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
@@ -216,6 +216,13 @@ class Delta(Frozen):
     """``base_digest`` of the announced tensors in that version."""
 
 
+class Slot(NamedTuple):
+    """The place of a part."""
+
+    offset: int
+    nbytes: int
+
+
 AnyAnnouncement = TypeVar("AnyAnnouncement", bound="Announcement")
 
 
@@ -297,7 +304,19 @@ class Announcement(Frozen):
     def num_parts(self, part_bytes: int) -> int:
         """Return the number of parts of the whole upload. ``part_bytes``: size of each part but the last, if it is no
         delta."""
-        return num_parts(self.nbytes, part_bytes) if self.delta is None else len(self.delta_parts)
+        return math.ceil(self.nbytes / part_bytes) if self.delta is None else len(self.delta_parts)
+
+    def slots(self, part_bytes: int) -> Iterator[Slot]:
+        """Yield the place of each part in one memory. A part of a delta may be smaller than its slot."""
+        if self.delta is None:
+            for offset in range(0, self.nbytes, part_bytes):
+                yield Slot(offset, min(part_bytes, self.nbytes - offset))
+            return
+        offset = 0
+        for tensors in self.delta_parts:
+            slot = Slot(offset, min(most_bytes([self.tensors[i].nbytes for i in tensors]), LARGEST_PART_BYTES))
+            yield slot
+            offset += aligned(slot.nbytes)
 
     @property
     def transport(self) -> str:
@@ -426,24 +445,6 @@ def with_kv_scales(digest: str, kv_scales: Mapping[str, float] | None) -> str:
     if kv_scales is None:
         return digest
     return xxhash.xxh3_128_hexdigest((digest + json.dumps(kv_scales, sort_keys=True)).encode())
-
-
-def num_parts(nbytes: int, part_bytes: int) -> int:
-    """Return the number of parts of a stream of ``nbytes``."""
-    return math.ceil(nbytes / part_bytes)
-
-
-def part_size(part: int, nbytes: int, part_bytes: int) -> int:
-    """Return the size of one part in bytes; only the last may be shorter than ``part_bytes``."""
-    return min(part_bytes, nbytes - part * part_bytes)
-
-
-def tensor_offsets(tensors: tuple[UploadTensor, ...]) -> Iterator[tuple[UploadTensor, int]]:
-    """Yield each tensor with the offset of its first byte in the stream."""
-    offset = 0
-    for tensor in tensors:
-        yield tensor, offset
-        offset += tensor.nbytes
 
 
 class Listener(Frozen):

@@ -4,9 +4,10 @@ The file has a JSON document, followed by a line with its xxh3-128. A record tha
 thus detected.
 """
 
+import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -14,11 +15,13 @@ from pydantic import ValidationError, model_validator
 
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.protocol.base import NEXT, Frozen
-from rollout_service.protocol.upload import BeginUpload, upload_digest, with_kv_scales
+from rollout_service.protocol.upload import BeginUpload, Slot, upload_digest, with_kv_scales
 from rollout_service.protocol.weights import UploadTimings
 from rollout_service.store.durable_io import read_sealed, write_sealed
 
 RECORD_FILE = "upload.json"
+STAGED_FILE, JOURNAL = "staged", "parts"
+"""Names of the files beside a staged version's record: its parts, and a line about each received part."""
 
 
 class UploadRecord(Frozen):
@@ -57,6 +60,11 @@ class UploadRecord(Frozen):
     def num_parts(self) -> int:
         """Return the number of parts of the whole upload."""
         return len(self.part_digests) or self.begin.num_parts(self.part_bytes)
+
+    @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the place of each part."""
+        return tuple(self.begin.slots(self.part_bytes))
 
     @property
     def uploaded_bytes(self) -> int | None:
@@ -116,6 +124,33 @@ def read_record(folder: Path) -> UploadRecord | None:
         return None if text is None else UploadRecord.model_validate_json(text)
     except ValidationError as error:
         raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error
+
+
+class ReceivedPart(NamedTuple):
+    """A line of the journal."""
+
+    part: int
+    nbytes: int
+    digest: str
+    """xxh3-128 in hex."""
+
+
+def note_received(folder: Path, part: ReceivedPart) -> None:
+    """Append a received part to the journal in ``folder``. Raises OSError."""
+    with (folder / JOURNAL).open("a") as journal:
+        journal.write(f"{part.part} {part.nbytes} {part.digest}\n")
+
+
+def read_received(folder: Path) -> list[ReceivedPart]:
+    """Return the received parts by the journal in ``folder``; their bytes may be damaged. Raises OSError."""
+    journal, found = folder / JOURNAL, dict[int, ReceivedPart]()
+    for line in journal.read_text(errors="replace").splitlines() if journal.exists() else ():
+        part, _, rest = line.partition(" ")
+        nbytes, _, digest = rest.partition(" ")
+        if part.isdecimal() and nbytes.isdecimal():
+            # the last line counts: a part may have been replaced
+            found[int(part)] = ReceivedPart(int(part), int(nbytes), digest)
+    return list(found.values())
 
 
 class _OfManifest(msgspec.Struct):

@@ -109,8 +109,8 @@ def stored(
         source, first = GpuMemory(None, memory, executor), 0  # type: ignore[arg-type]
         for number, names in enumerate(batches):
             body = SharedTensors(transfer="f" * 32, batch=number, first=first, count=len(names), offset=starts[first])
-            for group in SharedBatch(announced, body, source).groups():
-                conversion.begin_shared(group, plans)
+            for bucket in SharedBatch(announced, body, source).buckets(plans):
+                conversion.begin(bucket)
             first += len(names)
     if conversion.failure is not None:
         writer.close()

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from rollout_service.errors import InvalidRequest, NotShared
 from rollout_service.gpu.memory import OtherGpuMemory
+from rollout_service.ingest.bucket import Bucket, GpuBatch, coalesced
 from rollout_service.ingest.sources.source import as_tensor, of_dtype
 from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import (
@@ -28,6 +30,9 @@ from rollout_service.protocol.upload import (
 from rollout_service.runtime.shared_memory import SharedMemory, machine
 from rollout_service.runtime.views import view_at
 from rollout_service.store.mapped_files import Registered
+
+if TYPE_CHECKING:
+    from rollout_service.ingest.batch_plan import BatchPlans
 
 _MOST_MEMORIES = 16
 """Maximum number of mapped trainer memories."""
@@ -88,10 +93,12 @@ class GpuMemory:
         found = list(places)
         sizes = [aligned(tensor.nbytes) for tensor, _ in found]
         copies = self._memory.room(sum(sizes))
-        for offset, start, nbytes in _neighbours(found):
+        starts = list(accumulate(sizes, initial=0))[:-1]
+        wanted = ((offset, start, each.nbytes) for (each, offset), start in zip(found, starts, strict=True))
+        for offset, start, nbytes in coalesced(wanted):
             self._memory.copy(offset, copies[start : start + nbytes])
         of_dtypes: dict[str, torch.Tensor] = {}
-        for (tensor, _), start in zip(found, accumulate(sizes, initial=0), strict=False):
+        for (tensor, _), start in zip(found, starts, strict=True):
             if tensor.dtype not in of_dtypes:
                 of_dtypes[tensor.dtype] = of_dtype(copies, tensor.dtype, (-1,))
             whole = of_dtypes[tensor.dtype]
@@ -108,22 +115,6 @@ class GpuMemory:
         """See ``MappedMemory``."""
         self._memory.close()
         self._page.close()
-
-
-def _neighbours(places: Iterable[tuple[UploadTensor, int]]) -> Iterator[tuple[int, int, int]]:
-    """Coalesce copies of tensors to consecutive multiples of ``SHARED_ALIGNMENT``. Yield source offset, target offset
-    and size in bytes of each copy."""
-    at = start = first = nbytes = 0
-    for tensor, offset in places:
-        if nbytes and offset - first == at - start:
-            nbytes = at - start + tensor.nbytes
-        else:
-            if nbytes:
-                yield first, start, nbytes
-            first, start, nbytes = offset, at, tensor.nbytes
-        at += aligned(tensor.nbytes)
-    if nbytes:
-        yield first, start, nbytes
 
 
 @dataclass(frozen=True)
@@ -231,39 +222,22 @@ class SharedBatch:
                 {"tensor": last.name, "offset": offset, "memory_bytes": memory.nbytes},
             )
 
-    def groups(self) -> Iterator["SharedGroup"]:
-        """Yield groups of tensors, each for one thread."""
+    def buckets(self, plans: "BatchPlans | None" = None) -> Iterator[Bucket]:
+        """Yield buckets, each for one thread. ``plans``: for GPU memory; None: tensors are converted one by one."""
         first = nbytes = 0
         begins = self._offset
         for number, (tensor, offset) in enumerate(placed(self._tensors, self._offset)):
             if number == first:
                 begins = offset
             nbytes += tensor.nbytes
-            if nbytes >= self._memory.group_bytes:
-                yield SharedGroup(self._tensors[first : number + 1], begins, self._memory)
+            if nbytes >= self._memory.group_bytes or number == len(self._tensors) - 1:
+                yield self._bucket(self._tensors[first : number + 1], begins, plans)
                 first, nbytes = number + 1, 0
-        if first < len(self._tensors):
-            yield SharedGroup(self._tensors[first:], begins, self._memory)
 
-
-class SharedGroup(NamedTuple):
-    """Consecutive tensors in a trainer's memory, at the offsets that ``placed`` yields."""
-
-    tensors: tuple[UploadTensor, ...]
-    offset: int
-    """Offset in bytes of the first tensor."""
-    memory: MappedMemory
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return [tensor.name for tensor in self.tensors]
-
-    @property
-    def executor(self) -> Executor | None:
-        """Return the executor that converts them; None: the ingest's."""
-        return self.memory.executor
-
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read these tensors, like ``MappedMemory.read``."""
-        return self.memory.read(placed(self.tensors, self.offset))
+    def _bucket(self, tensors: tuple[UploadTensor, ...], offset: int, plans: "BatchPlans | None") -> Bucket:
+        memory, batch = self._memory, None
+        if plans is not None and isinstance(memory, GpuMemory):
+            batch = GpuBatch(tensors, partial(memory.copied, offset), plans)
+        names = [tensor.name for tensor in tensors]
+        in_turns = memory.executor is not None
+        return Bucket(names, lambda: memory.read(placed(tensors, offset)), batch, memory.executor, in_turns)

@@ -33,7 +33,6 @@ from rollout_service.protocol.upload import (
     TrainerRecipe,
     UploadPlan,
     listener_proof,
-    part_size,
     upload_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
@@ -188,7 +187,7 @@ class Service:
         digest = request.headers[PART_DIGEST_HEADER]
         if xxhash.xxh3_128_hexdigest(data) != digest:
             raise DigestMismatch(f"part {part} does not hash to {digest}")
-        if upload.begin.delta is None and len(data) != part_size(part, upload.begin.nbytes, self.part_bytes):
+        if upload.begin.delta is None and len(data) != list(upload.begin.slots(self.part_bytes))[part].nbytes:
             raise DigestMismatch(f"part {part} has {len(data)} bytes")
         if upload.digests.get(part, digest) != digest and not upload.may_be_replaced:
             raise VersionConflict(f"part {part} came with other bytes before")

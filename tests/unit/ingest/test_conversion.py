@@ -1,6 +1,6 @@
-"""Batches that wait for a thread and are converted together, by threads that begin in any order."""
+"""Buckets are converted, forgotten and begun again, by threads that begin in any order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_service.ingest.bucket import Bucket
 from rollout_service.ingest.conversion import Conversion
-from rollout_service.model.convert import Converter, Named
+from rollout_service.model.convert import Converter
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.store.layout import Layout
@@ -26,54 +27,53 @@ class InOrderOf(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self.tasks.append(lambda: future.set_result(fn(*args, **kwargs)))
+        self.tasks.append(lambda: future.set_running_or_notify_cancel() and future.set_result(fn(*args, **kwargs)))
         return future
 
 
 @pytest.fixture
-def reads() -> list[list[str]]:
-    """What was read at once."""
-    return []
+def executor() -> InOrderOf:
+    return InOrderOf()
 
 
 @pytest.fixture
-def read(reads: list[list[str]]) -> Callable[[Sequence[str]], Iterator[Named]]:
-    def read(names: Sequence[str]) -> Iterator[Named]:
-        reads.append(list(names))
-        return ((name, torch.ones(2, dtype=torch.bfloat16)) for name in names)
-
-    return read
-
-
-@pytest.fixture
-def conversion(tmp_path: Path) -> Iterator[Conversion]:
+def conversion(tmp_path: Path, executor: InOrderOf) -> Iterator[Conversion]:
     writer = VersionWriter(tmp_path, Layout(TensorSlot(name=name, dtype="bfloat16", shape=(2,)) for name in NAMES))
-    yield Conversion(1, writer, Converter(TrainerRecipe(weights="none"), device="cpu").convert, InOrderOf())
+    yield Conversion(1, writer, Converter(TrainerRecipe(weights="none"), device="cpu").convert, executor)
     writer.close()
 
 
-def test_a_thread_takes_what_has_come_and_the_next_ones_what_is_left(
-    conversion: Conversion, read: Callable[[Sequence[str]], Iterator[Named]], reads: list[list[str]]
-) -> None:
-    executor, converted = InOrderOf(), list[str]()
-    for name in NAMES:
-        conversion.begin_together([name], read, converted.extend, executor, most=3)
+def of(value: float, *names: str) -> Bucket:
+    return Bucket(names, lambda: ((name, torch.full((2,), value, dtype=torch.bfloat16)) for name in names))
+
+
+async def test_a_bucket_that_is_begun_again_forgets_its_failure(conversion: Conversion, executor: InOrderOf) -> None:
+    conversion.begin(of(1.0, "a", "b"), 0)
+    conversion.begin(of(float("nan"), "c", "d"), 1)
     for task in executor.tasks:
         task()
-    assert reads == [["a", "b", "c"], ["d"]] and converted == NAMES
+    assert conversion.failure is not None and conversion.failure.message.startswith("c[")
+    await conversion.forget([1])
+    assert conversion.failure is None
+    conversion.begin(of(2.0, "c", "d"), 1)
+    executor.tasks[-1]()
+    assert conversion.failure is None and conversion.read_bytes == 16
 
 
-def test_a_thread_that_begins_after_a_replacement_takes_nothing_that_came_before(
-    conversion: Conversion, read: Callable[[Sequence[str]], Iterator[Named]], reads: list[list[str]]
+async def test_a_bucket_that_waits_is_not_converted_once_forgotten(conversion: Conversion, executor: InOrderOf) -> None:
+    waiting = conversion.begin(of(float("nan"), "a"), 0)
+    await conversion.forget([0])
+    assert waiting.cancelled()
+    conversion.begin(of(1.0, *NAMES), 0)
+    executor.tasks[-1]()
+    assert conversion.failure is None and conversion.read_bytes == 4 * len(NAMES)
+
+
+async def test_a_failure_of_a_bucket_without_a_key_ends_the_version(
+    conversion: Conversion, executor: InOrderOf
 ) -> None:
-    """The replacement does not wait for it, and what it stores would be stored last."""
-    executor = InOrderOf()
-    for name in ("a", "b"):
-        conversion.begin_together([name], read, lambda names: None, executor, most=3)
-    conversion.begin_replaceable([["a"]], read, lambda names: None, instead_of=lambda: None)
-    conversion.begin_together(["c"], read, lambda names: None, executor, most=3)
-    executor.tasks[2]()
-    assert reads == [["c"]]
-    executor.tasks[0]()
-    executor.tasks[1]()
-    assert reads == [["c"], ["a", "b"]]
+    conversion.begin(of(float("nan"), "a"))
+    conversion.begin(of(1.0, "b"))
+    for task in executor.tasks:
+        task()
+    assert conversion.failure is not None and conversion.read_bytes == 4

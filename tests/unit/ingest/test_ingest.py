@@ -16,7 +16,7 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, num_parts
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of
@@ -82,7 +82,7 @@ class TestUpload:
         self, trainer: Trainer, weights: Weights, fingerprint: str, ingest: Ingest
     ) -> None:
         sent = changed(weights, 0.5)
-        parts = num_parts(begin_of(1, sent).nbytes, 64 << 10)
+        parts = begin_of(1, sent).num_parts(64 << 10)
         await trainer.upload(1, sent, order=[*range(1, parts, 2), *reversed(range(0, parts, 2))])
         assert (await ingest.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)
 

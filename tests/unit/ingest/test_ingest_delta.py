@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-import xxhash
 from pydantic import ValidationError
 
 from rollout_service.config import ServiceConfig
@@ -31,7 +30,6 @@ from rollout_service.protocol import delta, delta_parts
 from rollout_service.protocol.delta_parts import TensorChange, encode_header
 from rollout_service.protocol.upload import (
     DTYPE_BYTES,
-    PART_DIGEST_HEADER,
     BeginUpload,
     CommitUpload,
     Delta,
@@ -40,7 +38,6 @@ from rollout_service.protocol.upload import (
     base_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.buffers import BufferPool
 from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
@@ -239,18 +236,6 @@ class TestApplied:
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, old)
         assert (await ingest.status(2)).uploaded_bytes == sum(map(len, parts))
-
-    async def test_parts_that_are_not_in_memory_are_read_from_their_files(
-        self,
-        trainer: DeltaTrainer,
-        log: WeightLog,
-        old: Stored,
-        new: Stored,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setattr(BufferPool, "take", lambda *_: None)
-        await trainer.push_delta(2, 1, old, new)
-        require_stored(log, 2, new)
 
     async def test_a_part_that_makes_many_tensors_whole_is_applied_in_batches(
         self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored, monkeypatch: pytest.MonkeyPatch
@@ -618,18 +603,6 @@ class TestUnsoundParts:
         most = delta_parts.most_bytes([tensor.nbytes for tensor in told])
         reply = await trainer.put(2, number, bytes(most + 1))
         assert reply.status_code == 413 and reply.json()["error"]["detail"] == {"limit_bytes": most}
-
-    async def test_a_part_of_which_nobody_says_how_long_it_is(
-        self, trainer: DeltaTrainer, old: Stored, new: Stored
-    ) -> None:
-        _, parts = await trainer.begin_delta(2, 1, old, new)
-
-        async def chunks() -> AsyncIterator[bytes]:
-            yield parts[0]
-
-        headers = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
-        reply = await trainer.http.put("/v1/weights/2/parts/0", content=chunks(), headers=headers)
-        assert reply.status_code == 422 and "say in Content-Length" in reply.text
 
 
 class TestAgain:

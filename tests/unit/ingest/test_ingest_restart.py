@@ -20,6 +20,7 @@ from rollout_service.protocol.weight_log import Head
 from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
+from rollout_service.store.upload_record import STAGED_FILE
 from tests.unit.ingest.trainer import (
     Trainer,
     Weights,
@@ -240,14 +241,14 @@ class TestCallersThatGoAway:
 
 @pytest.fixture
 async def unreadable(restarted: Restart, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog) -> Path:
-    """A part of version 1, staged beside version 2, that no process can open."""
+    """The staged file of version 1, beside version 2, that no process can open."""
     for version in (1, 2):
         await trainer.upload(version, weights, order=[0, 1, 2])
     await ingest.stop()
-    (part,) = (log.root / "staging" / "1.parts").glob("part-000001.*")
-    part.unlink()
-    part.symlink_to(part.name)
-    return part
+    staged = log.root / "staging" / "1.parts" / STAGED_FILE
+    staged.unlink()
+    staged.symlink_to(staged.name)
+    return staged
 
 
 class TestDiskThatFails:
@@ -335,45 +336,8 @@ class TestDiskThatFails:
 
 
 class TestUnreadableParts:
-    async def test_a_staged_part_that_cannot_be_read_is_asked_for_again(
-        self, unreadable: Path, restarted: Restart, weights: Weights
-    ) -> None:
-        again = await restarted()
-        assert {0, 1, 2} & set((await again.status(1)).missing_parts) == {1}
-        assert {0, 1, 2} & set((await again.status(2)).missing_parts) == set()
-        assert (await Trainer(again).push(1, weights)).state == "committed"
-
-    async def test_an_upload_with_an_unremovable_bad_part_is_dropped(
-        self,
-        unreadable: Path,
-        restarted: Restart,
-        weights: Weights,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        unlink = Path.unlink
-
-        def failing(path: Path, missing_ok: bool = False) -> None:
-            if path == unreadable:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-            unlink(path, missing_ok)
-
-        before = open_files()
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", failing)
-            again = await restarted()
-        assert [status.version for status in await again.versions()] == [0, 2]
-        with pytest.raises(NotFound, match=r"version 1 is neither committed nor staged any more: .*Input/output error"):
-            await again.status(1)
-        with pytest.raises(NotFound, match=r"what was staged of it was dropped: .*Input/output error"):
-            await again.commit(1, CommitUpload())
-        assert "staged version 1 is dropped" in caplog.text
-        await again.discard(2)
-        assert open_files() <= before + 1  # the writer's lock
-        assert (await Trainer(again).push(1, weights)).state == "committed"
-
-    @pytest.mark.parametrize("name", ["upload.json", ""], ids=["its record", "its folder"])
-    async def test_an_upload_with_unreadable_record_or_folder_is_dropped(
+    @pytest.mark.parametrize("name", [STAGED_FILE, "upload.json", ""], ids=["its file", "its record", "its folder"])
+    async def test_an_upload_that_cannot_be_read_is_dropped(
         self, unreadable: Path, restarted: Restart, weights: Weights, name: str
     ) -> None:
         path = unreadable.parent / name

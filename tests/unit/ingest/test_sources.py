@@ -1,25 +1,22 @@
 """Where unquantized tensors come from: folders that must be what they say, and parts cut anywhere."""
 
 import json
-import math
 import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
-import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.ingest.sources import gpu_parts, parts
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
-from rollout_service.ingest.sources.parts import PartFiles
-from rollout_service.protocol.upload import SourceDtype, UploadTensor, num_parts
+from rollout_service.ingest.staged_parts import stream_buckets
+from rollout_service.protocol.upload import SourceDtype, UploadTensor, placed
+from rollout_service.store.staged_file import StagedFile
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -237,12 +234,6 @@ TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_si
 )
 
 
-def take_in(files: PartFiles, folder: Path, part: int, data: bytes, *, in_memory: bool = False) -> None:
-    received = folder / "received"
-    received.write_bytes(data)
-    files.add(part, xxhash.xxh3_128_hexdigest(data), received, memoryview(bytearray(data)) if in_memory else None)
-
-
 def address_of(memory: memoryview | torch.Tensor) -> int:
     return (torch.frombuffer(memory, dtype=torch.uint8) if isinstance(memory, memoryview) else memory).data_ptr()
 
@@ -287,102 +278,38 @@ class TestFolderOfCodes:
         assert len(FolderSource(folder).table) == 2
 
 
-class TestParts:
+class TestStream:
     @settings(deadline=None, max_examples=80)
-    @given(TABLES, st.integers(1, 64), st.integers(0, 2**32 - 1))
-    def test_tensors_are_read_across_the_borders_of_parts(
-        self, tmp_path_factory: pytest.TempPathFactory, table: tuple[UploadTensor, ...], part_bytes: int, seed: int
-    ) -> None:
-        folder = tmp_path_factory.mktemp("parts")
+    @given(TABLES, st.integers(1, 64), st.integers(0, 2**32 - 1), st.booleans())
+    def test_a_bucket_has_the_tensors_of_its_range(
+        self, tmp_path_factory: pytest.TempPathFactory, table: tuple[UploadTensor, ...], part_bytes: int, seed: int,
+        is_mapped: bool,
+    ) -> None:  # fmt: skip
+        path = tmp_path_factory.mktemp("parts") / "staged"
         stream = torch.randint(0, 256, (sum(t.nbytes for t in table),), generator=torch.Generator().manual_seed(seed))
         data = bytes(stream.tolist())
-        files = PartFiles(folder, table, part_bytes)
-        for part in range(num_parts(len(data), part_bytes)):
-            take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes])
-        offset = 0
+        path.write_bytes(data)
+        file, read = StagedFile(path, len(data), is_mapped=is_mapped), []
+        for bucket in stream_buckets(table, part_bytes):
+            assert bucket.nbytes <= 4 * part_bytes or len(bucket.tensors) == 1
+            ends = [number * part_bytes < bucket.offset + bucket.nbytes for number in bucket.parts]
+            assert all(ends) and bool(bucket.parts) == bool(bucket.nbytes)
+            if is_mapped and bucket.nbytes:
+                on_gpu = bucket.copied(file, torch.device("cpu"), 64 * len(bucket.tensors) + 2 * bucket.nbytes)
+                copied = [on_gpu[start : start + tensor.nbytes] for tensor, start in placed(bucket.tensors, 0)]
+                assert b"".join(map(bytes_of, copied)) == data[bucket.offset : bucket.offset + bucket.nbytes]
+            read += [(name, tuple(tensor.shape), bytes_of(tensor)) for name, tensor in bucket.read(file)]
+        file.close()
+        expected, offset = [], 0
         for tensor in table:
-            needed = files.parts_of(tensor.name)
-            covered = range(offset // part_bytes, math.ceil((offset + tensor.nbytes) / part_bytes))
-            assert set(covered) <= set(needed) and len(needed) <= max(len(covered), 1)
-            [(_, read)] = files.read([tensor.name])
-            assert tuple(read.shape) == tensor.shape and str(read.dtype) == f"torch.{tensor.dtype}"
-            assert read.flatten().view(torch.uint8).numpy().tobytes() == data[offset : offset + tensor.nbytes]
+            expected.append((tensor.name, tensor.shape, data[offset : offset + tensor.nbytes]))
             offset += tensor.nbytes
+        assert read == expected
 
-    @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(TABLES, st.integers(1, 64), st.integers(1, 40), st.randoms(use_true_random=False))
-    def test_a_gpu_reads_the_same_from_registered_parts_at_multiples_of_16_bytes(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, table: tuple[UploadTensor, ...], part_bytes: int,
-        batch_bytes: int, random: Random,
-    ) -> None:  # fmt: skip
-        for module in (parts, gpu_parts):
-            monkeypatch.setattr(module, "is_registered", lambda memory: True)
-            monkeypatch.setattr(module, "BATCH_BYTES", batch_bytes)
-        data = random.randbytes(sum(tensor.nbytes for tensor in table))
-        files = PartFiles(folder, table, part_bytes)
-        for part in range(num_parts(len(data), part_bytes)):
-            take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes], in_memory=True)
-        names = [tensor.name for tensor in table]
-        random.shuffle(names)
-        by_host = {name: (tensor.shape, bytes_of(tensor)) for name, tensor in files.read(names)}
-        on_gpu = dict(files.reading(lambda tensor: None, torch.device("cpu"))(names))
-        assert {name: (tensor.shape, bytes_of(tensor)) for name, tensor in on_gpu.items()} == by_host
-        copied = [tensor for tensor in on_gpu.values() if 0 < tensor.nbytes <= batch_bytes]
-        assert all(address_of(tensor) % 16 == 0 for tensor in copied)
-
-    def test_a_part_truncated_on_disk_is_an_error_and_not_zeros(self, folder: Path) -> None:
-        files = PartFiles(folder, (UploadTensor(name="t", dtype="float32", shape=(4,)),), part_bytes=8)
-        take_in(files, folder, 0, b"\1" * 8)
-        take_in(files, folder, 1, b"\1" * 7)
-        with pytest.raises(OSError, match=r"part-000001\.\w+ is shorter than when it came"):
-            list(files.read(["t"]))
-
-    @pytest.mark.parametrize("in_memory", [False, True])
-    def test_a_tensor_of_several_parts_is_put_together_where_it_is_stored(self, folder: Path, in_memory: bool) -> None:
-        table = tuple(UploadTensor(name=name, dtype="float32", shape=(5,)) for name in ("stored", "quantized"))
-        data, room = bytes(range(40)), memoryview(bytearray(20))
-        files = PartFiles(folder, table, part_bytes=16)
-        for part in range(3):
-            take_in(files, folder, part, data[part * 16 : part * 16 + 16], in_memory=in_memory)
-        read = files.reading(lambda tensor: room if tensor.name == "stored" else None, None)
-        (_, stored), (_, quantized) = read(["stored", "quantized"])
-        assert address_of(stored) == address_of(room) != address_of(quantized)
-        assert (bytes(room), bytes(quantized.view(torch.uint8).tolist())) == (data[:20], data[20:])
-
-    def test_a_tensor_of_many_megabytes_is_put_together_from_all_of_its_parts(self, folder: Path) -> None:
-        nbytes, part_bytes = parts.STRETCH_BYTES + 20, parts.STRETCH_BYTES // 3
-        data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).numpy().tobytes()
-        files = PartFiles(folder, (UploadTensor(name="t", dtype="float32", shape=(nbytes // 4,)),), part_bytes)
-        for part in range(num_parts(nbytes, part_bytes)):
-            take_in(files, folder, part, data[part * part_bytes : (part + 1) * part_bytes], in_memory=True)
-        [(_, read)] = files.read(["t"])
-        assert read.view(torch.uint8).numpy().tobytes() == data
-
-    def test_registered_parts_are_copied_to_the_gpu_unless_a_large_tensor_has_a_room(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for module in (parts, gpu_parts):
-            monkeypatch.setattr(module, "BATCH_BYTES", 20)
-        table = (
-            UploadTensor(name="within", dtype="float32", shape=(2,)),
-            UploadTensor(name="across", dtype="float32", shape=(5,)),
-            UploadTensor(name="large", dtype="float32", shape=(6,)),
-            UploadTensor(name="large matrix", dtype="float32", shape=(2, 3)),
-            UploadTensor(name="experts", dtype="float32", shape=(1, 2, 3)),
-            UploadTensor(name="empty", dtype="float32", shape=(0,)),
-            UploadTensor(name="in a file", dtype="float32", shape=(2,)),
-        )
-        names = [tensor.name for tensor in table]
-        data, rooms = bytes(range(108)), {"across": memoryview(bytearray(20)), "large": memoryview(bytearray(24))}
-        files = PartFiles(folder, table, part_bytes=14)
-        for part in range(num_parts(108, 14)):
-            take_in(files, folder, part, data[part * 14 : part * 14 + 14], in_memory=part < 7)
-        read = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("meta"))
-        asked = {name: str(tensor.device) for name, tensor in read(names)}
-        assert asked == dict.fromkeys(names, "cpu")  # nothing is registered
-        monkeypatch.setattr(gpu_parts, "is_registered", lambda memory: True)
-        asked = {name: str(tensor.device) for name, tensor in read(names)}
-        assert asked == dict.fromkeys(names, "cpu") | dict.fromkeys(("within", "across", "large matrix"), "meta")
-        on_cpu = files.reading(lambda tensor: rooms.get(tensor.name), torch.device("cpu"))
-        read_bytes = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in on_cpu(names))
-        assert read_bytes == data
+    def test_a_file_that_was_truncated_raises_an_error(self, folder: Path) -> None:
+        file = StagedFile(folder / "staged", 16, is_mapped=False)
+        os.truncate(folder / "staged", 15)
+        [bucket] = stream_buckets((UploadTensor(name="t", dtype="float32", shape=(4,)),), part_bytes=8)
+        with pytest.raises(OSError, match="staged is shorter than when it came"):
+            list(bucket.read(file))
+        file.close()

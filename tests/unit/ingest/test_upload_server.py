@@ -13,6 +13,7 @@ import xxhash
 
 from rollout_service.ingest import http_listener, upload_server
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.staged_parts import Incoming
 from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.upload import (
@@ -28,7 +29,7 @@ from rollout_service.protocol.upload import (
 )
 from rollout_service.runtime.tls import tls_context
 from rollout_service.store.log import WeightLog
-from rollout_service.store.part_space import Incoming
+from rollout_service.store.upload_record import STAGED_FILE
 from rollout_service.web.auth import Authorizer
 from tests.support.certificates import make_certificate
 from tests.unit.ingest.trainer import (
@@ -36,6 +37,7 @@ from tests.unit.ingest.trainer import (
     Weights,
     begin_of,
     config_of,
+    journal_of,
     open_files,
     settle,
     stream_of,
@@ -55,12 +57,12 @@ def parts(weights: Weights, plan: UploadPlan) -> list[bytes]:
 
 
 def received_files(log: WeightLog) -> list[str]:
-    return sorted(path.stem for path in (log.root / "staging" / "1.parts").iterdir() if path.name != "upload.json")
+    """Return the parts in the journal of version 1."""
+    return sorted({f"part {line.split()[0]}" for line in journal_of(log.root / "staging" / "1.parts")})
 
 
-def first_part(log: WeightLog) -> bytes:
-    (path,) = (log.root / "staging" / "1.parts").glob("part-000000.*")
-    return path.read_bytes()
+def first_part(log: WeightLog, nbytes: int) -> bytes:
+    return (log.root / "staging" / "1.parts" / STAGED_FILE).read_bytes()[:nbytes]
 
 
 class TestPart:
@@ -90,7 +92,7 @@ class TestPart:
             version=1, part=2, nbytes=len(parts[2]), digest=xxhash.xxh3_128_hexdigest(parts[2])
         )
         assert 2 not in (await ingest.status(1)).missing_parts
-        assert received_files(log) == ["part-000002"]
+        assert received_files(log) == ["part 2"]
 
     async def test_the_last_part_is_shorter(self, trainer: Trainer, parts: list[bytes], plan: UploadPlan) -> None:
         assert len(parts) == plan.num_parts and len(parts[-1]) < plan.part_bytes
@@ -106,7 +108,7 @@ class TestPart:
         first = await trainer.put(1, 0, parts[0])
         again = await trainer.put(1, 0, parts[0])
         assert again.status_code == 200 and again.json() == first.json()
-        assert received_files(log) == ["part-000000"]
+        assert received_files(log) == ["part 0"]
         for number, part in enumerate(parts):
             assert (await trainer.put(1, number, part)).status_code == 200
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
@@ -120,15 +122,15 @@ class TestPart:
         error = reply.json()["error"]
         assert error["type"] == "VersionConflict" and "DELETE the staged version" in error["message"]
         assert error["detail"]["digests"][0] == xxhash.xxh3_128_hexdigest(parts[0])
-        assert first_part(log) == parts[0]
+        assert first_part(log, len(parts[0])) == parts[0]
 
     async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(
         self, trainer: Trainer, parts: list[bytes], log: WeightLog
     ) -> None:
         replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
         assert {reply.status_code for reply in replies} == {200}
-        assert received_files(log) == ["part-000000"]
-        assert first_part(log) == parts[0]
+        assert received_files(log) == ["part 0"]
+        assert first_part(log, len(parts[0])) == parts[0]
 
 
 class TestRefusedPart:
@@ -327,15 +329,13 @@ def url_of(server: UploadServer) -> str:
 
 def note_receiving(ingest: Ingest, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set once there is a file for a part of version 1 that has begun to come."""
-    space, begun = ingest.staged(1).space, threading.Event()
-    receive = space.receive
+    begun, opened = threading.Event(), Incoming.open
 
-    def noted(path: Path, nbytes: int) -> Incoming:
-        incoming = receive(path, nbytes)
+    def noted(incoming: Incoming) -> None:
+        opened(incoming)
         begun.set()
-        return incoming
 
-    monkeypatch.setattr(space, "receive", noted)
+    monkeypatch.setattr(Incoming, "open", noted)
     return begun
 
 
@@ -401,10 +401,10 @@ class TestBadMoments:
     ) -> None:
         writing, go_on, write = threading.Event(), threading.Event(), Incoming.write
 
-        def held(incoming: Incoming, data: memoryview) -> None:
+        def held(incoming: Incoming, start: int, data: memoryview) -> None:
             writing.set()
             go_on.wait(30)
-            write(incoming, data)
+            write(incoming, start, data)
 
         monkeypatch.setattr(Incoming, "write", held)
         digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
@@ -416,7 +416,7 @@ class TestBadMoments:
             go_on.set()
             assert (await sending).status_code == 200
             await stopping
-        assert received_files(log) == ["part-000000"] and upload_threads() == []
+        assert received_files(log) == ["part 0"] and upload_threads() == []
 
     async def test_a_part_that_does_not_end_is_cut_off_when_the_listener_stops(
         self,

@@ -3,11 +3,10 @@
 import asyncio
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,15 +21,17 @@ from rollout_service.errors import (
     QuantizationError,
     RolloutServiceError,
 )
+from rollout_service.ingest import staged_parts
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.source import WeightSource
-from rollout_service.ingest.upload_session import UploadSession, spread
+from rollout_service.ingest.upload_session import Resources, UploadSession, spread
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe, part_size
+from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
 from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.staged_file import StagingSpace
 from tests.support.models import EMBEDDING, LM_HEAD
 from tests.unit.ingest.trainer import Weights, begin_of, folder_weights, open_files, settle, stream_of
 
@@ -69,22 +70,35 @@ def staged_version(
     recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
     converter = Converter(recipe)
     layout = Layout(converter.slots(served.stored))
-    return UploadSession(begin, folder, served, converter, layout, PART_BYTES, executor, source)
+    resources = Resources(served, converter, layout, PART_BYTES, executor, StagingSpace())
+    return UploadSession(begin, folder, resources, source)
 
 
-def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
+async def accept(staged: UploadSession, part: int, data: bytes, uploader: str = "") -> None:
+    """Receive a part as the listener does."""
+    incoming = staged.parts.begin(part, len(data), lambda: None)
+    try:
+        incoming.open()
+        if incoming.memory is not None:
+            incoming.memory[:] = data
+        incoming.write(0, memoryview(data))
+        await staged.accept(incoming, xxhash.xxh3_128_hexdigest(data), uploader)
+    finally:
+        incoming.close()
+        staged.parts.end(incoming)
+
+
+async def accept_all(staged: UploadSession, weights: Weights, uploader: str = "") -> None:
     stream = stream_of(weights)
     for part in range(staged.num_parts):
-        received, data = staged.incoming_path(part), stream[part * PART_BYTES : (part + 1) * PART_BYTES]
-        received.write_bytes(data)
-        staged.accept(part, xxhash.xxh3_128_hexdigest(data), received, uploader)
+        await accept(staged, part, stream[part * PART_BYTES : (part + 1) * PART_BYTES], uploader)
 
 
 async def uploaded(
     weights: Weights, folder: Path, model: Path, executor: ThreadPoolExecutor
 ) -> tuple[StoredTensor, ...]:
     staged = staged_version(begin_of(1, weights), folder, model, executor)
-    accept_all(staged, weights)
+    await accept_all(staged, weights)
     return await staged.finish()
 
 
@@ -127,7 +141,7 @@ class TestFailure:
         broken = {name: tensor.clone() for name, tensor in weights.items()}
         broken["model.norm.weight"][3] = float("nan")
         staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
-        accept_all(staged, broken)
+        await accept_all(staged, broken)
         executor.submit(int).result()
         assert isinstance(staged.failure, QuantizationError)
         await staged.discard()
@@ -195,7 +209,7 @@ class TestDiscard:
         before = open_files()
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         assert open_files() > before
-        accept_all(staged, weights)
+        await accept_all(staged, weights)
         await staged.discard()
         assert open_files() == before
         assert list(tmp_path.iterdir()) == []
@@ -204,7 +218,7 @@ class TestDiscard:
         self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
     ) -> None:
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-        accept_all(staged, weights)
+        await accept_all(staged, weights)
         await asyncio.wait_for(staged.discard(), 30)
         assert not gate.is_set() and list(tmp_path.iterdir()) == []
 
@@ -227,9 +241,12 @@ class TestDiscard:
         self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
     ) -> None:
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        incoming = staged.parts.begin(0, PART_BYTES, lambda: None)
         await staged.discard()
+        with pytest.raises(FileNotFoundError):
+            incoming.open()
         with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
-            staged.accept(0, "digest", tmp_path / "received")
+            await staged.accept(incoming, "digest")
 
     async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
         self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
@@ -238,7 +255,8 @@ class TestDiscard:
             folder.mkdir()
             (folder / "part-000000").write_bytes(b"old")
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-        assert 0 in staged.missing and {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json"}
+        assert 0 in staged.missing
+        assert {path.name for path in (tmp_path / "1.parts").iterdir()} == {"upload.json", "staged"}
         assert {path.name for path in (tmp_path / "1").iterdir()} == {"weights-00001.safetensors"}
         await staged.discard()
 
@@ -263,21 +281,6 @@ class LateWriter(Converter):
         self.order.append("has written")
 
 
-class NotingExecutor(ThreadPoolExecutor):
-    """Counts the tasks that have begun."""
-
-    def __init__(self, max_workers: int) -> None:
-        super().__init__(max_workers)
-        self.begun = threading.Semaphore(0)
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def noted() -> Any:
-            self.begun.release()
-            return fn(*args, **kwargs)
-
-        return super().submit(noted)
-
-
 class TestSeveralThreads:
     async def test_several_threads_store_what_one_stores(
         self, weights: Weights, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor
@@ -287,43 +290,53 @@ class TestSeveralThreads:
             assert await uploaded(weights, tmp_path / "2", model, several) == by_one
             assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
 
-    async def test_a_replaced_part_is_removed_once_nobody_reads_it(
-        self, weights: Weights, model: Path, tmp_path: Path
-    ) -> None:
-        with ThreadPoolExecutor(2) as executor:
-            begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
-            staged = staged_version(begin, tmp_path / "1", model, executor)
-            other = staged.incoming_path(0)
-            other.write_bytes(b"\x01" * part_size(0, begin.nbytes, staged.part_bytes))
-            staged.accept(0, xxhash.xxh3_128_hexdigest(other.read_bytes()), other, uploader="second")
-            accept_all(staged, weights, uploader="first")
-            await staged.finish()
-            assert len(list(tmp_path.glob("1.parts/part-000000.*"))) == 1
-
-    async def test_a_parts_replacement_is_stored_last_in_any_thread_order(
+    async def test_a_replaced_part_is_stored_last(
         self, model: Path, tmp_path: Path, executor: ThreadPoolExecutor
     ) -> None:
         weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
         by_one = await uploaded(weights, tmp_path / "1", model, executor)
         served = ServedModel.load(model)
-        converter = LateWriter(
-            TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
-        )
+        recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(served.plan(QuantConfig()).quantized))
+        converter = LateWriter(recipe)
         stream = stream_of(weights)
-        with NotingExecutor(4) as several:
+        with ThreadPoolExecutor(4) as several:
             begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
             layout = Layout(converter.slots(served.stored))
-            staged = UploadSession(begin, tmp_path / "2", served, converter, layout, len(stream), several)
-            for uploader, data in (("second", bytes(len(stream))), ("first", bytes(stream))):
-                received = staged.incoming_path(0)
-                received.write_bytes(data)
-                staged.accept(0, xxhash.xxh3_128_hexdigest(data), received, uploader)
-                assert await asyncio.to_thread(converter.first_has_read.wait, 60)
-            for _ in range(3):  # the first conversion, the removal of what it reads, and the second conversion
-                assert await asyncio.to_thread(several.begun.acquire, timeout=60)
+            resources = Resources(served, converter, layout, len(stream), several, StagingSpace())
+            staged = UploadSession(begin, tmp_path / "2", resources)
+            await accept(staged, 0, bytes(len(stream)), "second")
+            assert await asyncio.to_thread(converter.first_has_read.wait, 60)
+            replacing = asyncio.create_task(accept(staged, 0, stream, "first"))
+            await settle()
+            assert staged.missing == {0} and not replacing.done()
             converter.go_on.set()
+            await replacing
             assert await staged.finish() == by_one
         assert converter.order == ["reads", "has written"] * 2
+
+    async def test_a_whole_part_stops_a_sender_of_the_same(
+        self,
+        weights: Weights,
+        model: Path,
+        tmp_path: Path,
+        executor: ThreadPoolExecutor,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        monkeypatch.setattr(staged_parts, "GRACE_S", 0.0)
+        data, aborted = stream_of(weights)[:PART_BYTES], asyncio.Event()
+        stuck = staged.parts.begin(0, PART_BYTES, aborted.set)
+        stuck.open()
+        stuck.write(0, memoryview(bytes(10)))
+        whole = asyncio.create_task(accept(staged, 0, data))
+        await aborted.wait()
+        assert 0 in staged.missing
+        stuck.close()
+        staged.parts.end(stuck)
+        await whole
+        assert staged.digests == {0: xxhash.xxh3_128_hexdigest(data)}
+        assert bytes(staged.parts.read(0, 0, PART_BYTES)) == data
+        await staged.discard()
 
     @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
     def test_threads_take_batches_that_are_far_apart(self, batches: int, threads: int) -> None:

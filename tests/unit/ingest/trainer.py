@@ -19,6 +19,7 @@ from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.upload_record import JOURNAL
 from rollout_service.web.auth import Authorizer
 
 Weights = Mapping[str, torch.Tensor]
@@ -52,6 +53,12 @@ def begin_of(version: int, weights: Weights, kv_scales: dict[str, float] | None 
 def stream_of(weights: Weights) -> bytes:
     """All bytes of an upload."""
     return b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in weights.values())
+
+
+def journal_of(parts: Path) -> list[str]:
+    """Return the lines about received parts in a staged version's folder."""
+    journal = parts / JOURNAL
+    return journal.read_text().splitlines() if journal.exists() else []
 
 
 class CallersFrom(Authorizer):

@@ -1,0 +1,151 @@
+"""Uploads in registered memory, which an ingest with a GPU converts by plans: the same digests, bytes and failures as
+on the host, and the same replacement of parts."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+import xxhash
+
+from rollout_service.errors import QuantizationError
+from rollout_service.ingest import conversion, rooms
+from rollout_service.ingest.batch_plan import BatchPlans
+from rollout_service.ingest.upload_session import Resources, UploadSession
+from rollout_service.model import convert
+from rollout_service.model.convert import Converter
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import BeginUpload, TrainerRecipe, UploadTensor
+from rollout_service.store.layout import Layout
+from rollout_service.store.manifest import StoredTensor
+from rollout_service.store.mapped_files import MappedFiles
+from rollout_service.store.spare_files import SpareFiles
+from rollout_service.store.staged_file import StagedFile, StagingSpace
+from rollout_service.store.writer import LogMemory
+from tests.interpreted.test_conversion import no_stream
+
+SHAPES = {"embedding": (40, 96), "norm": (33,)} | {f"w{i}": (130, 64 + i) for i in range(6)} | {"none": (0, 5)}
+RECIPE = TrainerRecipe(weights="fp8_block", quantized=tuple(name for name in SHAPES if name[0] == "w"))
+MODEL = cast(ServedModel, SimpleNamespace(head="", embedding="", tied=False, stored=SHAPES))
+PART_BYTES = 4096
+Weights = dict[str, torch.Tensor]
+
+
+def codes(seed: int = 0) -> Weights:
+    """Return the tensors of a trainer that quantizes."""
+    torch.manual_seed(seed)
+    made = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    return dict(Converter(RECIPE, device="cpu").convert(made.items()))
+
+
+def stream_of(weights: Weights) -> bytes:
+    return b"".join(bytes(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in weights.values())
+
+
+def begun(folder: Path, weights: Weights, executor: ThreadPoolExecutor) -> UploadSession:
+    """Begin an upload into memory that only the tests of a GPU take for registered."""
+    spare = SpareFiles(folder)
+    spare.begin()
+    table = tuple(
+        UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
+        for name, tensor in weights.items()
+    )
+    converter = Converter(RECIPE, device="cpu")
+    layout = Layout(converter.slots(SHAPES))
+    memory = LogMemory(MappedFiles(lambda memory: lambda: None), spare)
+    space, plans = StagingSpace(folder / "kept"), BatchPlans(converter, layout.places)
+    resources = Resources(MODEL, converter, layout, PART_BYTES, executor, space, memory, executor, plans)
+    return UploadSession(BeginUpload(version=1, tensors=table, uploader="first"), folder / "1", resources)
+
+
+async def accept(staged: UploadSession, stream: bytes, numbers: Iterable[int], uploader: str = "first") -> None:
+    for part in numbers:
+        data = stream[part * PART_BYTES : (part + 1) * PART_BYTES]
+        incoming = staged.parts.begin(part, len(data), lambda: None)
+        incoming.open()
+        assert incoming.memory is not None
+        incoming.memory[:] = data
+        await staged.accept(incoming, xxhash.xxh3_128_hexdigest(data), uploader)
+        incoming.close()
+        staged.parts.end(incoming)
+
+
+@pytest.fixture
+def by_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StoredTensor, ...]:
+    """The version as it is stored without a GPU."""
+    (tmp_path / "host").mkdir()
+
+    async def stored(executor: ThreadPoolExecutor) -> tuple[StoredTensor, ...]:
+        staged = begun(tmp_path / "host", codes(), executor)
+        await accept(staged, stream_of(codes()), range(staged.num_parts))
+        return await staged.finish()
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as executor:
+        patch.setattr(conversion, "GPU", None)
+        return asyncio.run(stored(executor))
+
+
+@pytest.fixture
+def planned(by_host: tuple[StoredTensor, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pretend that the CPU is a GPU. Yield the sizes in bytes of the copies to it."""
+    del by_host  # made before
+    copies: list[int] = []
+    copy_to = StagedFile.copy_to
+
+    def noted(file: StagedFile, target: torch.Tensor, offset: int) -> None:
+        copies.append(target.nbytes)
+        copy_to(file, target, offset)
+
+    monkeypatch.setattr(conversion, "GPU", torch.device("cpu"))
+    monkeypatch.setattr(conversion, "own_stream_done", no_stream)
+    for module in (rooms, convert):
+        monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(StagedFile, "is_registered", lambda *_: True)
+    monkeypatch.setattr(StagedFile, "copy_to", noted)
+    return copies
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+async def test_a_planned_upload_is_stored_as_on_the_host(
+    tmp_path: Path, by_host: tuple[StoredTensor, ...], executor: ThreadPoolExecutor, planned: list[int]
+) -> None:
+    staged = begun(tmp_path, codes(), executor)
+    await accept(staged, stream_of(codes()), [*range(1, staged.num_parts), 0])
+    assert await staged.finish() == by_host
+    assert sum(planned) >= len(stream_of(codes())) > 4 * PART_BYTES
+    for file in {tensor.file for tensor in by_host}:
+        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "host" / "1" / file).read_bytes()
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("bad", ["w1", "w4_scale_inv", "norm"])
+async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path: Path, executor: ThreadPoolExecutor, bad: str) -> None:
+    unsound = codes()
+    unsound[bad].view(-1).view(torch.uint8)[-4:] = 0xFF  # NaN of each dtype
+    staged = begun(tmp_path, unsound, executor)
+    await accept(staged, stream_of(unsound), range(staged.num_parts))
+    with pytest.raises(QuantizationError, match=rf"^{bad}\["):
+        await staged.finish()
+
+
+@pytest.mark.usefixtures("planned")
+async def test_replaced_parts_are_converted_again(
+    tmp_path: Path, by_host: tuple[StoredTensor, ...], executor: ThreadPoolExecutor
+) -> None:
+    staged = begun(tmp_path, codes(), executor)
+    last = staged.num_parts - 1
+    unsound = codes(seed=1)
+    unsound["w2"].view(torch.uint8)[0] = 0x7F
+    await accept(staged, stream_of(unsound), range(last), uploader="second")
+    await accept(staged, stream_of(codes()), range(last))
+    await accept(staged, stream_of(codes()), [last])
+    assert await staged.finish() == by_host
