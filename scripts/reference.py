@@ -50,7 +50,7 @@ TITLES = {
 }
 """The heading above the routes of each module."""
 MAX_FIELDS = 8
-"""Bodies with more fields have a table of their own, or are defined by another server."""
+"""Bodies with more fields have a table of their own, or another server defines them."""
 Row = tuple[str, ...]
 
 
@@ -160,6 +160,8 @@ def _inputs(route: Any, operation: Mapping[str, Any]) -> str:
     """Return the names of a route's query parameters and of its body's fields."""
     names = [item["name"] for item in operation.get("parameters", ()) if item["in"] == "query"]
     annotation = route.body_field.field_info.annotation if route.body_field is not None else None
+    if annotation in (GenerateRequest, CompletionRequest):
+        return "[fields](#fields-of-a-rollout)"
     for model in (annotation, *get_args(annotation)):
         if isinstance(model, type) and issubclass(model, BaseModel) and len(model.model_fields) <= MAX_FIELDS:
             names += model.model_fields

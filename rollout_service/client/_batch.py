@@ -54,7 +54,7 @@ class Failures:
                 raise
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def suppress_recorded(self) -> Iterator[None]:
         """Suppress the error that ended the batch if ``of`` has recorded it."""
         try:
             yield
@@ -138,7 +138,7 @@ class Group:
         for breaks in itertools.count():
             try:
                 async with raise_first_failure() as group:
-                    for index in self._unfinished():
+                    for index in self._unfinished_indices():
                         group.create_task(self._read(index, slots))
                 return
             except _StreamCut as cut:
@@ -147,7 +147,7 @@ class Group:
             finally:
                 self._settle()
 
-    def _unfinished(self) -> list[int | None]:
+    def _unfinished_indices(self) -> list[int | None]:
         """Return the indices of unfinished completions. ``[None]`` means that no completion exists yet: request all at
         once."""
         if not self._completions:
@@ -218,11 +218,11 @@ class Group:
             if index is None:
                 self._completions = list(stream.completions)
             else:
-                self._completions[index] = self._joined(self._completions[index], stream.completions[0])
+                self._completions[index] = self._join(self._completions[index], stream.completions[0])
         self._attempts += max((stream.attempts for stream in self._streams.values() if stream.num_tokens), default=0)
         self._streams.clear()
 
-    def _joined(self, partial: Completion, rest: Completion) -> Completion:
+    def _join(self, partial: Completion, rest: Completion) -> Completion:
         prompt = self._prompt_token_ids or ()
         call = GenerateCall(request_id=self._before.request_id, prompt_token_ids=prompt, sampling=self._sampling)
         # the rest already contains the text of the partial completion
@@ -283,7 +283,7 @@ async def first_groups(
     for index in range(len(groups)):  # groups that were complete from the start
         note(index)
     if len(done) < until:
-        with failures.noted():
+        with failures.suppress_recorded():
             async with raise_first_failure() as group:
                 tasks += [group.create_task(work(index)) for index in range(len(groups)) if index not in done]
     done = dict(sorted(done.items()))

@@ -296,7 +296,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
                     if progress is not None:
                         progress(len(rollouts), len(prompts))
 
-        with failures.noted():
+        with failures.suppress_recorded():
             async with raise_first_failure() as group:
                 for _ in range(min(max_requests, len(prompts))):
                     group.create_task(work())

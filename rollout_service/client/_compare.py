@@ -197,11 +197,11 @@ class Comparison:
         found: dict[int, Changed | None] = {}
         for tensors, told in self._told:
             found |= zip(tensors, told.result(), strict=True)
-        return found | {tensor: self._found(tensor)() for tensor in self._encode if tensor not in found}
+        return found | {tensor: self._await_change(tensor)() for tensor in self._encode if tensor not in found}
 
     def _begin_telling(self, part: int) -> None:
         tensors = self._parts[part]
-        found = [self._found(tensor) for tensor in tensors]
+        found = [self._await_change(tensor) for tensor in tensors]
         nbytes = sum(len(self._encode.get(tensor, b"")) for tensor in tensors)
         if nbytes + most_header_bytes(len(tensors)) > LARGEST_PART_BYTES:
             self.has_too_large_part = True
@@ -214,7 +214,7 @@ class Comparison:
 
         self._told.append((tensors, self._telling.submit(tell)))
 
-    def _found(self, tensor: int) -> Callable[[], Changed | None]:
+    def _await_change(self, tensor: int) -> Callable[[], Changed | None]:
         """Return a function that waits for a tensor's digest and returns the tensor's change. Tensors may be empty."""
         encoded = self._encode.get(tensor)
         if not encoded:
@@ -251,7 +251,7 @@ class Comparison:
         devices = {flats[0].device for flats in self._on_gpu.values()}
         if len(self._on_gpu) == len(self._batches[number].pieces) and len(devices) == 1:
             try:
-                counted = self._counted(number, devices.pop())
+                counted = self._count_changes(number, devices.pop())
             except torch.cuda.OutOfMemoryError as error:
                 _warn_of_no_room(error)
         require_sound = self._verdicts.collect()
@@ -264,7 +264,7 @@ class Comparison:
             self._counting, self._require_sound = counted, require_sound
         self._on_gpu = {}
 
-    def _counted(self, number: int, device: torch.device) -> Counting:
+    def _count_changes(self, number: int, device: torch.device) -> Counting:
         batch = self._batches[number]
         uploads = self._uploads.setdefault(device, Uploads(device))
         pieces, new = [self._pieces[index] for index in batch.pieces], [self._on_gpu[index] for index in batch.pieces]

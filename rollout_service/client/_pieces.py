@@ -79,11 +79,11 @@ def pieces_of(table: tuple[UploadTensor, ...]) -> list[Piece]:
                 itemsize = DTYPE_BYTES[tensor.dtype]
                 spans = open_.setdefault(itemsize, [])
                 if spans and spans[-1].place.stop + tensor.nbytes > PIECE_BYTES:
-                    found.append(_joined(itemsize, spans))
+                    found.append(_join_spans(itemsize, spans))
                     spans = open_[itemsize] = []
                 start = spans[-1].place.stop if spans else 0
                 spans.append(Span(number, slice(0, tensor.nbytes), slice(start, start + tensor.nbytes)))
-        found += [_joined(itemsize, spans) for itemsize, spans in open_.items() if spans]
+        found += [_join_spans(itemsize, spans) for itemsize, spans in open_.items() if spans]
     return sorted(found, key=lambda piece: piece.last)
 
 
@@ -113,5 +113,5 @@ def _cut(number: int, tensor: UploadTensor) -> Iterator[Piece]:
         yield Piece(DTYPE_BYTES[tensor.dtype], nbytes, True, (Span(number, part, slice(0, nbytes)),))
 
 
-def _joined(itemsize: int, spans: list[Span]) -> Piece:
+def _join_spans(itemsize: int, spans: list[Span]) -> Piece:
     return Piece(itemsize, spans[-1].place.stop, False, tuple(spans))

@@ -15,7 +15,7 @@ from rollout_service.client._partial import PartialRollout
 from rollout_service.client._retry import Repeat
 from rollout_service.errors import RolloutServiceError, from_wire
 from rollout_service.protocol.generate import GenerateChunk, GenerateRequest, StreamedChoice, StreamOptions
-from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span, merged
+from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span, merge_spans
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) ->
         return Completion(index=index, token_ids=(), logprobs=(), finish_reason="abort", spans=())
     last = pieces[-1]
     num_tokens = sum(len(piece.token_ids) for piece in pieces)
-    so_far = merged(span for piece in pieces for span in piece.weight_versions)
+    so_far = merge_spans(span for piece in pieces for span in piece.weight_versions)
     texts = [piece.text for piece in pieces if piece.text is not None]
     masks = [chunk for piece in pieces for chunk in piece.packed_sampling_mask or ()]
     return Completion(

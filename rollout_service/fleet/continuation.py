@@ -8,10 +8,10 @@ import xxhash
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import TooEarly
 from rollout_service.fleet.detokenizer import Decode, Detokenizer
-from rollout_service.protocol.rollout import Completion, Rollout, merged
+from rollout_service.protocol.rollout import Completion, Rollout, merge_spans
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
-from rollout_service.protocol.sampling_mask import repacked
+from rollout_service.protocol.sampling_mask import repack
 
 _T = TypeVar("_T")
 _WINDOW = 4096
@@ -130,10 +130,10 @@ def merge_completions(call: GenerateCall, partial: Completion, rest: Completion)
         logprobs=partial.logprobs + rest.logprobs,
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
-        spans=merged((*partial.spans, *(span.moved(done) for span in rest.spans))),
-        top_logprobs=_joined([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
+        spans=merge_spans((*partial.spans, *(span.shift(done) for span in rest.spans))),
+        top_logprobs=_concatenate([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
         prompt_logprobs=of_the_prompt,
-        packed_sampling_mask=_joined([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
+        packed_sampling_mask=_concatenate([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
         routed_experts=_joined_experts(partial, rest, len(call.prompt_token_ids)),
     )
 
@@ -163,7 +163,7 @@ def slice_completion(completion: Completion, start: int, end: int) -> Completion
             "logprobs": completion.logprobs[start:end],
             "spans": tuple(spans),
             "top_logprobs": None if likeliest is None else likeliest[start:end],
-            "packed_sampling_mask": None if mask is None else repacked(mask, start, end),
+            "packed_sampling_mask": None if mask is None else repack(mask, start, end),
             "routed_experts": None,
         }
     )
@@ -241,7 +241,7 @@ def cut_at_stop(call: GenerateCall, completion: Completion, count: int, stop: st
     return slice_completion(completion, 0, count).model_copy(update=ended)
 
 
-def _joined(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
+def _concatenate(pieces: list[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
     """Concatenate lists; None if an engine returned none. A completion that was aborted before its first token has
     none."""
     return None if not pieces or None in pieces else tuple(each for piece in pieces for each in piece or ())

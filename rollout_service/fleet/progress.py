@@ -21,7 +21,7 @@ from rollout_service.fleet.continuation import StopSearch, slice_completion
 from rollout_service.fleet.placements import PLACEMENTS, Placements
 from rollout_service.fleet.queue import Ticket
 from rollout_service.protocol.progress import Piece, ProgressAsk
-from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span, merged
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.rpc import EngineCalls
 
@@ -86,7 +86,7 @@ class CompletionProgress:
             start, made = len(self), slice_completion(made, known, len(made.token_ids))
         self._token_ids.extend(made.token_ids)
         self._logprobs.extend(made.logprobs)
-        self._spans[-1:] = merged((*self._spans[-1:], *(span.moved(start) for span in made.spans)))
+        self._spans[-1:] = merge_spans((*self._spans[-1:], *(span.shift(start) for span in made.spans)))
         if made.top_logprobs is not None:
             self._top_logprobs = self._top_logprobs or []
             self._top_logprobs += made.top_logprobs

@@ -60,7 +60,7 @@ class Candidate:
     """True if it would refuse a call, since it holds its maximum number of sequences."""
 
 
-def ranked(
+def rank_replicas(
     candidates: Collection[Candidate],
     *,
     min_version: int | None = None,
@@ -260,7 +260,7 @@ class RolloutRouter(RequestRouter):
         session = getattr(call, "session_id", None)
         self._ledger.origin = getattr(call, "origin", self._ledger.origin)
         begins = () if call is None else prefixes(call.prompt_token_ids, call.cache_salt)
-        order = ranked(
+        order = rank_replicas(
             [self._candidate(replica) for replica in candidate_replicas],
             min_version=getattr(call, "min_weight_version", None),
             exact_version=getattr(call, "exact_weight_version", None),

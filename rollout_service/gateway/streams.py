@@ -13,7 +13,7 @@ from rollout_service.fleet.progress import CompletionDelta, RolloutProgress
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.prompts import of_prompt, roll_out
 from rollout_service.protocol.generate import RolloutOptions
-from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
+from rollout_service.protocol.rollout import Completion, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import Reasoning, Sampling
 from rollout_service.runtime.tasks import raise_first_failure
 
@@ -30,8 +30,8 @@ class Spans:
     def of(self, piece: CompletionDelta) -> Completion:
         """Return the piece with spans whose indices count from the completion's first token. The last piece has all
         spans."""
-        own = [span.moved(piece.start) for span in piece.made.spans]
-        self._gathered[-1:] = merged([*self._gathered[-1:], *own])
+        own = [span.shift(piece.start) for span in piece.made.spans]
+        self._gathered[-1:] = merge_spans([*self._gathered[-1:], *own])
         return piece.made.model_copy(update={"spans": tuple(self._gathered if piece.is_last else own)})
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from rollout_service.config import MonitorConfig
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.recent import RecentRollouts
-from rollout_service.monitor.scoring import Scored, found, missing, parse_report, score
+from rollout_service.monitor.scoring import Scored, missing_ids, parse_report, require_remembered, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
@@ -50,7 +50,7 @@ class Monitor:
             known = None if report.report_id is None else self._receipts.get(report.report_id)
             if known is not None:
                 return known.model_copy(update={"repeated": True})
-            remembered = found(report, self._recent)
+            remembered = require_remembered(report, self._recent)
             scored = await asyncio.to_thread(score, report, remembered, self._config.ratio_bound)
             return self._count(report, scored)
 
@@ -61,9 +61,9 @@ class Monitor:
         told.set()
 
     async def _wait_for_rollouts(self, report: MismatchReport, wait_s: float) -> None:
-        with suppress(TimeoutError):  # then ``found`` raises with the missing ids
+        with suppress(TimeoutError):  # then ``require_remembered`` raises with the missing ids
             async with asyncio.timeout(wait_s):
-                while missing(report, self._recent):
+                while missing_ids(report, self._recent):
                     await self._told.wait()
 
     async def rows(self, version: int | None = None, replica_id: str | None = None) -> list[MismatchRow]:
@@ -72,7 +72,7 @@ class Monitor:
 
     async def table(self, version: int | None = None, replica_id: str | None = None) -> MismatchTable:
         """Return the rows, and the same merged over replicas."""
-        merged = self._table.merged(lambda key: _matches(key, version, replica_id))
+        merged = self._table.merge_replicas(lambda key: _matches(key, version, replica_id))
         return MismatchTable(
             rows=tuple(await self.rows(version, replica_id)),
             versions=tuple(merged),

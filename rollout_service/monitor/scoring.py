@@ -36,14 +36,14 @@ def parse_report(body: bytes) -> MismatchReport:
         raise validation_error("POST /v1/mismatch", error.errors(include_url=False)) from None
 
 
-def missing(report: MismatchReport, recent: RecentRollouts) -> list[str]:
+def missing_ids(report: MismatchReport, recent: RecentRollouts) -> list[str]:
     """Return the request ids that the report refers to and that are not remembered."""
     return [request_id for request_id in _leans_on(report) if recent.get(request_id) is None]
 
 
-def found(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRollout]:
+def require_remembered(report: MismatchReport, recent: RecentRollouts) -> dict[str, RecentRollout]:
     """Return the remembered rollouts that the report refers to. Raises NotFound with all that are not remembered."""
-    gone = missing(report, recent)
+    gone = missing_ids(report, recent)
     if gone:
         raise NotFound(
             f"{len(gone)} of {len(_leans_on(report))} rollouts are not remembered ({', '.join(gone[:IDS_SHOWN])}): "

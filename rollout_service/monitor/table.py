@@ -98,7 +98,7 @@ class VersionTable:
                 suspect[key.version] = (*suspect.get(key.version, ()), suspicion)
         return suspect
 
-    def merged(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
+    def merge_replicas(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
         """Return one row per version, merged over all selected replicas (``replica_id`` None), oldest first."""
         joined: dict[int, Entry] = {}
         for key, entry in self._entries():

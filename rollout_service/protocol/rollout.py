@@ -38,7 +38,7 @@ class Span(Frozen):
             raise ValueError(f"span [{self.start}, {self.end}) is empty")
         return self
 
-    def moved(self, by: int) -> "Span":
+    def shift(self, by: int) -> "Span":
         """Return the span shifted by ``by`` tokens."""
         return self.model_copy(update={"start": self.start + by, "end": self.end + by})
 
@@ -51,7 +51,7 @@ class Span(Frozen):
         return mine == (span.version, span.label, span.replica_id, span.kv_from)
 
 
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Merge adjacent spans of one completion that have the same version, label, replica and ``kv_from``."""
     made: list[Span] = []
     for span in spans:

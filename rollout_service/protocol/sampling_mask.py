@@ -30,7 +30,7 @@ def pack(kept: Sequence[Sequence[int]]) -> str:
     return base64.b64encode(zlib.compress(planes.tobytes(), _LEVEL)).decode()
 
 
-def repacked(chunks: Sequence[str], start: int, end: int) -> tuple[str, ...]:
+def repack(chunks: Sequence[str], start: int, end: int) -> tuple[str, ...]:
     """Return the ids of tokens ``[start, end)`` in one chunk. Raises ValueError for invalid chunks."""
     counts, ids = unpack(chunks)
     kept = np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else []

@@ -13,7 +13,7 @@ from rollout_service.fleet.routing import (
     Candidate,
     Ledger,
     prefixes,
-    ranked,
+    rank_replicas,
 )
 
 IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", version=3)]
@@ -22,12 +22,12 @@ IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", ver
 class TestRanked:
     def test_the_least_loaded_replica_comes_first(self) -> None:
         candidates = [Candidate("a", load=5), Candidate("b", load=0), Candidate("c", load=2)]
-        assert ranked(candidates) == ["b", "c", "a"]
+        assert rank_replicas(candidates) == ["b", "c", "a"]
 
     def test_equally_loaded_replicas_take_turns(self) -> None:
         ledger, chosen = Ledger(), []
         for call in range(6):
-            order = ranked([Candidate(i, load=ledger.load(i), turn=ledger.turn(i)) for i in "abc"])
+            order = rank_replicas([Candidate(i, load=ledger.load(i), turn=ledger.turn(i)) for i in "abc"])
             ledger.choose(str(call), order[0], 1, None, now=0)
             ledger.complete(str(call))
             chosen.append(order[0])
@@ -35,67 +35,67 @@ class TestRanked:
 
     def test_a_replica_with_the_version_ranks_first_at_any_load(self) -> None:
         candidates = [Candidate("a", version=3, load=0), Candidate("b", version=4, load=50), Candidate("c", version=5)]
-        assert ranked(candidates, min_version=4) == ["c", "b", "a"]
-        assert ranked(candidates) == ["a", "c", "b"]
+        assert rank_replicas(candidates, min_version=4) == ["c", "b", "a"]
+        assert rank_replicas(candidates) == ["a", "c", "b"]
 
     def test_replica_with_the_exact_version_ranks_first(self) -> None:
         candidates = [Candidate("a", version=3), Candidate("b", version=4, load=50), Candidate("c", version=5)]
-        assert ranked(candidates, exact_version=4) == ["b", "a", "c"]
+        assert rank_replicas(candidates, exact_version=4) == ["b", "a", "c"]
 
     def test_a_replica_without_a_report_is_taken_for_up_to_date(self) -> None:
-        assert ranked([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
+        assert rank_replicas([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
 
     def test_a_session_stays_with_its_replica_whatever_the_load(self) -> None:
         candidates = [Candidate("a", load=0), Candidate("b", load=50)]
-        assert ranked(candidates, session_replica="b") == ["b", "a"]
-        assert ranked(candidates, session_replica="gone") == ["a", "b"]
+        assert rank_replicas(candidates, session_replica="b") == ["b", "a"]
+        assert rank_replicas(candidates, session_replica="gone") == ["a", "b"]
 
     def test_a_session_leaves_a_replica_that_is_full(self) -> None:
         candidates = [Candidate("a", version=3), Candidate("b", version=4, is_full=True)]
-        assert ranked(candidates, session_replica="b") == ["a", "b"]
-        assert ranked(candidates, min_version=4) == ["b", "a"]
+        assert rank_replicas(candidates, session_replica="b") == ["a", "b"]
+        assert rank_replicas(candidates, min_version=4) == ["b", "a"]
 
     def test_a_session_leaves_a_replica_that_is_behind_or_failed_it(self) -> None:
         candidates = [Candidate("a", version=4), Candidate("b", version=3)]
-        assert ranked(candidates, session_replica="b", min_version=4) == ["a", "b"]
-        assert ranked(candidates, session_replica="b", avoid=["b"]) == ["a", "b"]
+        assert rank_replicas(candidates, session_replica="b", min_version=4) == ["a", "b"]
+        assert rank_replicas(candidates, session_replica="b", avoid=["b"]) == ["a", "b"]
 
     @pytest.mark.parametrize("state", ["stale", "draining", "failed"])
     def test_a_replica_in_a_bad_state_is_ranked_last_but_kept(self, state: str) -> None:
         candidates = [Candidate("a", state=state), Candidate("b", state="syncing", load=50)]
-        assert ranked(candidates, session_replica="a") == ["b", "a"]
+        assert rank_replicas(candidates, session_replica="a") == ["b", "a"]
 
     def test_a_failed_replica_ranks_below_one_the_call_should_avoid(self) -> None:
-        assert ranked([Candidate("a", state="failed"), Candidate("b")], avoid=["b"]) == ["b", "a"]
+        assert rank_replicas([Candidate("a", state="failed"), Candidate("b")], avoid=["b"]) == ["b", "a"]
 
     def test_a_prompt_that_begins_alike_goes_where_the_last_one_went(self) -> None:
         candidates = [Candidate("a", load=0, capacity=64), Candidate("b", load=15, capacity=64)]
-        assert ranked(candidates, prefix_replica="b") == ["b", "a"]
-        assert ranked(candidates, prefix_replica="gone") == ["a", "b"]
-        assert ranked(candidates, session_replica="a", prefix_replica="b") == ["a", "b"]
+        assert rank_replicas(candidates, prefix_replica="b") == ["b", "a"]
+        assert rank_replicas(candidates, prefix_replica="gone") == ["a", "b"]
+        assert rank_replicas(candidates, session_replica="a", prefix_replica="b") == ["a", "b"]
 
     @pytest.mark.parametrize(("load", "sequences"), [(17, 1), (60, 8)])
     def test_it_leaves_a_replica_that_is_full_or_far_fuller_than_others(self, load: int, sequences: int) -> None:
         other = Candidate("a", load=0 if sequences == 1 else 59, capacity=64)
         candidates = [other, Candidate("b", load=load, capacity=64)]
-        assert ranked(candidates, prefix_replica="b", sequences=sequences) == ["a", "b"]
+        assert rank_replicas(candidates, prefix_replica="b", sequences=sequences) == ["a", "b"]
 
     def test_of_a_replica_that_has_not_told_its_capacity_the_load_decides(self) -> None:
-        assert ranked([Candidate("a"), Candidate("b", load=1)], prefix_replica="b") == ["a", "b"]
+        assert rank_replicas([Candidate("a"), Candidate("b", load=1)], prefix_replica="b") == ["a", "b"]
 
     def test_a_group_sent_one_by_one_stays_together_and_groups_spread(self) -> None:
         ledger, chosen = Ledger(), []
         for call, group in enumerate([0] * 8 + [1] * 8 + [0] * 8):
             begins = prefixes([group] * PREFIX_TOKENS)
             candidates = [Candidate(i, load=ledger.load(i), turn=ledger.turn(i), capacity=64) for i in "ab"]
-            order = ranked(candidates, prefix_replica=ledger.replica_with(begins))
+            order = rank_replicas(candidates, prefix_replica=ledger.replica_with(begins))
             ledger.choose(str(call), order[0], 1, None, 0.0, begins)
             chosen.append(order[0])
         assert chosen == ["a"] * 8 + ["b"] * 8 + ["a"] * 8
 
     def test_every_candidate_is_ranked_exactly_once(self) -> None:
         for avoid in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in range(4)):
-            assert sorted(ranked(IDLE, min_version=9, avoid=avoid)) == ["a", "b", "c"]
+            assert sorted(rank_replicas(IDLE, min_version=9, avoid=avoid)) == ["a", "b", "c"]
 
 
 class TestLedger:

@@ -6,7 +6,7 @@ import pytest
 
 from rollout_service.errors import InvalidRequest, MalformedRequest, NotFound
 from rollout_service.monitor.recent import RecentRollouts
-from rollout_service.monitor.scoring import found, parse_report, score
+from rollout_service.monitor.scoring import parse_report, require_remembered, score
 from rollout_service.monitor.statistics import Sums
 from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.rollout import Span
@@ -17,7 +17,7 @@ from tests.unit.monitor.reports import body, full, rollout, span
 def scored(body: bytes, recent: RecentRollouts | None = None) -> dict[int, Sums]:
     """Sums by version."""
     report = parse_report(body)
-    statistics = score(report, found(report, recent or RecentRollouts(0)), BOUND).statistics
+    statistics = score(report, require_remembered(report, recent or RecentRollouts(0)), BOUND).statistics
     assert {key.replica_id for key in statistics} <= {"r1"}
     return {key.version: each.sums for key, each in statistics.items()}
 
@@ -25,7 +25,7 @@ def scored(body: bytes, recent: RecentRollouts | None = None) -> dict[int, Sums]
 def by_replica(body: bytes, recent: RecentRollouts | None = None) -> dict[tuple[int, str], tuple[int, int]]:
     """Tokens and sequences by version and replica."""
     report = parse_report(body)
-    both = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    both = score(report, require_remembered(report, recent or RecentRollouts(0)), BOUND)
     return {(key.version, key.replica_id): (s.sums.tokens, s.sums.sequences) for key, s in both.statistics.items()}
 
 
@@ -87,15 +87,15 @@ class TestRemembered:
             b'{"rollouts": [{"request_id": "a", "completions": [{"trainer_logprobs": []}]},'
             b' {"request_id": "b", "completions": [{"trainer_logprobs": []}]}]}'
         )
-        with pytest.raises(NotFound, match=r"2 of 2 rollouts are not remembered \(a, b\)") as missing:
-            found(report, RecentRollouts(0))
-        assert missing.value.detail == {"request_ids": ["a", "b"]}
+        with pytest.raises(NotFound, match=r"2 of 2 rollouts are not remembered \(a, b\)") as missing_ids:
+            require_remembered(report, RecentRollouts(0))
+        assert missing_ids.value.detail == {"request_ids": ["a", "b"]}
 
 
 def apart(body: bytes, recent: RecentRollouts | None = None) -> dict[int, int]:
     """Tokens of truncated rollouts by version."""
     report = parse_report(body)
-    both = score(report, found(report, recent or RecentRollouts(0)), BOUND)
+    both = score(report, require_remembered(report, recent or RecentRollouts(0)), BOUND)
     assert not both.statistics
     return {key.version: tokens for key, tokens in both.truncated.items()}
 

@@ -44,7 +44,7 @@ def test_rows_are_merged_per_version_and_not_changed() -> None:
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
     for _ in range(2):
-        (merged,) = table.merged()
+        (merged,) = table.merge_replicas()
         assert (merged.replica_id, merged.tokens) == (None, 3)
         assert merged.k1 == (-0.5 + 0.0 + 1.0) / 3
         assert merged.abs_diff_max == 1.0
@@ -55,7 +55,7 @@ def test_only_what_is_wanted_is_shown() -> None:
     add(table, 1, "a")
     add(table, 2, "b")
     assert [row.version for row in table.rows(lambda key: key.replica_id == "b")] == [2]
-    assert [row.version for row in table.merged(lambda key: key.version == 1)] == [1]
+    assert [row.version for row in table.merge_replicas(lambda key: key.version == 1)] == [1]
 
 
 def test_rows_per_version_are_bounded_and_keep_the_busy_replica() -> None:

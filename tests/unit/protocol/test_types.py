@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rollout_service.protocol.base import MAX_VERSION, Frozen
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
-from rollout_service.protocol.rollout import Completion, Rollout, Span, merged
+from rollout_service.protocol.rollout import Completion, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.protocol.upload import Announcement, BeginUpload, ObjectSource, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
@@ -111,7 +111,7 @@ class TestSpan:
     def test_neighbours_of_other_weights_or_of_another_replica_stay_apart(self, change: dict[str, Any]) -> None:
         first = Span(version=1, start=0, end=2, replica_id="a", label="step-0")
         second = first.model_copy(update={"start": 2, "end": 3} | change)
-        assert merged([first, second]) == (first, second)
+        assert merge_spans([first, second]) == (first, second)
 
     @given(
         st.lists(st.sampled_from([(1, "a", None), (1, "b", None), (2, "b", None), (2, "b", "x")]), max_size=9),
@@ -122,10 +122,10 @@ class TestSpan:
     ) -> None:
         lengths = [data.draw(st.integers(1, 3)) for _ in makers]
         apart = [
-            Span(version=version, replica_id=replica_id, label=label, start=0, end=length).moved(sum(lengths[:i]))
+            Span(version=version, replica_id=replica_id, label=label, start=0, end=length).shift(sum(lengths[:i]))
             for i, ((version, replica_id, label), length) in enumerate(zip(makers, lengths, strict=True))
         ]
-        whole = merged(apart)
+        whole = merge_spans(apart)
         told = [(s.version, s.replica_id, s.label) for s in whole]
         assert [m for m, s in zip(told, whole, strict=True) for _ in range(s.start, s.end)] == [
             maker for maker, length in zip(makers, lengths, strict=True) for _ in range(length)
@@ -133,7 +133,7 @@ class TestSpan:
         assert told == [maker for maker, _ in itertools.groupby(makers)]
         assert [s.start for s in whole] == [0, *(s.end for s in whole)][: len(whole)]
         cut = data.draw(st.integers(0, len(apart)))
-        assert merged([*merged(apart[:cut]), *merged(apart[cut:])]) == whole
+        assert merge_spans([*merge_spans(apart[:cut]), *merge_spans(apart[cut:])]) == whole
 
     def test_a_span_documents_both_forms_in_replies_only(self) -> None:
         of_requests, of_replies = (Span.model_json_schema(mode=mode) for mode in ("validation", "serialization"))
