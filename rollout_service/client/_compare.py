@@ -30,7 +30,7 @@ from rollout_service.gpu.streams import lies_on_gpu, queue_to_host, record_waite
 from rollout_service.protocol import delta
 from rollout_service.protocol.delta_parts import most_header_bytes
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import compute_threads
 from rollout_service.runtime.views import SIGNED, bytes_of
 from rollout_service.store.manifest import tensor_digests
@@ -115,15 +115,15 @@ OnPartCompared = Callable[[int, Sequence[Changed | None]], None]
 class Comparison:
     """Compares the tensors of a new version with the ``old`` one. A context manager for one thread."""
 
-    def __init__(self, old: OldBytes, verdicts: Verdicts, tell: OnPartCompared) -> None:
+    def __init__(self, old: OldBytes, checks: DeferredChecks, tell: OnPartCompared) -> None:
         """Prepare the comparison.
 
         Args:
-            verdicts: deferred checks of the added tensors. They are required when a batch is awaited, and before
+            checks: deferred checks of the added tensors. They are required when a batch is awaited, and before
                 ``finish`` returns.
             tell: called by a thread for each fully compared part that is small enough, before ``finish`` returns.
         """
-        self._pieces, self._kept, self._verdicts = old.pieces, old.of_pieces, verdicts
+        self._pieces, self._kept, self._checks = old.pieces, old.of_pieces, checks
         self._next = 0
         self._batches, self._of_batches = old.batches, old.of_batches
         self._batch = 0
@@ -187,7 +187,7 @@ class Comparison:
         Raises QuantizationError for the first invalid tensor among those compared or converted with them.
         """
         self._read_counted()
-        self._verdicts.require()
+        self._checks.require()
         self._compare_on_host()  # an incomplete batch: the caller stopped early and does not want the rest
         while self._compare_piece:
             self._take_first()
@@ -254,7 +254,7 @@ class Comparison:
                 counted = self._count_changes(number, devices.pop())
             except torch.cuda.OutOfMemoryError as error:
                 _warn_of_no_room(error)
-        require_sound = self._verdicts.collect()
+        require_sound = self._checks.collect()
         # the GPU has the next batch queued while this thread waits for the previous one
         self._read_counted()
         if counted is None:

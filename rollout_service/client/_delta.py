@@ -35,7 +35,7 @@ from rollout_service.model.convert import Named
 from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.memory import memory
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ class DeltaPushes:
                 return await self._push_whole(push, announced, sent, sent.take(stored, push.laps))
             self._sent = None
             push.laps.end("announce")
-            verdicts = Verdicts()
-            stored = converter.convert(tensors, to_cpu=False, verdicts=verdicts)
-            status = await self._push_changes(push, sender, sent, stored, verdicts)
+            checks = DeferredChecks()
+            stored = converter.convert(tensors, to_cpu=False, checks=checks)
+            status = await self._push_changes(push, sender, sent, stored, checks)
             return status or await self._push_whole(push, announced, sent, sent.stream())
 
     async def wait_until_settled(self) -> None:
@@ -172,7 +172,7 @@ class DeltaPushes:
         self._applying = _in_thread("delta-base", sent.apply_newer)
 
     async def _push_changes(
-        self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], verdicts: Verdicts
+        self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], checks: DeferredChecks
     ) -> WeightStatus | None:
         """Send the changes to ``stored`` while they are found, and commit them.
 
@@ -181,9 +181,7 @@ class DeltaPushes:
         """
         parts = PartsAsMade()
         sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
-        changes = await self._compare(
-            push, sender, sent, sending, partial(sent.changes_to, stored, verdicts, parts.add)
-        )
+        changes = await self._compare(push, sender, sent, sending, partial(sent.changes_to, stored, checks, parts.add))
         if changes is None:
             return None
         parts.end()

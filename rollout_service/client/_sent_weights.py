@@ -26,7 +26,7 @@ from rollout_service.protocol import delta
 from rollout_service.protocol.base import NEXT, NewVersion
 from rollout_service.protocol.delta_parts import tensors_of_parts
 from rollout_service.protocol.upload import DTYPE_BYTES, Delta, UploadTensor, base_digest
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import in_threads, io_threads
 from rollout_service.runtime.views import bytes_of
 from rollout_service.store.manifest import CHUNK_BYTES, joined_digests
@@ -143,7 +143,7 @@ class SentWeights:
     def changes_to(
         self,
         stored: Iterable[Named],
-        verdicts: Verdicts | None = None,
+        checks: DeferredChecks | None = None,
         made: Callable[[Part], None] | None = None,
     ) -> Changes | None:
         """Return the changes from these tensors to ``stored``, which must have the same names, dtypes, shapes and
@@ -154,7 +154,7 @@ class SentWeights:
 
         Args:
             stored: the new tensors.
-            verdicts: deferred checks of ``stored``, see ``Converter.convert``. They are required before this returns.
+            checks: deferred checks of ``stored``, see ``Converter.convert``. They are required before this returns.
                 For compared tensors they are required before any kept byte changes.
             made: called by threads with each part of the delta as soon as its tensors are compared.
         """
@@ -165,7 +165,7 @@ class SentWeights:
                 nbytes = sum(self.table[number].nbytes for number in tensors)
                 made(part_of(part, tensors.start, changes, nbytes))
 
-        verdicts = verdicts or Verdicts()
+        checks = checks or DeferredChecks()
         most_bytes = LARGEST_SHARE * self.nbytes
         coming = enumerate(stored)
         old = OldBytes(
@@ -175,7 +175,7 @@ class SentWeights:
             [each for each in self._of_batches if each is not None],
             self._parts,
         )
-        with Comparison(old, verdicts, tell) as comparison:
+        with Comparison(old, checks, tell) as comparison:
             for number, (_, tensor) in coming:
                 comparison.add(number, tensor)
                 del tensor
@@ -193,8 +193,8 @@ class SentWeights:
             self._replace(number, bytes_of(tensor))
             self._digests[number] = self._digest(number)
             del tensor
-            verdicts.require()
-        verdicts.require()
+            checks.require()
+        checks.require()
         return None
 
     def as_base(self) -> Delta:

@@ -38,7 +38,7 @@ from rollout_service.runtime.tasks import raise_first_failure
 if TYPE_CHECKING:
     import torch
 
-    from rollout_service.quant.verdicts import Verdicts
+    from rollout_service.quant.deferred_checks import DeferredChecks
 
 logger = logging.getLogger("rollout_service.client")
 BATCH_BYTES = 256 << 20
@@ -207,11 +207,11 @@ class SharedMemoryPushes:
         *,
         otherwise: bool,
         again: bool,
-        verdicts: Verdicts | None = None,
+        checks: DeferredChecks | None = None,
     ) -> tuple[int, str] | None:
         """Announce a version and send its tensors. Returns the version number and the digest of the whole upload.
 
-        Raises NotShared, QuantizationError by ``verdicts``, and the service's error if it refuses the tensors.
+        Raises NotShared, QuantizationError by ``checks``, and the service's error if it refuses the tensors.
 
         Args:
             announce: builds the announcement from its source.
@@ -222,7 +222,7 @@ class SharedMemoryPushes:
             otherwise: True if another transport can be used. Returns None if the ingest cannot open the memory.
             again: True if the tensors can be read again. Returns None, too, if the service has dropped the sent
                 batches.
-            verdicts: deferred checks of ``tensors``. Those of a batch are required before the ingest is told of it.
+            checks: deferred checks of ``tensors``. Those of a batch are required before the ingest is told of it.
         """
         try:
             memory = await self._memory_for(table, thread)
@@ -241,7 +241,7 @@ class SharedMemoryPushes:
         try:
             listener = await self._listener(plan)
             post = functools.partial(_post, self._http, listener, f"/v1/weights/{plan.version}/shared")
-            await send_shared(post, memory, source, tensors, thread, progress, verdicts)
+            await send_shared(post, memory, source, tensors, thread, progress, checks)
         except BaseException as error:
             self.close()  # the ingest may still be reading memory that the next push would overwrite
             if not isinstance(error, NotFound) or not again:
@@ -305,12 +305,12 @@ def fill(
     start: int,
     batch: list[UploadTensor],
     tensors: Iterator[tuple[str, torch.Tensor]],
-    verdicts: Verdicts | None,
+    checks: DeferredChecks | None,
 ) -> None:
     """Copy the tensors of ``batch`` into the memory from offset ``start`` on, laid out as in ``placed``.
 
     The copies are complete when this returns. Raises ValueError for an unexpected tensor, and the errors of
-    ``verdicts``.
+    ``checks``.
     """
     import torch
 
@@ -337,7 +337,7 @@ def fill(
             if room.is_cuda:
                 gpus.add(room.device)
         del tensor  # freed before a generator makes the next tensor
-    require_sound = None if verdicts is None else verdicts.collect()
+    require_sound = None if checks is None else checks.collect()
     for gpu in gpus:
         torch.cuda.current_stream(gpu).synchronize()
     if require_sound is not None:
@@ -356,11 +356,11 @@ async def send_shared(
     tensors: Iterable[tuple[str, torch.Tensor]],
     thread: TensorThread,
     progress: Progress | None,
-    verdicts: Verdicts | None,
+    checks: DeferredChecks | None,
 ) -> None:
     """Send the tensors of a version announced with ``source``. The ingest has read all of them when this returns.
 
-    Raises the errors of ``verdicts``, and the service's error if it refuses a batch.
+    Raises the errors of ``checks``, and the service's error if it refuses a batch.
 
     Args:
         post: sends JSON with the offsets of a batch, and returns when the ingest has read the batch.
@@ -369,7 +369,7 @@ async def send_shared(
         tensors: the tensors of ``source``, in order.
         thread: the thread that copies.
         progress: see ``RolloutClient.push_weights``.
-        verdicts: deferred checks of ``tensors``.
+        checks: deferred checks of ``tensors``.
     """
     coming, done_bytes = iter(tensors), 0
     total_bytes = sum(tensor.nbytes for tensor in source.tensors)
@@ -388,7 +388,7 @@ async def send_shared(
             while (start := ring.take(sum(aligned(max(tensor.nbytes, 1)) for tensor in batch))) is None:
                 await asyncio.wait([under_way.popleft()])  # its exception cancels this function, too
                 ring.give_back(1)
-            await thread.call(fill, memory, start, batch, coming, verdicts)
+            await thread.call(fill, memory, start, batch, coming, checks)
             body = SharedTensors(transfer=source.transfer, batch=number, first=first, count=len(batch), offset=start)
             first += len(batch)
             under_way.append(group.create_task(send(body, sum(tensor.nbytes for tensor in batch))))

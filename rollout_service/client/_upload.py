@@ -217,14 +217,14 @@ class Uploader:
                 converter, table = await self.quantizing(table, thread)
             ways = self._ways_of(source, transport, table)
             for kind in ways:
-                verdicts: Verdicts | None = None
+                checks: DeferredChecks | None = None
                 if by_trainer:
-                    from rollout_service.quant.verdicts import Verdicts  # imports torch
+                    from rollout_service.quant.deferred_checks import DeferredChecks  # imports torch
 
                     # host memory takes codes from the CPU; GPU memory and parts take them from any device
                     to_cpu = kind == "shared_memory"
-                    verdicts = None if to_cpu else Verdicts()  # a copy to the CPU synchronizes anyhow
-                    stored = converter.convert(gathering.tensors, to_cpu=to_cpu, verdicts=verdicts)
+                    checks = None if to_cpu else DeferredChecks()  # a copy to the CPU synchronizes anyhow
+                    stored = converter.convert(gathering.tensors, to_cpu=to_cpu, checks=checks)
                 try:
                     sent = await self._shared[kind].push(
                         partial(announcement, version, kv_scales=kv_scales, label=label),
@@ -234,7 +234,7 @@ class Uploader:
                         progress,
                         otherwise=transport == "auto",
                         again=transport == "auto" and source.can_be_read_again,
-                        verdicts=verdicts,
+                        checks=checks,
                     )
                 except QuantizationError as error:
                     raise staged_still(version, error) from error

@@ -19,7 +19,7 @@ from rollout_service.ingest.bucket import Bucket, GpuBatch
 from rollout_service.ingest.rooms import Rooms
 from rollout_service.metrics.process import count_converted, counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.writer import VersionWriter
 
@@ -37,7 +37,9 @@ memory."""
 class Convert(Protocol):
     """The interface of ``Converter.convert``."""
 
-    def __call__(self, tensors: Iterable[Named], *, to_cpu: bool, verdicts: Verdicts | None = None) -> Iterator[Named]:
+    def __call__(
+        self, tensors: Iterable[Named], *, to_cpu: bool, checks: DeferredChecks | None = None
+    ) -> Iterator[Named]:
         """See ``Converter.convert``."""
 
 
@@ -184,11 +186,11 @@ class Conversion:
         read_s = time.perf_counter() - began
         tensors = self._noted(tensors)
         gpu = self.gpu
-        verdicts = Verdicts() if self._writer.has_rooms else None
-        convert = partial(self._converts, to_cpu=verdicts is None, verdicts=verdicts)
+        checks = DeferredChecks() if self._writer.has_rooms else None
+        convert = partial(self._converts, to_cpu=checks is None, checks=checks)
         with (
             nullcontext() if gpu is None else own_stream_done(gpu),
-            nullcontext() if verdicts is None else Rooms(self._writer, gpu, verdicts, turn) as rooms,
+            nullcontext() if checks is None else Rooms(self._writer, gpu, checks, turn) as rooms,
         ):
             began, store_s = time.perf_counter(), 0.0
             for name, tensor in counted_conversion(convert, tensors):

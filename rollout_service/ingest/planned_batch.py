@@ -16,9 +16,9 @@ from rollout_service.ingest.sources.source import of_dtype
 from rollout_service.model.convert import Converter, Named
 from rollout_service.protocol.upload import UploadTensor, placed
 from rollout_service.quant.cuda import GroupedQuantization
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.digests import Hashing
 from rollout_service.quant.soundness import are_allowed
-from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.writer import VersionWriter
 
@@ -41,13 +41,13 @@ class PlannedBatch(NamedTuple):
 
         Raises QuantizationError, as ``Converter.convert`` does; none of the batch counts as stored then.
         """
-        plan, verdicts = self.plan, Verdicts()
+        plan, checks = self.plan, DeferredChecks()
         with own_stream_of(gpu) as stream:
             try:
                 with turn:
                     began = time.perf_counter()
                     source = self.copied(plan.source_bytes)
-                    made = _queue_conversion(plan, source, verdicts, lambda: self._complain(source, converter))
+                    made = _queue_conversion(plan, source, checks, lambda: self._complain(source, converter))
                     queued = time.perf_counter() - began
                     hashing = Hashing([_shifted(plan.chunks, made.data_ptr())], gpu)
                     hashing.queue(0)
@@ -55,7 +55,7 @@ class PlannedBatch(NamedTuple):
                         room = torch.frombuffer(writer.stretch(*stretch[:3]), dtype=torch.uint8)
                         room.copy_(made[stretch.made : stretch.made + stretch.nbytes], non_blocking=True)
                     hashing.collect()
-                    require_sound = verdicts.collect()
+                    require_sound = checks.collect()
             finally:  # no copy may still be running into a slot that is given up
                 if stream is not None:
                     stream.synchronize()
@@ -68,10 +68,10 @@ class PlannedBatch(NamedTuple):
 
     def _complain(self, source: torch.Tensor, converter: Converter) -> None:
         """Raise the error of an invalid tensor."""
-        verdicts = Verdicts()
-        for _ in converter.convert(self._views(source), to_cpu=False, verdicts=verdicts):
+        checks = DeferredChecks()
+        for _ in converter.convert(self._views(source), to_cpu=False, checks=checks):
             pass
-        verdicts.require()
+        checks.require()
 
     def _views(self, source: torch.Tensor) -> Iterator[Named]:
         for tensor, start in placed(self.tensors, 0):
@@ -79,7 +79,7 @@ class PlannedBatch(NamedTuple):
 
 
 def _queue_conversion(
-    plan: BatchPlan, source: torch.Tensor, verdicts: Verdicts, complain: Callable[[], object]
+    plan: BatchPlan, source: torch.Tensor, checks: DeferredChecks, complain: Callable[[], object]
 ) -> torch.Tensor:
     """Convert a batch, uint8, into a new output buffer, uint8 [``plan.made_bytes``]."""
     device = source.device
@@ -95,7 +95,7 @@ def _queue_conversion(
         if len(copies):
             GroupedCopy(_shifted(copies, from_at, made_at), device).run()
     numbers = np.concatenate([_shifted(plan.came, came_at), _shifted(plan.scales, made_at)])
-    verdicts.ask(are_allowed(numbers, device), complain)
+    checks.add(are_allowed(numbers, device), complain)
     return made
 
 

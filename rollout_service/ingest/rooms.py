@@ -18,7 +18,7 @@ import torch
 
 from rollout_service.gpu.streams import lies_on_gpu, own_stream_of
 from rollout_service.protocol.ring import aligned
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import STRETCH_BYTES, in_threads, stretches
 from rollout_service.store.manifest import CHUNK_BYTES
 from rollout_service.store.tensor_places import TensorPlace
@@ -49,18 +49,18 @@ class Rooms:
         self,
         writer: VersionWriter,
         gpu: torch.device | None,
-        verdicts: Verdicts,
+        checks: DeferredChecks,
         turn: "threading.Lock | None" = None,
     ) -> None:
         """
         Args:
             gpu: the GPU with which the slots are registered; None: none, and host tensors are hashed on the host.
-            verdicts: checks of the tensors on a GPU, which count as stored once these checks pass.
+            checks: checks of the tensors on a GPU, which count as stored once these checks pass.
             turn: held within the context, except while it waits for the GPU. Of the threads that share it, one works
                 while the others wait. Passing the GIL between threads after every torch call would take longer than
                 the calls themselves.
         """
-        self._writer, self._gpu, self._verdicts, self._turn = writer, gpu, verdicts, turn
+        self._writer, self._gpu, self._checks, self._turn = writer, gpu, checks, turn
         self._held: list[_Held] = []
         self._held_bytes = 0
 
@@ -135,7 +135,7 @@ class Rooms:
                     hashing.queue(number)
                 self._copy_to_rooms(held, device)
                 hashing.collect()
-                require_sound = self._verdicts.collect()
+                require_sound = self._checks.collect()
             finally:  # no copy may still be running into a slot that is given up
                 if stream is not None:
                     with self._others_turn():

@@ -20,9 +20,9 @@ from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.tensors import StoredDtype, TensorSlot
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.blockwise import any_has_all_bits, are_finite, concatenate_small, require_finite
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.formats import CODE_DTYPES, FP8_BLOCK, WEIGHT_FORMATS, WeightFormat, is_codes
 from rollout_service.quant.quantizer import Device, Quantizer
-from rollout_service.quant.verdicts import Verdicts
 
 BATCH_BYTES = 128 << 20
 """Maximum bytes for one call of the quantizer; a single matrix may be larger. Hundreds of experts' matrices thus share
@@ -135,7 +135,7 @@ class Converter:
         return self._quantizer.uses_gpu
 
     def convert(
-        self, tensors: Iterable[Named], *, to_cpu: bool = True, verdicts: Verdicts | None = None
+        self, tensors: Iterable[Named], *, to_cpu: bool = True, checks: DeferredChecks | None = None
     ) -> Iterator[Named]:
         """Yield names on disk and tensors as stored, codes before their scales. Other tensors stay on their device.
 
@@ -147,8 +147,8 @@ class Converter:
         Raises QuantizationError with the first tensor and index of NaN, infinity, or a scale that the recipe does not
         allow; InvalidManifest for codes of a tensor that stays in BF16.
 
-        ``verdicts``: tensors on a GPU are yielded once they are queued on the thread's own stream (``own_stream``),
-        which must be the current one. Their numbers are checked on that stream, and ``Verdicts`` raises the errors
+        ``checks``: tensors on a GPU are yielded once they are queued on the thread's own stream (``own_stream``), which
+        must be the current one. Their numbers are checked on that stream, and ``DeferredChecks`` raises the errors
         later.
         """
         batch: list[Named] = []
@@ -160,22 +160,22 @@ class Converter:
             for piece in pieces(name, tuple(whole.shape), self._experts):
                 part = whole[piece.index] if piece.index else whole
                 if batch and (batch_bytes + part.nbytes > self._batch_bytes or part.device != batch[-1][1].device):
-                    yield from self._convert_batch(batch, to_cpu, verdicts)
+                    yield from self._convert_batch(batch, to_cpu, checks)
                     batch, batch_bytes = [], 0
                 batch.append((piece.name, part))
                 batch_bytes += part.nbytes
             if whole.nbytes > self._batch_bytes:  # a view would keep all of the tensor alive
-                yield from self._convert_batch(batch, to_cpu, verdicts)
+                yield from self._convert_batch(batch, to_cpu, checks)
                 batch, batch_bytes = [], 0
             del tensor, whole, part  # free them before the generator makes the next
-        yield from self._convert_batch(batch, to_cpu, verdicts)
+        yield from self._convert_batch(batch, to_cpu, checks)
 
-    def _convert_batch(self, batch: list[Named], to_cpu: bool, verdicts: Verdicts | None) -> Iterator[Named]:
+    def _convert_batch(self, batch: list[Named], to_cpu: bool, checks: DeferredChecks | None) -> Iterator[Named]:
         quantized = [self._quantizes(name, tensor) for name, tensor in batch]
         wanted = list(compress(batch, quantized))
-        are_sound = self._sound_on_gpu(batch, list(compress(batch, map(not_, quantized))), verdicts)
+        are_sound = self._sound_on_gpu(batch, list(compress(batch, map(not_, quantized))), checks)
         results = iter(
-            self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, verdicts=verdicts) if wanted else ()
+            self._quantizer.quantize(wanted, to_cpu=to_cpu, left_on_gpu=not to_cpu, checks=checks) if wanted else ()
         )
         for (name, tensor), is_quantized in zip(batch, quantized, strict=True):
             if is_quantized:
@@ -199,19 +199,19 @@ class Converter:
     def _quantizes(self, name: str, tensor: torch.Tensor) -> bool:
         return name in self._quantized and not is_codes(tensor)
 
-    def _sound_on_gpu(self, batch: Sequence[Named], kept: Sequence[Named], verdicts: Verdicts | None) -> bool:
+    def _sound_on_gpu(self, batch: Sequence[Named], kept: Sequence[Named], checks: DeferredChecks | None) -> bool:
         """Check the unquantized tensors of a batch on the GPU, with one synchronization. Return True if they are valid,
-        or if ``verdicts`` will report it.
+        or if ``checks`` will report it.
 
         If False, ``_require_sound`` checks each tensor, and raises an error with its name and the reason.
         """
         if not kept or not all(lies_on_gpu(tensor) for _, tensor in kept):
             return False
         is_sound = self._are_sound(kept)
-        if verdicts is None:
+        if checks is None:
             return bool(is_sound)
         # check the whole batch, so that the error names the first invalid tensor, not the first unquantized one
-        verdicts.ask(is_sound, lambda: self._require_all_sound(batch))
+        checks.add(is_sound, lambda: self._require_all_sound(batch))
         return True
 
     def _require_all_sound(self, batch: Sequence[Named]) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from rollout_service.gpu.streams import own_stream
 from rollout_service.quant.blockwise import require_finite
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.formats import FP8_BLOCK, WeightFormat
-from rollout_service.quant.verdicts import Verdicts
 from rollout_service.runtime.views import view_at
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Quantizer:
         *,
         to_cpu: bool = False,
         left_on_gpu: bool = False,
-        verdicts: Verdicts | None = None,
+        checks: DeferredChecks | None = None,
     ) -> list[Quantized]:
         """Return codes and scales fp32 of each weight [N, K] or [E, N, K]; all on one device, of any dtype and strides.
 
@@ -56,8 +56,8 @@ class Quantizer:
         them to the CPU. Returns once they are written. Raises QuantizationError with the name of the first weight that
         holds NaN or infinity.
 
-        ``verdicts``: for weights that stay on a GPU, the call returns once all work is queued on the thread's own
-        stream (``own_stream``). The check for finite numbers is queued there, too, and ``Verdicts`` raises the error.
+        ``checks``: for weights that stay on a GPU, the call returns once all work is queued on the thread's own stream
+        (``own_stream``). The check for finite numbers is queued there, too, and ``DeferredChecks`` raises the error.
         """
         if not weights:
             return []
@@ -67,7 +67,7 @@ class Quantizer:
         gpu = device if device.type == "cuda" else torch.device("cuda", 0)
         to_cpu = to_cpu or (device.type != "cuda" and not left_on_gpu)
         # host memory may be overwritten after this returns
-        later = verdicts if device.type == "cuda" and not to_cpu else None
+        later = checks if device.type == "cuda" and not to_cpu else None
         return self._on_gpu(weights, gpu, to_cpu=to_cpu, later=later)
 
     def _on_cpu(self, name: str, weight: torch.Tensor) -> Quantized:
@@ -77,7 +77,7 @@ class Quantizer:
         return codes, scales
 
     def _on_gpu(
-        self, weights: Sequence[Named], gpu: torch.device, *, to_cpu: bool, later: Verdicts | None
+        self, weights: Sequence[Named], gpu: torch.device, *, to_cpu: bool, later: DeferredChecks | None
     ) -> list[Quantized]:
         from rollout_service.quant.cuda import GroupedQuantization
 
@@ -94,7 +94,7 @@ class Quantizer:
             GroupedQuantization(sources, *made, power_of_two=self._power_of_two, form=self._form).run()
             finite = _are_finite(scales.storage)
             if later is not None:
-                later.ask(finite, lambda: _require_all_finite(weights))
+                later.add(finite, lambda: _require_all_finite(weights))
                 return list(zip(*made, strict=True))
             if to_cpu:
                 codes, scales = codes.cpu(), scales.cpu()

@@ -12,7 +12,7 @@ from rollout_service.gpu.streams import own_stream_done
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from tests.support.models import make_model, random_weights
 
 
@@ -46,10 +46,10 @@ def test_the_device_changes_no_byte_of_a_version(tmp_path: Path) -> None:
 
 def queued(recipe: TrainerRecipe, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stored name → tensor on the GPU, after one wait for all of them."""
-    gpu, verdicts = torch.device("cuda", 0), Verdicts()
+    gpu, checks = torch.device("cuda", 0), DeferredChecks()
     with own_stream_done(gpu):
-        stored = dict(Converter(recipe).convert(weights.items(), to_cpu=False, verdicts=verdicts))
-        require_sound = verdicts.collect()
+        stored = dict(Converter(recipe).convert(weights.items(), to_cpu=False, checks=checks))
+        require_sound = checks.collect()
     require_sound()
     return stored
 

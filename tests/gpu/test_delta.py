@@ -17,7 +17,7 @@ from rollout_service.ingest.sources.gpu_changes import Changed, Made, made_on
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.ingest.trainer import folder_weights
@@ -98,10 +98,10 @@ class Compared:
 
     async def again(self) -> Changes | None:
         step(self._weights, self._generator)
-        thread, verdicts = TensorThread(), Verdicts()
-        stored = self._converter.convert(self._weights.items(), to_cpu=False, verdicts=verdicts)
+        thread, checks = TensorThread(), DeferredChecks()
+        stored = self._converter.convert(self._weights.items(), to_cpu=False, checks=checks)
         try:
-            return await thread.call(self._sent.changes_to, stored, verdicts)
+            return await thread.call(self._sent.changes_to, stored, checks)
         finally:
             thread.close()
 

@@ -21,8 +21,8 @@ from rollout_service.model.convert import Converter
 from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import SharedTensors, TrainerRecipe, UploadTensor
 from rollout_service.quant import quantizer
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
-from rollout_service.quant.verdicts import Verdicts
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.mapped_files import MappedFiles
@@ -63,9 +63,9 @@ def no_stream(gpu: torch.device) -> Iterator[SimpleNamespace]:
 
 
 def quantize_as_on_gpu(
-    self: Quantizer, weights: Sequence[Named], *, verdicts: Verdicts | None = None, **_: bool
+    self: Quantizer, weights: Sequence[Named], *, checks: DeferredChecks | None = None, **_: bool
 ) -> list[Quantized]:
-    return self._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=verdicts)
+    return self._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=checks)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from rollout_service.model import convert
 from rollout_service.protocol import delta
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.quant import quantizer
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
-from rollout_service.quant.verdicts import Verdicts
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import folder_weights
@@ -27,7 +27,7 @@ INPUT_NORM = "model.layers.1.input_layernorm.weight"
 
 
 class AsOnGpu:
-    """What lies on the CPU counts as a GPU's for whoever asks ``verdicts``."""
+    """What lies on the CPU counts as a GPU's for whoever asks ``checks``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked = 0
@@ -35,12 +35,12 @@ class AsOnGpu:
         self._quantize = Quantizer.quantize
 
         def quantize(
-            of: Quantizer, weights: Sequence[Named], *, verdicts: Verdicts | None = None, **where: bool
+            of: Quantizer, weights: Sequence[Named], *, checks: DeferredChecks | None = None, **where: bool
         ) -> list[Quantized]:
-            if verdicts is None:
+            if checks is None:
                 return self._quantize(of, weights, **where)
             self.asked += 1
-            return of._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=verdicts)
+            return of._on_gpu(weights, torch.device("cpu"), to_cpu=False, later=checks)
 
         @contextmanager
         def no_stream(gpu: torch.device) -> Iterator[SimpleNamespace]:

@@ -18,7 +18,7 @@ from rollout_service.ingest.sources.gpu_changes import Changed, made_on
 from rollout_service.model.convert import Converter
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import TrainerRecipe
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.log import WeightLog
 from rollout_service.store.mapped_files import MappedFiles
 from tests.interpreted.test_compare import launches_of
@@ -104,11 +104,11 @@ class OnGpu:
         mapped = MappedFiles()
         source = DeltaOfVersion(self._log, begin, self._log.manifest(1).recipe, self._converter, mapped)
         rooms = {name: memoryview(bytearray(tensor.nbytes)) for name, tensor in new.items()}
-        verdicts = Verdicts()
+        checks = DeferredChecks()
         try:
             read = source.reading(changes, rooms.__getitem__, CPU)
-            made = {name: t.clone() for name, t in source.convert(read(list(new)), verdicts=verdicts)}
-            verdicts.require()
+            made = {name: t.clone() for name, t in source.convert(read(list(new)), checks=checks)}
+            checks.require()
         finally:
             source.close()
             mapped.close()

@@ -11,7 +11,7 @@ from rollout_service.errors import QuantizationError
 from rollout_service.ingest import rooms
 from rollout_service.ingest.rooms import Rooms
 from rollout_service.protocol.tensors import TensorSlot
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store import manifest, writer
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
@@ -38,20 +38,20 @@ def stored(
     folder: Path,
     tensors: dict[str, torch.Tensor],
     gpu: torch.device | None = None,
-    verdicts: dict[str, bool] | None = None,
+    checks: dict[str, bool] | None = None,
     turn: "threading.Lock | None" = None,
 ) -> tuple[StoredTensor, ...]:
-    """``verdicts``: of these tensors, what is found of their numbers."""
+    """``checks``: of these tensors, what is found of their numbers."""
     folder.mkdir()
     spare = SpareFiles(folder)
     spare.begin()
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     writer = VersionWriter(folder, Layout(slots), LogMemory(MappedFiles(), spare))
-    asked = Verdicts()
+    asked = DeferredChecks()
     with Rooms(writer, gpu, asked, turn) as filling:
         for name, tensor in tensors.items():
-            if verdicts is not None:
-                asked.ask(torch.tensor(verdicts[name]), partial(complain, name))
+            if checks is not None:
+                asked.add(torch.tensor(checks[name]), partial(complain, name))
             filling.fill(name, tensor)
     return writer.finish()
 
@@ -100,9 +100,9 @@ def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(
     monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
     tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in SHAPES.items()}
     sound = dict.fromkeys(SHAPES, True)
-    assert len(stored(tmp_path / "sound", tensors, verdicts=sound)) == len(SHAPES)
+    assert len(stored(tmp_path / "sound", tensors, checks=sound)) == len(SHAPES)
     with pytest.raises(QuantizationError, match="scales holds what it may not"):
-        stored(tmp_path / "unsound", tensors, verdicts=sound | {"scales": False, "chunk": False})
+        stored(tmp_path / "unsound", tensors, checks=sound | {"scales": False, "chunk": False})
 
 
 @pytest.mark.parametrize("held_bytes", [1, 1 << 30])
@@ -122,5 +122,5 @@ def test_a_turn_ends_with_what_it_was_taken_for(
     stored(tmp_path / "sound", tensors, turn=turn)
     assert held == [True] * len(SHAPES) and not turn.locked()
     with pytest.raises(QuantizationError):
-        stored(tmp_path / "unsound", tensors, verdicts=dict.fromkeys(SHAPES, False), turn=turn)
+        stored(tmp_path / "unsound", tensors, checks=dict.fromkeys(SHAPES, False), turn=turn)
     assert not turn.locked()

@@ -24,7 +24,7 @@ from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtyp
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.buffers import ThreadBuffers, round_up
 from rollout_service.store.log import WeightLog
@@ -182,18 +182,18 @@ class DeltaOfVersion:
         return read
 
     def convert(
-        self, tensors: Iterable[Named], *, to_cpu: bool = True, verdicts: Verdicts | None = None
+        self, tensors: Iterable[Named], *, to_cpu: bool = True, checks: DeferredChecks | None = None
     ) -> Iterator[Named]:
         """Yield tensors of ``reading`` unchanged, with the interface of ``Converter.convert``.
 
-        Tensors on the CPU are already checked; checks of tensors on a GPU are added to ``verdicts``.
+        Tensors on the CPU are already checked; checks of tensors on a GPU are added to ``checks``.
         """
         del to_cpu
         for name, tensor in tensors:
             on_gpu = self._on_gpu.pop(name, None)
             if on_gpu is not None and not on_gpu.is_asked:
-                assert verdicts is not None, "what a GPU makes is put into rooms"
-                self._ask(on_gpu, verdicts)
+                assert checks is not None, "what a GPU makes is put into rooms"
+                self._ask(on_gpu, checks)
             yield name, tensor
             del tensor, on_gpu  # free it before the next is produced
 
@@ -267,7 +267,7 @@ class DeltaOfVersion:
         dtype = tensor.announced.dtype
         return DTYPE_BYTES[dtype], dtype, self._converter.makes_scales(tensor.stored.name)
 
-    def _ask(self, on_gpu: _OnGpu, verdicts: Verdicts) -> None:
+    def _ask(self, on_gpu: _OnGpu, checks: DeferredChecks) -> None:
         """Queue checks that changes lie within their segments, and that the new values may be stored."""
         made, tensors = on_gpu.made, on_gpu.tensors
         on_gpu.is_asked = True
@@ -280,7 +280,7 @@ class DeltaOfVersion:
             for number in numbers:
                 self._complain(tensors[number], tensor_bytes(made.tensors[number]))
 
-        verdicts.ask(~made.is_outside.any(), undecoded)
+        checks.add(~made.is_outside.any(), undecoded)
         for _, group in groupby(range(len(tensors)), lambda number: self._kind(tensors[number])):
             numbers = list(group)
             elements = made.became(numbers[0], numbers[-1] + 1)
@@ -288,11 +288,11 @@ class DeltaOfVersion:
                 dtype = tensors[numbers[0]].announced.dtype
                 name = tensors[numbers[0]].stored.name
                 are_sound = self._converter.are_sound(name, of_dtype(elements.view(torch.uint8), dtype, (-1,)))
-                verdicts.ask(are_sound, partial(complain, numbers))
+                checks.add(are_sound, partial(complain, numbers))
         for number in on_gpu.whole:
             tensor = tensors[number]
             data = of_dtype(made.tensors[number], tensor.announced.dtype, (-1,))
-            verdicts.ask(self._converter.are_sound(tensor.stored.name, data), partial(complain, [number]))
+            checks.add(self._converter.are_sound(tensor.stored.name, data), partial(complain, [number]))
 
     def _make(self, tensor: _Tensor, encoded: memoryview | None, data: memoryview) -> None:
         """Produce the tensor in ``data``. ``encoded``: its changes; None: it has none."""

@@ -27,7 +27,7 @@ from rollout_service.protocol.upload import (
     SharedTensors,
     UploadPlan,
 )
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.shared_memory import SharedMemory
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, stream_of
@@ -391,20 +391,20 @@ async def test_the_route_wants_authorization(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_sound", [True, False])
 def test_a_batch_is_told_of_once_its_numbers_are_known_to_be_sound(is_sound: bool) -> None:
-    verdicts, weight = Verdicts(), torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    checks, weight = DeferredChecks(), torch.arange(6, dtype=torch.bfloat16).view(2, 3)
 
     def complain() -> None:
         raise QuantizationError("norm[3] is nan")
 
     def asking() -> Iterator[tuple[str, torch.Tensor]]:
-        verdicts.ask(torch.tensor(is_sound), complain)
+        checks.add(torch.tensor(is_sound), complain)
         yield "norm", weight
 
     memory = _shared_memory.HostMemory(4096)
     try:
         batch = [describe("norm", weight)]
         with nullcontext() if is_sound else pytest.raises(QuantizationError, match=r"norm\[3\] is nan"):
-            _shared_memory.fill(memory, 0, batch, asking(), verdicts)
+            _shared_memory.fill(memory, 0, batch, asking(), checks)
         assert torch.equal(memory.room(0, 12).view(torch.bfloat16), weight.view(-1))
     finally:
         memory.close()

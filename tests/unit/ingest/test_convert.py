@@ -16,9 +16,9 @@ from rollout_service.model.convert import Converter, Named
 from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.blockwise import quantize_blockwise
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
 from rollout_service.quant.quantizer import Quantizer
-from rollout_service.quant.verdicts import Verdicts
 from tests.unit.ingest.trainer import begin_of
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -49,9 +49,9 @@ def looked_at_together(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     at_once = Converter.convert
 
     def at_the_end(self: Converter, tensors: Iterable[Named], *, to_cpu: bool = True) -> Iterator[Named]:
-        verdicts = Verdicts()
-        yield from at_once(self, tensors, to_cpu=to_cpu, verdicts=verdicts)
-        verdicts.require()
+        checks = DeferredChecks()
+        yield from at_once(self, tensors, to_cpu=to_cpu, checks=checks)
+        checks.require()
 
     if request.param == "asked at the end":
         monkeypatch.setattr(Converter, "convert", at_the_end)
@@ -71,10 +71,10 @@ class RecordingQuantizer(Quantizer):
         *,
         to_cpu: bool = False,
         left_on_gpu: bool = False,
-        verdicts: Verdicts | None = None,
+        checks: DeferredChecks | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.calls.append([name for name, _ in weights])
-        return super().quantize(weights, to_cpu=to_cpu, left_on_gpu=left_on_gpu, verdicts=verdicts)
+        return super().quantize(weights, to_cpu=to_cpu, left_on_gpu=left_on_gpu, checks=checks)
 
 
 def recording(converter: Converter) -> RecordingQuantizer:
@@ -95,7 +95,7 @@ class Unable(Quantizer):
         *,
         to_cpu: bool = False,
         left_on_gpu: bool = False,
-        verdicts: Verdicts | None = None,
+        checks: DeferredChecks | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.calls.append([str(weight.device) for _, weight in weights])
         return [(weight, weight) for _, weight in weights]

@@ -28,7 +28,7 @@ from rollout_service.ingest.upload_session import Resources, UploadSession, spre
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
-from rollout_service.quant.verdicts import Verdicts
+from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.staged_file import StagingSpace
@@ -270,10 +270,10 @@ class LateWriter(Converter):
         self.order: list[str] = []
 
     def convert(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, to_cpu: bool = True, verdicts: Verdicts | None = None
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, to_cpu: bool = True, checks: DeferredChecks | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         self.order.append("reads")
-        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors, to_cpu=to_cpu, verdicts=verdicts)]
+        made = [(name, tensor.clone()) for name, tensor in super().convert(tensors, to_cpu=to_cpu, checks=checks)]
         if not self.first_has_read.is_set():
             self.first_has_read.set()
             assert self.go_on.wait(60)

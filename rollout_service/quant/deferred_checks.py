@@ -12,13 +12,13 @@ from rollout_service.gpu.streams import queue_to_host, record_waiter
 _Asked = tuple[torch.Tensor, Callable[[], object]]
 
 
-class Verdicts:
+class DeferredChecks:
     """Deferred checks of one thread, of tensors on any devices."""
 
     def __init__(self) -> None:
         self._asked: list[_Asked] = []
 
-    def ask(self, is_sound: torch.Tensor, complain: Callable[[], object]) -> None:
+    def add(self, is_sound: torch.Tensor, complain: Callable[[], object]) -> None:
         """Add a check. ``is_sound``: bool [], computed by the current stream. If it is False, ``complain`` raises the
         reason.
 
