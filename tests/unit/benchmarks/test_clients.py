@@ -7,14 +7,10 @@ import pytest
 
 from benchmarks.clients.recorder import ClientRecorder
 from benchmarks.clients.released import CLIENTS
-from benchmarks.clients.table import PAGE, RESULT, problems
+from benchmarks.clients.table import PAGE
 from benchmarks.common.paths import PROJECT
 
 FOLDERS = {path.stem for path in (PROJECT / "requirements/clients").glob("*.txt")}
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert problems(RESULT, PAGE) == []
 
 
 def test_every_set_of_pins_is_a_clients() -> None:

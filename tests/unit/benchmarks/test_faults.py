@@ -28,10 +28,6 @@ def earlier_run(*cases: dict[str, object]) -> None:
     file.write_text(json.dumps(EARLIER | {"cases": cases}))
 
 
-def test_without_an_earlier_run_nothing_is_kept() -> None:
-    assert kept(CASES) == []
-
-
 def test_clean_cases_that_there_still_are_are_kept() -> None:
     earlier_run(
         {"name": "first", "survived": True},

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.training.silent_failures import FAILURES, table
+from benchmarks.training.silent_failures import FAILURES
 
 LAYER = "model.layers.{}.mlp.experts.down_proj"
 OLD = {LAYER.format(layer): torch.zeros(4, 2, 2) for layer in range(3)} | {"model.norm.weight": torch.zeros(2)}
@@ -20,11 +20,3 @@ def test_each_failure_spoils_what_it_names() -> None:
     assert changed("layer") == {LAYER.format(1)}
     assert changed("experts") == {LAYER.format(layer) for layer in range(3)}
     assert changed("nothing") == set(NEW)
-
-
-def test_the_table_tells_noticed_from_unnoticed() -> None:
-    curve = [{"k3": 1e-4}, {"k3": 2e-2}]
-    case = {"task": "digits", "failure": "layer", "healthy": 1, "curve": curve, "steps": 1, "rollouts": 8, "tokens": 90}
-    noticed, missed = (table([case | {"noticed": noticed}]) for noticed in (True, False))
-    assert "| 1 step(s) | 8 | 90 | 1.0e-04, 2.0e-02 |" in noticed
-    assert "| not in 1 steps | – | – |" in missed

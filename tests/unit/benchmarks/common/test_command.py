@@ -53,18 +53,6 @@ def test_each_field_is_an_option() -> None:
     assert call(*options)[2] == [Size(rows=4, side=(Side.RIGHT, Side.LEFT), free=True), Name(title="x"), 5]
 
 
-def test_defaults_are_those_of_the_fields() -> None:
-    assert call("--title", "x")[2] == [Size(), Name(title="x"), 3]
-
-
-def test_help_shows_groups_and_docstrings() -> None:
-    status, output, _ = call("--help")
-    assert status == 0
-    for shown in ("What it does.", "The size", "How many there are.", "left|right", "The name", "So often."):
-        assert shown in output
-    assert "Not shown" not in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -48,20 +48,3 @@ def test_counts_outcomes_and_properties_after_every_test(tmp_path: Path) -> None
     assert (first["closed_ms"], first["way"]) == ([1.5, 2], "by plan")
     assert "assert 1 == 2" in second["why"] and "late" in last["why"]
     assert written[-1]["tests"][2]["why"] == "Skipped: no GPU"
-
-
-def test_a_test_that_has_not_ended_is_not_said_to_have_passed(tmp_path: Path) -> None:
-    (tmp_path / "test_pair.py").write_text("def test_one():\n    pass\n\n\ndef test_two():\n    pass\n")
-    reports: list[pytest.TestReport] = []
-
-    class Keeping:
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            reports.append(report)
-
-    pytest.main(["-q", "-p", "no:cacheprovider", str(tmp_path)], plugins=[Keeping()])
-    written: list[dict[str, Any]] = []
-    recorder = Recorder(written.append)
-    for report in (reports[3], *reports[:3]):  # two processes: the second test is set up, the first one ends
-        recorder.pytest_runtest_logreport(report)
-    assert [case["test"] for case in written[-1]["tests"]] == [reports[0].nodeid]
-    assert written[-1]["passed"] == 1

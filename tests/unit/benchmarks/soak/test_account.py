@@ -21,21 +21,9 @@ def test_the_longest_outage_is_the_longest_gap_between_answers() -> None:
     ]
 
 
-def test_answers_that_overtake_one_another_leave_no_gap() -> None:
-    assert timeline(0.1, 0.9, 0.3, 0.5, 0.7).longest(1.0).seconds == pytest.approx(0.2)
-
-
 def test_a_service_that_does_not_come_back_is_away_until_the_end() -> None:
     assert timeline(0.1).longest(60.0) == Outage(0.1, pytest.approx(59.9))
     assert timeline(50.0).longest(60.0) == Outage(0.0, 50.0)
-
-
-def test_without_an_answer_there_was_never_service() -> None:
-    assert timeline().longest(60.0) == Outage(0.0, 60.0)
-
-
-def test_an_answer_after_the_end_counts_for_nothing() -> None:
-    assert timeline(1.0, 99.0).longest(10.0) == Outage(1.0, 9.0)
 
 
 def test_a_version_older_than_the_newest_of_the_log_is_not_lost() -> None:

@@ -1,6 +1,5 @@
 """Runs on disk, and the means and differences of several seeds."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,9 @@ import pytest
 from benchmarks.training.ablation_report import (
     Run,
     RunFile,
-    columns,
     differences,
     load_run,
-    mean_curve,
     run_file,
-    spread,
-    summarize,
 )
 from tests.support.ablation import END, STEP
 
@@ -50,33 +45,6 @@ def test_a_run_is_read_as_far_as_it_was_written(tmp_path: Path) -> None:
         file.write('{"ended": "all steps", "service_accuracy": 0.8}\n')
     found = load_run(path)
     assert found is not None and (found.steps, found.end["service_accuracy"]) == (2, 0.8)
-
-
-def test_the_final_reward_is_that_of_the_last_five_steps() -> None:
-    found = columns(RUNS[0], 7)
-    assert found["final_reward"] == pytest.approx((4 * 0.6 + 0.8) / 5)
-    assert found["reward"] == pytest.approx(3.8 / 7)
-    assert (found["trainer_accuracy"], found["service_accuracy"]) == pytest.approx((0.9, 0.8))
-    assert columns(RUNS[0], 5)["final_reward"] == pytest.approx(2.4 / 5)
-
-
-def test_spread_is_that_of_a_sample() -> None:
-    assert spread([1.0, 3.0]) == pytest.approx({"mean": 2.0, "sd": math.sqrt(2)})
-    assert spread([1.0]) == {"mean": 1.0, "sd": 0.0}
-
-
-def test_a_summary_has_each_arm_s_mean_over_its_own_seeds() -> None:
-    summary = summarize(RUNS)
-    assert list(summary) == ["fp8_tis", "fp8"]
-    assert summary["fp8_tis"]["trainer_accuracy"]["mean"] == pytest.approx(0.8)
-    assert summary["fp8"]["final_reward"]["mean"] == pytest.approx((4 * 0.6 + 0.7) / 5)
-
-
-def test_arms_are_compared_over_the_steps_that_all_have() -> None:
-    shorter = [*RUNS, run("bf16", 0, [0.2, 0.4])]
-    assert summarize(shorter)["fp8_tis"]["reward"]["mean"] == pytest.approx((0.3 + 0.4) / 2)
-    assert summarize(shorter)["fp8_tis"]["steps"]["mean"] == 7
-    assert mean_curve([RUNS[0], run("fp8_tis", 1, [0.4, 0.6])], "reward") == pytest.approx([0.3, 0.5])
 
 
 def test_differences_are_of_seeds_that_both_arms_have() -> None:

@@ -12,24 +12,20 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks.common.command import spread
-from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
+from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.trainers import pretraining
-from benchmarks.training.ablation_report import PAIRS, STYLES, Run, RunFile
+from benchmarks.training.ablation_report import PAIRS, Run, RunFile
 from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, accuracy, greedy_digits
 from benchmarks.training.tis_ablation import (
     ARMS,
-    PAGE,
-    PARTS,
     SERVICES,
     kept_runs,
     laid_over,
     main,
-    parse_arms,
     settings_of,
 )
 from examples import grpo
 from examples.as_engine import InBf16
-from rollout_service.correction import preset
 from rollout_service.local import load_config
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion, Rollout, Span
@@ -130,26 +126,10 @@ def test_a_step_trains_a_mixture_with_prompts_of_any_length(addition: Addition) 
     assert experts.grad is not None and experts.grad.abs().sum() > 0
 
 
-def test_arms_come_in_their_own_order_however_they_are_named() -> None:
-    assert parse_arms("coarse, bf16,,coarse") == ["bf16", "coarse"]
-
-
-@pytest.mark.parametrize(("text", "complaint"), [("bf16,int4", "int4 is no arm; there are bf16,"), (" , ", "nothing")])
-def test_an_arm_that_there_is_not_is_refused(text: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        parse_arms(text)
-
-
 def test_arms_of_a_pair_differ_by_one_thing_only() -> None:
     for one, other in PAIRS:
         if other != "bf16":
             assert replace(ARMS[one], correction="metrics_only", title=ARMS[other].title) == ARMS[other]
-
-
-def test_every_arm_has_a_published_correction_and_a_style() -> None:
-    assert ARMS.keys() == STYLES.keys()
-    for arm in ARMS.values():
-        preset(arm.correction)
 
 
 def test_only_finished_runs_are_kept(tmp_path: Path) -> None:
@@ -179,28 +159,6 @@ def test_resuming_a_finished_ablation_needs_no_service(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, options, catch_exceptions=False).exit_code == 0
     assert "|FP8, TIS|0.500 ± 0.000|" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "tis_ablation.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_report_leaves_out_what_has_not_ended(tmp_path: Path) -> None:
-    write(tmp_path / "runs", "bf16")
-    write(tmp_path / "runs", "fp8", ended=False)
-    assert CliRunner().invoke(app, ["--out", str(tmp_path), "--report"], catch_exceptions=False).exit_code == 0
-    assert "|FP8|" not in (tmp_path / "table.md").read_text()
-    options = ["--out", str(tmp_path), "--report", "--partial"]
-    assert CliRunner().invoke(app, options, catch_exceptions=False).exit_code == 0
-    assert "|FP8|" in (tmp_path / "table.md").read_text()
-
-
-def test_the_addition_task_needs_its_model(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, ["--task", "addition", "--model", str(tmp_path), "--out", str(tmp_path / "out")])
-    assert refused.exit_code == 2
-    assert "--prepare" in refused.output
-
-
-def test_the_page_has_room_for_each_task() -> None:
-    for part in PARTS.values():
-        assert PAGE.read_text().count(f"<!-- made by {part} -->\n") == 1
-    assert (PROJECT / PARTS["digits"]).is_file()
 
 
 def test_the_trainer_answers_with_its_most_probable_tokens(tmp_path: Path) -> None:
