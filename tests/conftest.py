@@ -11,7 +11,8 @@ from hypothesis import settings
 # some tests are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("untimed", deadline=None)  # how fast a busy machine is says nothing about the code
+# how fast a busy machine is says nothing about the code; every run draws other examples
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 
