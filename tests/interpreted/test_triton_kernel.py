@@ -13,19 +13,19 @@ from tests.support.grouped import assert_bytes_of_the_reference, outputs
 from tests.support.matrices import weights
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(weights(views=True, stacked=True), max_size=4))
 def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(group: list[torch.Tensor]) -> None:
     assert_bytes_of_the_reference(group)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(weights(views=True, stacked=True), max_size=2))
 def test_power_of_two_scales_too(group: list[torch.Tensor]) -> None:
     assert_bytes_of_the_reference(group, power_of_two=True)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(weights(views=True, stacked=True), max_size=2), st.sampled_from([FP8_CHANNEL, INT8_CHANNEL]))
 def test_rows_too(group: list[torch.Tensor], form: WeightFormat) -> None:
     # a program of more rows and fewer columns: an eighth of the programs, each of which the interpreter takes a

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from rollout_service.errors import QuantizationError
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
@@ -29,7 +29,6 @@ def quantized(weight: e4m3.Floats, form: WeightFormat) -> tuple[e4m3.Bytes, e4m3
 
 
 @pytest.mark.parametrize("form", CHANNELS.values(), ids=CHANNELS)
-@settings(deadline=None, max_examples=100)
 @given(weight=weights())
 def test_codes_and_scales_are_those_of_the_formula(form: WeightFormat, weight: torch.Tensor) -> None:
     codes, scales = form.quantize(weight)

@@ -26,21 +26,11 @@ def assert_channels_of_the_reference(weight: torch.Tensor) -> None:
         assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=100)
 @given(weights(views=True, stacked=True))
 def test_codes_and_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
     assert_bytes_of_the_reference(weight)
-
-
-@settings(deadline=None, max_examples=50)
-@given(weights(views=True, stacked=True))
-def test_power_of_two_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
     assert_bytes_of_the_reference(weight, power_of_two=True)
-
-
-@settings(deadline=None, max_examples=150)
-@given(weights(views=True, stacked=True))
-def test_codes_and_scales_of_channels_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
     assert_channels_of_the_reference(weight)
 
 
