@@ -32,21 +32,6 @@ def test_one_token_by_hand() -> None:
     assert found["token_mult_prob_error"] == pytest.approx(2.0)
 
 
-def test_sequences_are_multiplied_and_tokens_are_not() -> None:
-    doubled = (math.log(0.2), math.log(0.1))
-    found = measured([[doubled, doubled, doubled]])
-    assert found["chi2_token"] == pytest.approx(2**2 - 1)
-    assert found["chi2_seq"] == pytest.approx(2 ** (2 * 3) - 1)
-    assert found["ppl_ratio"] == pytest.approx(0.5)
-
-
-def test_perplexities_average_over_sequences_and_kl_over_tokens() -> None:
-    found = measured([[(-1.0, -1.0)] * 3, [(-2.0, -1.0)]])
-    assert found["kl"] == pytest.approx(1 / 4)
-    assert found["log_ppl_diff"] == pytest.approx(1 / 2)
-    assert found["training_ppl"] == pytest.approx((math.exp(1) + math.exp(2)) / 2)
-
-
 def test_a_tiny_mismatch_is_not_lost_to_rounding() -> None:
     found = measured([[(-1.0 + 1e-8, -1.0)]])
     assert found["k3_kl"] == pytest.approx(0.5e-16, rel=1e-5, abs=0)

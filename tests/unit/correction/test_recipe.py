@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.correction import PRESETS, Corrected, Correction, ImportanceWeights, Rejection, Veto, correct
-from tests.unit.correction import expected
 from tests.unit.correction.batches import ROWS, UNUSABLE, flat, near, padded, ragged, unpadded
 from tests.unit.correction.expected import Rows
 
@@ -134,19 +133,6 @@ def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(
     assert torch.equal(found.weights, exact.weights.to(weights))
 
 
-def test_half_precision_is_widened_before_it_is_subtracted() -> None:
-    trainer, rollout = torch.tensor([[-8.0]]), torch.tensor([[-0.0078125]])
-    wanted = {"rollout_corr/kl": 8.0 - 0.0078125}  # bf16 would make it 8
-    assert correct(trainer.bfloat16(), rollout.bfloat16(), torch.ones(1, 1)).metrics.items() >= wanted.items()
-
-
-def test_without_a_recipe_only_metrics_come_out(rows: Rows) -> None:
-    trainer, rollout, mask = padded(rows)
-    found = correct(trainer, rollout, mask)
-    assert torch.equal(found.mask, mask) and torch.equal(found.weights, mask.double())
-    assert found.metrics.keys() == {f"rollout_corr/{name}" for name in expected.mismatch(rows)}
-
-
 @given(rows=ROWS)
 def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows: Rows) -> None:
     trainer, rollout, mask = padded(rows)
@@ -166,18 +152,6 @@ def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows: Rows) -> Non
     assert (
         alone.items() <= correct(*padded(rows), Correction(weights, (Rejection("seq_mean_k3", 0.01),))).metrics.items()
     )
-
-
-def test_a_fully_rejected_batch_has_an_empty_mask_and_no_weight() -> None:
-    found = correct(*padded([[(-9.0, -1.0)], [(-1.0, -9.0)]]), PRESETS["geo_rs_token_tis"])
-    assert not found.mask.any() and not found.weights.any()
-    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_a_batch_without_any_token_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="selects no token"):
-        correct(torch.full(shape, math.nan), torch.zeros(shape), torch.zeros(shape), EVERYTHING)
 
 
 def test_a_recipe_is_refused_where_it_is_written() -> None:

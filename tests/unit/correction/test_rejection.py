@@ -49,31 +49,6 @@ def test_a_statistic_on_its_bound_is_kept(recipe: Rejection) -> None:
     assert kept([[(on_the_bound - 4.5, -4.0)]], Correction(rejections=(recipe,))) == [[False]]
 
 
-def test_the_bounds_of_k1_are_of_rollout_over_trainer() -> None:
-    tripled = [[(math.log(0.3), math.log(0.1))]]
-    assert kept(tripled, Correction(rejections=(Rejection("token_k1", lower=0.3, upper=1.1),))) == [[True]]
-    assert kept(tripled, Correction(rejections=(Rejection("token_k1", lower=0.9, upper=3.3),))) == [[False]]
-
-
-def test_one_upper_bound_of_k1_is_a_band_around_one() -> None:
-    recipe = Correction(rejections=(Rejection("token_k1", upper=2.0),))
-    ratios = [0.45, 0.55, 1.9, 2.1]
-    assert kept([[(math.log(ratio / 4), math.log(1 / 4)) for ratio in ratios]], recipe) == [[False, True, True, False]]
-
-
-def test_means_do_not_grow_with_length_and_sums_do() -> None:
-    short, long = [(-1.0, -1.1)] * 2, [(-1.0, -1.1)] * 20
-    mean, total = Rejection("seq_mean_k1", upper=1.2), Rejection("seq_sum_k1", upper=2.0)
-    assert kept([short, long], Correction(rejections=(mean,))) == [[True] * 2, [True] * 20]
-    assert kept([short, long], Correction(rejections=(total,))) == [[True] * 2, [False] * 20]
-
-
-def test_one_token_is_lost_in_a_mean_and_not_in_a_maximum() -> None:
-    row = [(-3.0, -1.0)] + [(-1.0, -1.0)] * 99
-    assert kept([row], Correction(rejections=(Rejection("seq_mean_k2", upper=0.1),))) == [[True] * 100]
-    assert kept([row], Correction(rejections=(Rejection("seq_max_k2", upper=0.1),))) == [[False] * 100]
-
-
 @given(rows=ROWS, lower=st.sampled_from([None, 1e-4, 1e-12]), upper=st.sampled_from([None, 100.0, 1e12]))
 def test_one_token_outside_the_veto_drops_its_sequence(rows: Rows, lower: float | None, upper: float | None) -> None:
     assume(lower is not None or upper is not None)

@@ -31,13 +31,6 @@ def test_every_metric_follows_its_formula(
     assert found == near(wanted)
 
 
-def test_effective_sample_size_is_the_share_of_unmasked_tokens() -> None:
-    one_of_four = [[(0.0, 0.0)], [(-30.0, 0.0)], [(-30.0, 0.0)], [(-30.0, 0.0)]]
-    found = measured(one_of_four, ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
-    assert found["rollout_is_eff_sample_size"] == pytest.approx(0.25)
-    assert found["rollout_is_oob_ratio"] == pytest.approx(0.75)
-
-
 def test_effective_sample_size_is_zero_if_all_weights_are_masked() -> None:
     found = measured([[(-3.0, 0.0)]], ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
     assert found["rollout_is_eff_sample_size"] == 0.0
