@@ -72,15 +72,6 @@ class TestPublish:
         assert await stored(ingest, 0) is None
         assert (await publish(ingest, 0, "b", *RANKS)).replica_id == "b"
 
-    async def test_the_scales_of_a_version_that_was_dropped_are_not_taken(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
-        digest = (await ingest.status(0)).digest
-        for version in (1, 2):
-            await trainer.push(version, weights)
-        with pytest.raises(NotFound):
-            await ingest.kv.publish_result(0, "a", RANKS, digest)
-
 
 class TestStatus:
     async def test_the_digest_stays_when_scales_are_measured(

@@ -13,7 +13,6 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales import LayerScales, ScaledFrom, scales_from_amax
 from rollout_service.kv_scales.fp8_error import fp8_round_trip
 from rollout_service.kv_scales.scales import (
-    largest_of_ranks,
     layer_scales,
     next_power_of_two,
     percentile_over_micro_batches,
@@ -70,12 +69,6 @@ class TestPercentile:
         amax = np.arange(1.0, micro_batches + 1)[:, None]
         assert percentile_over_micro_batches(amax, ScaledFrom().percentile).tolist() == [taken]
 
-    def test_of_a_thousand_the_default_leaves_the_largest_out(self) -> None:
-        amax = {"layers.0": [[1.0, 1.0, 1.0]] * 999 + [[100.0, 1.0, 1.0]]}
-        scales = scales_from_amax([amax], how=ScaledFrom(margin=448))
-        assert scales.layers["layers.0"].q == 1
-        assert scales_from_amax([amax], how=ScaledFrom(percentile=100, margin=448)).layers["layers.0"].q == 128
-
 
 class TestRanks:
     def test_the_largest_rank_counts_and_ranks_may_hold_other_layers(self) -> None:
@@ -83,12 +76,6 @@ class TestRanks:
         scales = scales_from_amax(ranks, how=ScaledFrom(margin=448))
         assert list(scales.layers) == ["l.2", "l.10"]
         assert scales.layers["l.2"] == LayerScales(q=2, k=8, v=1)
-
-    def test_the_largest_values_of_any_rank_in_order_of_depth(self) -> None:
-        ranks = [{"l.10": [[1.0, 5.0, 1.0], [2.0, 1.0, 1.0]]}, {"l.10": [[1.0, 1.0, 7.0]], "l.2": [[1.0, 1.0, 1.0]]}]
-        largest = largest_of_ranks(ranks)
-        assert {layer: amax.tolist() for layer, amax in largest.items()} == {"l.2": [1, 1, 1], "l.10": [2, 5, 7]}
-        assert list(largest) == ["l.2", "l.10"]
 
 
 class TestRefused:

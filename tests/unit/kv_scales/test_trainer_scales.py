@@ -4,21 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, VersionConflict
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales import KVScales, LayerScales
-from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, upload_digest, with_kv_scales
+from rollout_service.protocol.upload import CommitUpload, upload_digest, with_kv_scales
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.upload_record import read_record
-from tests.support.models import FAMILIES
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, stream_of
 
 LAYER = "model.layers.0.self_attn"
 SCALES = {f"{LAYER}.q_scale": 0.5, f"{LAYER}.k_scale": 2.5, f"{LAYER}.v_scale": 0.125}
@@ -72,13 +69,6 @@ class TestCheck:
             await ingest.begin(begin_of(1, weights, scales))
         assert refused.value.detail == {what: names}
         assert [status.version for status in await ingest.versions()] == [0]
-
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_every_family_names_its_layers_with_keys_and_values(self, tmp_path: Path, family: str) -> None:
-        FAMILIES[family]().save_pretrained(tmp_path)
-        served = ServedModel.load(tmp_path)
-        expected = () if family == "deepseek_v3" else ("model.layers.0.self_attn", "model.layers.1.self_attn")
-        assert served.attention == expected
 
 
 class TestCommit:
@@ -164,20 +154,6 @@ class TestAgain:
         record = read_record(log.folder(1))
         assert record is not None and record.begin.kv_scales == SCALES
         await again.stop()
-
-    async def test_a_path_brings_scales_too(self, model: Path, tmp_path: Path, weights: Weights) -> None:
-        source = tmp_path / "sources"
-        source.mkdir()
-        save_file(dict(weights), source / "model.safetensors")
-        ingest = await start(config_of(model, tmp_path / "log", weights={"source_roots": [source]}).resolved())
-        begin = BeginUpload(version=1, source=PathSource(path=source), kv_scales=SCALES)
-        await ingest.begin(begin)
-        await ingest.commit(1, CommitUpload())
-        assert came(WeightLog(tmp_path / "log").manifest(1)) == (SCALES, "trainer")
-        assert (await ingest.begin(begin)).state == "committed"
-        with pytest.raises(VersionConflict, match="with other KV scales"):
-            await ingest.begin(begin.model_copy(update={"kv_scales": OTHERS}))
-        await ingest.stop()
 
 
 def observed(**scales: float) -> KVScales:

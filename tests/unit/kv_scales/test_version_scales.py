@@ -129,13 +129,6 @@ class TestPolicy:
 
 
 class TestPublish:
-    def test_the_first_of_two_measurements_is_kept(self, ingest: Calibrating) -> None:
-        assert ingest.scales.published(0) is None
-        first = ingest.publish(0, ONE, replica_id="a")
-        assert (first.error, first.scales, first.replica_id, first.tokens) == (None, SCALES, "a", 64)
-        assert ingest.publish(0, TWO, replica_id="b") == first == ingest.scales.published(0)
-        assert ingest.scales.newest == SCALES
-
     def test_a_version_that_was_dropped_meanwhile_is_not_found(self, ingest: Calibrating) -> None:
         ingest.commit(1)
         ingest.log.drop(0)
@@ -162,32 +155,12 @@ class TestPublish:
 
 
 class TestRestart:
-    def test_it_knows_what_was_published(self, ingest: Calibrating, start: Restart) -> None:
-        result = ingest.publish(0, ONE)
-        again = start()
-        assert again.scales.published(0) == result
-        assert again.scales.newest == SCALES and again.publish(0, TWO) == result
-
     def test_scales_of_before_are_known_while_the_newest_awaits(self, ingest: Calibrating, start: Restart) -> None:
         ingest.publish(0, ONE)
         ingest.commit(1)
         again = start()
         assert again.scales.newest == SCALES and again.scales.published(1) is None
         assert again.publish(1, measured((0, 0, 0))).scales == SCALES
-
-    @pytest.mark.parametrize("damage", ["torn", "flipped", "empty"])
-    def test_damaged_scales_end_the_start_with_the_files_name(
-        self, ingest: Calibrating, start: Restart, damage: str
-    ) -> None:
-        ingest.publish(0, ONE)
-        path = ingest.log.folder(0) / KV_SCALES_FILE
-        sound = path.read_text()
-        path.write_text({"torn": sound[:-20], "flipped": sound.replace("2.0", "3.0"), "empty": ""}[damage])
-        assert path.read_text() != sound
-        with pytest.raises(LogCorrupt, match=f"{path} does not hash"):
-            start()
-        path.write_text(sound)
-        assert start().scales.newest == SCALES
 
 
 MEASURED = KVScaleResult(

@@ -2,17 +2,13 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 from ray.exceptions import RayTaskError
 
-from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import InvalidManifest, Overloaded, error_classes
-from rollout_service.kv_scales.batch import CalibrationBatch
-from rollout_service.kv_scales.calibrator import KVCalibrator
 from rollout_service.metrics import process, table
 from rollout_service.metrics.process import (
     RaySink,
@@ -27,11 +23,9 @@ from rollout_service.metrics.process import (
     set_load,
 )
 from rollout_service.metrics.table import Metric
-from rollout_service.protocol.fleet import KVCacheChoice, UpdateTimings
-from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
+from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.weights import UploadTimings
-from rollout_service.store.manifest import Manifest, Recipe
 from tests.unit.metrics.counts import Counts
 
 TIMINGS = UploadTimings(receive_s=1.0, quantize_s=2.0, store_s=3.0, finish_s=4.0)
@@ -136,32 +130,6 @@ class TestCounted:
         assert counts.total(table.UPDATES, "ok") == 1
         assert counts.total(table.UPDATE_BYTES) == 111
         assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
-
-    async def test_a_measurement_of_keys_and_values_counts_its_seconds(self, counts: Counts) -> None:
-        no_error = LayerError(**dict.fromkeys(LayerError.model_fields, 0.0))
-        seen = KVMeasurement(amax={"layer.0": ((1.0, 1.0, 1.0),)}, errors={"layer.0": no_error}, tokens=64)
-
-        class Engine:
-            async def measure_kv(
-                self, sequences: list[list[int]], scales: dict[str, float] | None = None
-            ) -> tuple[KVMeasurement, ...]:
-                return (seen,)
-
-            async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-                raise AssertionError
-
-        async def choose(choice: KVCacheChoice) -> KVCacheChoice:
-            return choice
-
-        ingest = SimpleNamespace(choose_kv_cache=choose)
-        batch = CalibrationBatch(KVCalibrationConfig(), vocab_size=128, max_model_len=64)
-        calibrator = KVCalibrator("a", Engine(), ingest, batch, choice=None, retry_s=1.0)
-        manifest = Manifest(version=3, fingerprint="model", recipe=Recipe(weights="none"), tensors=())
-        for _ in range(2):  # once FP8 is known to be accurate enough, nobody measures a version that has its scales
-            await calibrator.scales_for(manifest)
-            await calibrator.loaded(manifest)
-        assert calibrator.status is not None
-        assert counts.values == {(table.KV_CALIBRATION_SECONDS.name,): [calibrator.status.measured_s]}
 
     def test_parts_count_with_their_bytes(self, counts: Counts) -> None:
         count_part(10)

@@ -1,7 +1,8 @@
 """What a version must bring, worked out from config.json alone."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from tests.support.models import (
     stored_shapes,
 )
 
+OfFamily = Callable[[str], ServedModel]
 BF16 = QuantPlan(frozenset())
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 STACKED = "model.layers.0.mlp.experts.gate_up_proj"
@@ -94,11 +96,6 @@ class TestTable:
         for what in ("1 duplicate", "1 unknown", "2 missing", "1 wrong_shape"):
             assert what in refused.value.message
 
-    def test_an_empty_table_lacks_everything(self, served: ServedModel) -> None:
-        with pytest.raises(InvalidManifest) as refused:
-            served.check_table([], BF16)
-        assert refused.value.detail == {"missing": sorted(served.shapes)}
-
     def test_the_output_head_is_optional_where_the_embedding_is_tied(
         self, tied_model: Path, served: ServedModel
     ) -> None:
@@ -130,6 +127,19 @@ def moe(moe_model: Path) -> ServedModel:
     return ServedModel.load(moe_model)
 
 
+@pytest.fixture(scope="module")
+def of_family(tmp_path_factory: pytest.TempPathFactory) -> OfFamily:
+    """Return a family's model by its config.json alone."""
+
+    @cache
+    def load(family: str) -> ServedModel:
+        folder = tmp_path_factory.mktemp(family)
+        FAMILIES[family]().save_pretrained(folder)
+        return ServedModel.load(folder)
+
+    return load
+
+
 class TestFamilies:
     @pytest.mark.parametrize("family", OF_EACH_CLASS)
     def test_shapes_are_what_transformers_saves(self, family: str, tmp_path: Path) -> None:
@@ -156,9 +166,8 @@ class TestFamilies:
             assert ("model.layers.1.self_attn.q_a_proj" in model.linears) is (query is not None)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_only_projections_are_quantized_and_all_of_them_are(self, family: str, tmp_path: Path) -> None:
-        FAMILIES[family]().save_pretrained(tmp_path)
-        model = ServedModel.load(tmp_path)
+    def test_only_projections_are_quantized_and_all_of_them_are(self, family: str, of_family: OfFamily) -> None:
+        model = of_family(family)
         matrices = {name.removesuffix(".weight") for name, shape in model.shapes.items() if len(shape) == 2}
         never = {
             name for name in matrices if name.endswith(("lm_head", "embed_tokens", ".gate", ".shared_expert_gate"))
@@ -167,42 +176,41 @@ class TestFamilies:
         assert all(model.shapes[f"{name}.weight"] == shape for name, shape in model.linears.items())
         assert model.plan(QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
 
-    def test_the_routers_are_those_of_the_layers_with_experts(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_layers_with_keys_and_values_are_named(self, family: str, of_family: OfFamily) -> None:
+        expected = () if family == "deepseek_v3" else ("model.layers.0.self_attn", "model.layers.1.self_attn")
+        assert of_family(family).attention == expected
+
+    def test_the_routers_are_those_of_the_layers_with_experts(self, of_family: OfFamily) -> None:
         blocks = {
             "qwen3": set(),
             "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
             "mixtral": {"block_sparse_moe.gate"},
         }
         for family, leaves in blocks.items():
-            FAMILIES[family]().save_pretrained(tmp_path)
-            routers = ServedModel.load(tmp_path).routers
-            assert routers == {f"model.layers.{layer}.{leaf}" for layer in range(2) for leaf in leaves}
-        FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
-        assert ServedModel.load(tmp_path).routers == {"model.layers.1.mlp.gate"}  # its first layer is dense
+            assert of_family(family).routers == {
+                f"model.layers.{layer}.{leaf}" for layer in range(2) for leaf in leaves
+            }
+        assert of_family("deepseek_v3").routers == {"model.layers.1.mlp.gate"}  # its first layer is dense
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(self, family: str, tmp_path: Path) -> None:
-        FAMILIES[family]().save_pretrained(tmp_path)
-        names = list(ServedModel.load(tmp_path).shapes)
+    def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(self, family: str, of_family: OfFamily) -> None:
+        names = list(of_family(family).shapes)
         for depth in ("layers", "experts"):
             groups = [name.partition(f".{depth}.")[0::2] for name in names if f".{depth}." in name]
             order = [(before, after.partition(".")[0]) for before, after in groups]
             assert [b for a, b in zip([None, *order], order, strict=False) if a != b] == list(dict.fromkeys(order))
 
-    def test_a_tensor_that_bf16_is_too_coarse_for_is_named(self, tmp_path: Path) -> None:
-        FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
-        assert ServedModel.load(tmp_path).keep_float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
-        FAMILIES["qwen3_moe"]().save_pretrained(tmp_path)
-        assert ServedModel.load(tmp_path).keep_float32 == frozenset()
+    def test_a_tensor_that_bf16_is_too_coarse_for_is_named(self, of_family: OfFamily) -> None:
+        assert of_family("deepseek_v3").keep_float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+        assert of_family("qwen3_moe").keep_float32 == frozenset()
 
     @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"])
-    def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(self, family: str, tmp_path: Path) -> None:
-        config = FAMILIES[family]()
-        config.save_pretrained(tmp_path)
+    def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(self, family: str, of_family: OfFamily) -> None:
         with torch.device("meta"):
-            held = AutoModelForCausalLM.from_config(config).state_dict()
+            held = AutoModelForCausalLM.from_config(FAMILIES[family]()).state_dict()
         assert any(tensor.dim() == 3 for tensor in held.values())
-        model = ServedModel.load(tmp_path)
+        model = of_family(family)
         table = [UploadTensor(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in held.items()]
         plan = model.plan(QuantConfig())
         model.check_table(table, plan)
@@ -228,10 +236,9 @@ class TestFamilies:
             with pytest.raises(ValueError, match=r"8 experts.*engine\.tensor_parallel_size=16 .*set it to 8 at most"):
                 moe.plan(quant, 16, expert_parallel=True)
 
-    def test_a_dense_model_has_no_experts_to_share_out(self, tmp_path: Path) -> None:
-        FAMILIES["llama"]().save_pretrained(tmp_path)
+    def test_a_dense_model_has_no_experts_to_share_out(self, of_family: OfFamily) -> None:
         with pytest.raises(ValueError, match=r"engine\.expert_parallel is true.*is a dense model.*set it to false"):
-            ServedModel.load(tmp_path).plan(QuantConfig(weights="none"), 2, expert_parallel=True)
+            of_family("llama").plan(QuantConfig(weights="none"), 2, expert_parallel=True)
 
 
 class TestExperts:
@@ -261,11 +268,6 @@ class TestCodes:
         moe.check_table(table.values(), plan)
         del table[scales]
         assert refusal(moe, table.values(), plan) == {"missing": [scales]}
-
-    def test_codes_without_scales_lack_them(self, moe: ServedModel) -> None:
-        table = table_of(moe)
-        table[EXPERT] = table[EXPERT].model_copy(update={"dtype": "float8_e4m3fn"})
-        assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {"missing": [f"{EXPERT}_scale_inv"]}
 
     def test_scales_with_wrong_shape_dtype_or_no_codes_are_refused(self, moe: ServedModel) -> None:
         table, scales = table_of(moe), f"{EXPERT}_scale_inv"
