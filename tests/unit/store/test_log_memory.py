@@ -120,10 +120,6 @@ def test_a_tensor_has_a_room_as_it_came_only_if_it_is_stored_so_and_lies_where_i
     on_disk.close()
 
 
-def test_who_reads_a_log_in_memory_may_map_it(root: Path, memory: LogMemory) -> None:
-    assert SpareFiles.are_kept_in(root)
-
-
 def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: LogMemory, tmp_path: Path) -> None:
     in_memory, on_disk = commit(log, memory, 1), commit(WeightLog(tmp_path), None, 1)
     assert in_memory == on_disk
