@@ -80,14 +80,6 @@ def busy(sequences: float, replicas: int = 1) -> list[ReplicaLoad]:
     return [replace(IDLE, sequences=sequences / replicas) for _ in range(replicas)]
 
 
-@given(fleets, st.integers(0, 30), goals(), memories, st.floats(0, 5000))
-def test_the_target_is_never_out_of_bounds(
-    fleet: list[ReplicaLoad | None], target: int, goals: Goals, memory: Memory, now_s: float
-) -> None:
-    decided, _ = decide(fleet, target, goals, memory, now_s)
-    assert goals.min_replicas <= decided <= goals.max_replicas
-
-
 @given(settled_fleets, st.data(), goals(), memories, st.floats(0, 5000))
 def test_more_load_never_means_fewer_replicas(
     fleet: list[ReplicaLoad], data: st.DataObject, goals: Goals, memory: Memory, now_s: float

@@ -51,11 +51,6 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
     assert whole.spans == (Span(version=4, start=0, end=2), Span(version=5, start=2, end=4))
 
 
-def test_spans_of_one_version_across_the_join_are_merged() -> None:
-    whole = merge_completions(CALL, piece((5, 6, 7), (3, 1), (4, 2)), piece((8, 9), (4, 1), (5, 1), end="length"))
-    assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 1), (4, 1, 4), (5, 4, 5)]
-
-
 @pytest.mark.parametrize("change", [{"replica_id": "b"}, {"label": "run-2/step-4"}], ids=str)
 def test_spans_of_another_replica_or_label_stay_apart(change: dict[str, str]) -> None:
     partial, rest = piece((6, 7), (4, 2)), piece((8,), (4, 1))
@@ -305,27 +300,11 @@ def ended(asking: GenerateCall, whole: Completion, seam: int, decode: Decode) ->
 
 
 class TestStopStringsAcrossASeam:
-    def test_one_that_lies_across_it_ends_the_completion_with_the_token_that_completes_it(self) -> None:
-        cut = stopped((1, 4, 5, 2, 2), 2, "END")
-        assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == ((1, 4, 5), "stop", "END")
-        assert len(cut.logprobs) == 3 and cut.spans[-1].end == 3
-        assert stopped((4, 6, 6, 5, 1), 1, "END").token_ids == (4, 6, 6, 5)
-
     def test_the_experts_of_what_comes_after_it_are_left_out(self) -> None:
         asking = call(stop=("END",), routed_experts_prompt_start=0)
         whole = routed(piece((1, 4, 5, 2), (3, 4), end="length"), 0, 10, 11, 12, 13, 14)
         cut = ended(asking, whole, 2, lambda tokens, _: "".join(TEXT_OF[token] for token in tokens))
         assert cut.token_ids == (1, 4, 5) and known(cut) == {0: 10, 1: 11, 2: 12, 3: 13}
-
-    def test_so_does_one_that_began_before_the_call(self) -> None:
-        asking = call(stop=("END",)).model_copy(update={"prompt_token_ids": (1, 4, 4), "partial_tokens": 1})
-
-        def decode(tokens: Sequence[int], _: bool) -> str:
-            return "".join(TEXT_OF[token] for token in tokens)
-
-        assert ended(asking, piece((5, 1), (3, 2), end="length"), 0, decode).token_ids == (5,)
-        of_the_prompt = asking.model_copy(update={"partial_tokens": 0})
-        assert ended(of_the_prompt, piece((5, 1), (3, 2), end="length"), 0, decode).token_ids == (5, 1)
 
     def test_each_token_is_decoded_with_a_few_others_whatever_its_length(self) -> None:
         lengths = []
@@ -339,22 +318,6 @@ class TestStopStringsAcrossASeam:
         assert search.is_over
         *each, once = sorted(lengths)
         assert once == 4096 + 8 and max(each) < 20 and len(each) < 2 * 1000 + 10
-
-    def test_characters_of_several_tokens_are_put_together(self) -> None:
-        made, stop = "naïve…ENDé".encode(), "e…END"
-        begin = made.index(b"e")
-        end = begin + len(stop.encode())
-
-        def decode(tokens: Sequence[int], _: bool) -> str:
-            return bytes(tokens).decode(errors="replace")
-
-        for seam in range(begin + 1, end):
-            search = StopSearch(call(stop=(stop,)), tuple(made[:seam]), decode)
-            assert search.end_in(made[seam:]) == (end - seam, stop)
-
-    def test_what_is_complete_on_one_side_is_the_engines_to_find(self) -> None:
-        for tokens, seam in [((3, 1, 1), 1), ((1, 2, 3), 2), ((1, 4, 1, 5), 2)]:
-            assert stopped(tokens, seam, "END").token_ids == tokens
 
     def test_the_one_that_ends_first_counts(self) -> None:
         cut = stopped((1, 4, 7, 2), 2, "aEENDx", "EEN")

@@ -130,12 +130,6 @@ def dispatcher(engine: Script, **limits: float) -> Dispatcher:
 DIED = ActorDiedError()
 
 
-async def test_an_undisturbed_rollout_is_one_attempt() -> None:
-    engine = Script([made(9, 9)])
-    rollout = await dispatcher(engine).complete(call(n=2))
-    assert rollout.attempts == 1 and len(engine.calls) == 1 and engine.calls[0].avoid == ()
-
-
 class TestLostReplica:
     @pytest.mark.parametrize("loss", [DIED, refusal(EngineFailed, "a")], ids=["the replica died", "its engine died"])
     async def test_a_rollout_that_lost_its_replica_starts_anew_on_another(self, loss: Exception) -> None:
@@ -467,13 +461,6 @@ class TestAbort:
             [(3, "a", 0, 9)],
         ]
         assert [c.versions for c in rollout.completions] == [(3,)] * 3
-
-    async def test_an_aborted_completion_with_penalties_says_which_tokens_count(self) -> None:
-        engine = Script([made(4, end="abort"), made(5, version=4)])
-        sampling = Sampling(max_tokens=9, presence_penalty=1.0)
-        rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
-        assert rollout.completions[0].token_ids == (3,) * 4 + (4,) * 5
-        assert [c.partial_tokens for c in engine.calls] == [0, 4]
 
     async def test_it_starts_anew_where_engines_cannot_count_them(self) -> None:
         engine = Script([made(4, end="abort"), made(9, version=4)])
