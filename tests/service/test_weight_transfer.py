@@ -102,17 +102,6 @@ async def test_a_trainer_may_name_the_version(
     assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": True})).json() == {"success": True}
 
 
-async def test_an_update_under_a_pause_lands_and_the_pause_stays(
-    service: LocalService, client: RolloutClient, trainer: Any, source: Tensors, next_version: int
-) -> None:
-    await client.pause("keep")  # as TRL's async trainer does first
-    source.weights = canary_weights(service.config.model.path, next_version)
-    await asyncio.to_thread(trainer.send_weights)
-    assert await client.is_paused()
-    await client.resume()
-    await assert_served(client, next_version)
-
-
 async def test_a_wrong_tensor_fails_the_update_and_not_the_group(
     service: LocalService, client: RolloutClient, http: httpx.AsyncClient, trainer: Any, source: Tensors, telltale: int
 ) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dashboards.alerts import ALERTS
 from dashboards.check.queries import DASHBOARDS, FOLDER, metrics_of, panel_queries
 from rollout_service.metrics.table import METRICS, OURS
 
@@ -49,10 +48,3 @@ def test_a_query_asks_for_labels_that_its_metric_has() -> None:
 )  # fmt: skip
 def test_the_metrics_of_an_expression_are_found(expr: str, names: set[str]) -> None:
     assert metrics_of(expr) == names
-
-
-def test_the_events_that_the_issue_asks_for_have_an_alert() -> None:
-    assert {
-        "RolloutMismatchSuspect", "RolloutReplicaStale", "RolloutUpdateFailed", "RolloutNoReadyReplica",
-        "RolloutServiceAway", "RolloutQueueLong", "RolloutKVSaturated", "RolloutKVUnfit",
-    } <= {alert.name for alert in ALERTS}  # fmt: skip

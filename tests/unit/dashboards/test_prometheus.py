@@ -32,25 +32,8 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_a_machine_without_debians_tools_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PrometheusUnavailable, match=r"apt-get is not here.*put prometheus and promtool on PATH"):
-        found_or_fetched(tmp_path / "tools", lambda _: None)
-
-
 def test_what_apt_says_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "apt-get", "echo E: Unable to locate package >&2; exit 100")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PrometheusUnavailable, match="Unable to locate package\nrun `apt-get update` as root"):
         found_or_fetched(tmp_path / "tools", lambda _: None)
-
-
-def test_programs_on_path_come_before_those_that_were_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in (tmp_path / "bin", tmp_path / "tools/usr/bin"):
-        folder.mkdir(parents=True)
-        for name in ("prometheus", "promtool"):
-            program(folder, name, "true")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert found_or_fetched(tmp_path / "tools", lambda _: None).promtool == str(tmp_path / "tools/usr/bin/promtool")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert found_or_fetched(tmp_path / "tools", lambda _: None).promtool == str(tmp_path / "bin/promtool")

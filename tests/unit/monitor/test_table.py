@@ -50,14 +50,6 @@ def test_rows_are_merged_per_version_and_not_changed() -> None:
         assert merged.abs_diff_max == 1.0
 
 
-def test_only_what_is_wanted_is_shown() -> None:
-    table = VersionTable(keep_versions=2)
-    add(table, 1, "a")
-    add(table, 2, "b")
-    assert [row.version for row in table.rows(lambda key: key.replica_id == "b")] == [2]
-    assert [row.version for row in table.merge_replicas(lambda key: key.version == 1)] == [1]
-
-
 def test_rows_per_version_are_bounded_and_keep_the_busy_replica() -> None:
     table = VersionTable(keep_versions=1)
     for i in range(2 * ROWS_PER_VERSION):
