@@ -51,6 +51,9 @@ def stepped(tensors: Tensors) -> Tensors:
         hit = torch.rand(tensor.shape, generator=generator) < share
         flat = tensor.view(torch.uint8).view(-1, tensor.element_size())
         flat[:, 0] += hit.to(torch.uint8) * torch.randint(1, 256, hit.shape, generator=generator).to(torch.uint8)
+    codes = new["codes"].view(torch.uint8)
+    codes[512:812] += 1  # most of a segment, and little of a piece
+    codes[1024:1536] = tensors["codes"].view(torch.uint8)[1024:1536]  # nothing of a segment
     return new
 
 

@@ -1,8 +1,9 @@
 """Changes that a GPU applies, its kernel run by Triton's interpreter, make what threads make of them."""
 
+import asyncio
 import re
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,18 +117,28 @@ class OnGpu:
         return made
 
 
-@pytest.fixture
-async def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OnGpu]:
-    model = make_model(tmp_path / "model", "qwen3")
+@pytest.fixture(scope="module")
+def version_1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnGpu]:
+    model = make_model(tmp_path_factory.mktemp("model"), "qwen3")
     weights = folder_weights(model)
-    monkeypatch.setattr("rollout_service.model.convert.lies_on_gpu", lambda tensor: True)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        ingest = Ingest(config_of(model, Path(folder)))
+
+    async def pushed(root: Path) -> TrainerRecipe:
+        ingest = Ingest(config_of(model, root))
         await ingest.start()
         await Trainer(ingest).push(1, weights)
         recipe = await ingest.recipe()
         await ingest.stop()
+        return recipe
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        recipe = asyncio.run(pushed(Path(folder)))
         yield OnGpu(WeightLog(Path(folder)), recipe, dict(Converter(recipe, device="cpu").convert(weights.items())))
+
+
+@pytest.fixture
+def on_gpu(version_1: OnGpu, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
+    monkeypatch.setattr("rollout_service.model.convert.lies_on_gpu", lambda tensor: True)
+    return version_1
 
 
 def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,15 +32,6 @@ def test_a_group_is_cut_into_chunks_and_one_that_is_left_over_stays_alone() -> N
     assert check(batch_of([(PROMPT, 3)] * 9), chunk=4) == {((0, 1, 2, 3), 4), ((4, 5, 6, 7), 4)}
 
 
-def test_groups_with_a_common_system_prompt_stay_apart() -> None:
-    first, second = SYSTEM + PROMPT, SYSTEM + OTHER
-    assert check(batch_of([(first, 5), (second, 5)] * 3)) == {((0, 2, 4), 6), ((1, 3, 5), 6)}
-
-
-def test_own_prompts_after_a_system_prompt_share_that() -> None:
-    assert check(batch_of([(SYSTEM, 40)] * 3)) == {((0, 1, 2), 2)}
-
-
 def test_what_saves_most_is_shared_and_not_what_is_deepest() -> None:
     """Multi-turn sessions of one task: all have its prompt, and some have more in common."""
     deeper = [*PROMPT, "turn"]
@@ -74,11 +65,6 @@ def test_block_0_is_never_shared() -> None:
     made = Grouping(3, 8, 16, 4, 1, CPU).group(batch.tables, batch.lengths)
     assert found_groups(batch, made) == set()
     assert made.starts[-1] == 3
-
-
-def test_different_prompts_and_a_single_sequence_share_nothing() -> None:
-    assert check(batch_of([([], 50), ([], 60)])) == set()
-    assert check(batch_of([(PROMPT, 4)])) == set()
 
 
 def test_too_little_in_common_is_left() -> None:
