@@ -171,7 +171,7 @@ class TestConfig:
         assert "weights.rot: unknown field; there are root, " in result.stderr
         assert "engine.max_model_len: Input should be greater than 1, not 0" in result.stderr
         assert "scaling: max_replicas=2 is below min_replicas=3" in result.stderr
-        assert "auth: auth.token is not taken" in result.stderr and "12345" not in result.stderr
+        assert "auth: auth.token is refused" in result.stderr and "12345" not in result.stderr
 
     @pytest.mark.parametrize(
         ("text", "message"),
