@@ -18,11 +18,12 @@ import httpx
 
 from rollout_service.client._delta_parts import PartsAsMade
 from rollout_service.client._laps import Laps
+from rollout_service.client._part_sender import PartSender
 from rollout_service.client._parts import cut_parts
 from rollout_service.client._pieces import CONVERTED_BYTES
 from rollout_service.client._sent_weights import LARGEST_SHARE, Changes, SentWeights, nbytes_of, prepare
 from rollout_service.client._tensors import Progress, TensorSource, TensorThread, every_rank_gathers
-from rollout_service.client._upload import Cut, PartSender, Uploader, announcement, staged_still
+from rollout_service.client._upload import Cut, Uploader, announcement, staged_still
 from rollout_service.errors import (
     CommitTimeout,
     DeltaBaseGone,

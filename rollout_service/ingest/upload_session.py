@@ -181,8 +181,7 @@ class UploadSession:
         part_bytes = self.begin.nbytes if self.begin.delta is None else 0
         file, writer = None, None
         try:
-            end = self.record.slots[-1:]
-            file = space.open(parts / STAGED_FILE, sum(end[0]) if end else 0)
+            file = space.open(parts / STAGED_FILE, max((slot.end for slot in self.record.slots), default=0))
             part_bytes = max(0, part_bytes - file.allocated_bytes)
             space.make_room(folder, stored_bytes + part_bytes)
             writer = VersionWriter(folder, self._resources.layout, self._resources.memory)

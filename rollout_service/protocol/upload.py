@@ -222,6 +222,11 @@ class Slot(NamedTuple):
     offset: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        """Return the offset after its last byte."""
+        return self.offset + self.nbytes
+
 
 AnyAnnouncement = TypeVar("AnyAnnouncement", bound="Announcement")
 

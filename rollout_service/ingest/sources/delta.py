@@ -20,13 +20,14 @@ import torch
 
 from rollout_service.errors import DeltaBaseGone, InvalidDelta, LogCorrupt, NotFound, QuantizationError
 from rollout_service.ingest.sources.changes import Change
-from rollout_service.ingest.sources.source import as_tensor, in_batches, of_dtype
+from rollout_service.ingest.sources.source import as_tensor, of_dtype
 from rollout_service.model.convert import Converter, Named, tensor_bytes
 from rollout_service.protocol import delta
 from rollout_service.protocol.upload import DTYPE_BYTES, BeginUpload, UploadTensor, base_digest
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.buffers import ThreadBuffers, round_up
+from rollout_service.store.layout import groups_of
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Recipe, StoredTensor, tensor_digests
 from rollout_service.store.mapped_files import MappedFiles
@@ -134,7 +135,8 @@ class DeltaOfVersion:
 
     def batches(self, names: Iterable[str], batch_bytes: int) -> Iterator[list[str]]:
         """Yield the names in lists whose tensors have about ``batch_bytes``: one part may cover many tensors."""
-        return in_batches(((name, self._tensors[name].stored.nbytes) for name in names), batch_bytes)
+        stored = (self._tensors[name].stored for name in names)
+        return ([tensor.name for tensor in several] for several in groups_of(stored, batch_bytes))
 
     def reading(
         self,

@@ -10,13 +10,14 @@ import torch
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.ingest.sources.foreign_file import SourceFile
-from rollout_service.ingest.sources.source import as_tensor, in_batches
+from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.weight_files import INDEX_FILE, weight_files
 from rollout_service.protocol.ignored import NOTHING_IGNORED, IgnoredTensors
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.store.buffers import ThreadBuffers, round_up
+from rollout_service.store.layout import groups_of
 from rollout_service.store.upload_record import source_stamp
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,6 @@ class FolderSource:
             logger.info("%s: %s", folder, left_out)
         self.table = tuple(tensor for source in sources for tensor in self._described(source))
         """Names, dtypes and shapes of all tensors, file by file."""
-        self._entries = {tensor.name: tensor for tensor in self.table}
         self.stamp = source_stamp(folder)
         """Hash of the names, sizes and times of its files."""
         self._buffers = ThreadBuffers()
@@ -73,7 +73,7 @@ class FolderSource:
 
     def batches(self, batch_bytes: int) -> Iterator[list[str]]:
         """Yield the names of all tensors, file by file, in lists of about ``batch_bytes``."""
-        return in_batches(((name, self._entries[name].nbytes) for name in self._file_of), batch_bytes)
+        return ([tensor.name for tensor in several] for several in groups_of(self.table, batch_bytes))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each of these tensors. Raises InvalidManifest if its file has changed since the table was read, or

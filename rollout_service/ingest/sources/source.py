@@ -26,21 +26,6 @@ def of_dtype(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Te
     return data.view(_DTYPES[dtype]).view(shape)
 
 
-def in_batches(sizes: Iterable[tuple[str, int]], batch_bytes: int) -> Iterator[list[str]]:
-    """Group names into lists of at least ``batch_bytes``, each ended by the first name that reaches it. ``sizes``:
-    bytes."""
-    names: list[str] = []
-    size = 0
-    for name, nbytes in sizes:
-        names.append(name)
-        size += nbytes
-        if size >= batch_bytes:
-            yield names
-            names, size = [], 0
-    if names:
-        yield names
-
-
 class WeightSource(Protocol):
     """A source that has all tensors of a version when the upload begins. Parts, which arrive one by one, are in
     ``parts.py``.

@@ -454,7 +454,7 @@ class TestFailures:
             await push(client, 2, stepped(weights, 3))
         assert not (await client.weights(2)).missing_parts
         with monkeypatch.context() as nothing_sent:
-            nothing_sent.delattr("rollout_service.client._upload._put")
+            nothing_sent.delattr("rollout_service.client._part_sender._put")
             await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
