@@ -442,7 +442,7 @@ class Ingest:
                 if (record := await self._uploads.committed(version)) is not None:
                     record.require_meant(request.upload_digest)
                 return
-            self._uploads.require_newer(version)
+            self._uploads.numbers.require_newer(version)
             staged = self._uploads.staged(version)
             tensors = await staged.finish(request.upload_digest)
             bare = Manifest(
@@ -472,7 +472,8 @@ class Ingest:
             source = await asyncio.to_thread(self._log.manifest, to)
             if source.digest == (await self._summary(newest)).digest:
                 return newest
-            record, number = await self._uploads.committed(to), self._uploads.free_number()
+            record = await self._uploads.committed(to)
+            number = self._uploads.numbers.first_free(self._uploads.staged_versions)
             try:
                 manifest = await asyncio.to_thread(stage_again, self._log, source, number)
                 if manifest.awaits_kv_scales:
@@ -553,13 +554,13 @@ class Ingest:
 
     async def _number_broadcast(self, staged: UploadSession, label: str | None) -> int:
         async with self._writing:
-            newest = self._uploads.newest_number
+            newest = self._uploads.numbers.newest
             if not staged.in_log and label is not None:
                 wanted = int(label) if _INTEGER.fullmatch(label) else -1
                 if newest < wanted <= MAX_VERSION:
                     await self._uploads.renumber(staged, wanted)
                 elif is_label(label):
-                    await self._uploads.label(staged, label)
+                    await self._uploads.rename(staged, label=label)
                 else:
                     logger.info(
                         "the weight version %r is neither an integer above %d nor a label: it is version %d here",

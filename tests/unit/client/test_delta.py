@@ -666,7 +666,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "complaint"),
         [
-            ({"transport": "delta", "quantize": "service"}, "quantize='service' and transport='delta' contradict"),
+            ({"transport": "delta", "quantize": "service"}, "quantize='service' with transport='delta'"),
             ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc, delta"),
         ],
     )

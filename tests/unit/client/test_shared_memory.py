@@ -117,7 +117,7 @@ class TestPush:
         monkeypatch.setattr(service.ingest, "begin", recorded)
         for version in (1, 2, 3):
             if version == 3:
-                service.ingest._uploads._tables = AnnouncedTables()  # as of one that has just started
+                service.ingest._uploads._builder.tables = AnnouncedTables()  # as of one that has just started
             new = {**weights, "model.norm.weight": weights["model.norm.weight"] + version}
             await client.push_weights(version, new, transport=transport, wait="none")
         assert [bool(each.announced_tensors) for each in announced] == [True, False, False, True]
