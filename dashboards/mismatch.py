@@ -1,7 +1,7 @@
 """The dashboard of the mismatch between engines and trainer, beside throughput."""
 
 from dashboards.kv_cache import KV_CACHE
-from dashboards.panels import APPLICATION, AT_NEWEST, REPLICA, VLLM, Panel, Query, Row
+from dashboards.panels import APPLICATION, AT_NEWEST, REPLICA, SERVICE, VLLM, Panel, Query, Row
 from dashboards.rollout import rate
 
 SUSPECT_K3, SUSPECT_PROB_ERROR = 0.01, 1.05
@@ -120,6 +120,32 @@ KL = Row(
             "difference, such as another temperature.",
             [Query(statistic("k1"), EACH)],
             signed=True,
+        ),
+        Panel(
+            "k3 by age of keys and values",
+            "none",
+            "Of the newest versions, by how many versions a token's keys and values are older than its weights "
+            "(weights.kv_cache_on_update: keep). Age 0 is the mismatch without that. An age whose line lies far above "
+            "it costs more than it saves: set weights.kv_max_age below it.",
+            [Query(f"max by (kv_age) (rollout_mismatch_kv_age_k3{{{SERVICE}}})", "{{kv_age}} versions")],
+            warn_above=SUSPECT_K3,
+            logarithmic=True,
+        ),
+        Panel(
+            "Probability error by age of keys and values",
+            "none",
+            "mean(exp |lr|) of the same tokens on the left, and their number on the right. Few tokens of an age: its "
+            "figures are noise.",
+            [
+                Query(f"max by (kv_age) (rollout_mismatch_kv_age_prob_error{{{SERVICE}}})", "{{kv_age}} versions"),
+                Query(
+                    f"max by (kv_age) (rollout_mismatch_kv_age_tokens{{{SERVICE}}})",
+                    "{{kv_age}} versions, tokens",
+                    right=True,
+                ),
+            ],
+            right_unit="short",
+            warn_above=SUSPECT_PROB_ERROR,
         ),
         Panel(
             "KL against throughput",

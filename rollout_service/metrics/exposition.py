@@ -5,6 +5,7 @@ scrape, which Ray's metrics cannot guarantee (see process.py).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -18,7 +19,7 @@ from rollout_service.metrics.process import stages
 from rollout_service.metrics.table import OURS, Metric
 from rollout_service.metrics.vllm_gauges import VllmGauges
 from rollout_service.protocol.fleet import KVCacheStatus, ReplicaState, ReplicaStatus
-from rollout_service.protocol.mismatch import MismatchRow, NotJudged
+from rollout_service.protocol.mismatch import KVAgeRow, MismatchRow, NotJudged
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import VersionState, WeightStatus
 
@@ -145,7 +146,20 @@ def _current(rows: Sequence[_Row], live: set[str]) -> list[_Row]:
     return [row for row in rows if row.version in newest and row.replica_id in live]
 
 
+def _kv_ages(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
+    by_age: dict[int, list[KVAgeRow]] = defaultdict(list)
+    for row in rows:
+        for of_age in row.kv_ages:
+            by_age[of_age.age].append(of_age)
+    for age, found in by_age.items():
+        tokens = sum(each.tokens for each in found)
+        samples.add(table.MISMATCH_AGE_TOKENS, tokens, age)
+        samples.add(table.MISMATCH_AGE_K3, sum(each.k3 * each.tokens for each in found) / tokens, age)
+        samples.add(table.MISMATCH_AGE_PROB_ERROR, sum(each.prob_error * each.tokens for each in found) / tokens, age)
+
+
 def _mismatch(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
+    _kv_ages(samples, rows)
     for row in rows:
         labels = row.version, row.replica_id
         samples.add(table.MISMATCH_TOKENS, row.tokens, *labels)

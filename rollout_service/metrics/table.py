@@ -294,6 +294,14 @@ MISMATCH_OUTSIDE = _service(
 MISMATCH_ABS_DIFF = _service(
     "mismatch_abs_diff", "gauge", "nats", (*_ROW, "quantile"), "|lr| at the quantiles 0.5, 0.9, 0.99 and 0.999."
 )
+MISMATCH_AGE_TOKENS = _service(
+    "mismatch_kv_age_tokens", "gauge", "tokens", ("kv_age",),
+    "Measured tokens by the age of their keys and values, in versions.",
+)  # fmt: skip
+MISMATCH_AGE_K3 = _service("mismatch_kv_age_k3", "gauge", "nats", ("kv_age",), "k3 of these tokens.")
+MISMATCH_AGE_PROB_ERROR = _service(
+    "mismatch_kv_age_prob_error", "gauge", "ratio", ("kv_age",), "Probability error of these tokens."
+)
 VERSION_SUSPECT = _service(
     "version_suspect", "gauge", "", ("version", "replica"),
     "1 if the mismatch is above a threshold.",

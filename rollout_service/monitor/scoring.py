@@ -20,8 +20,10 @@ from rollout_service.protocol.rollout import Span
 from rollout_service.web.errors import validation_error
 
 Doubles: TypeAlias = NDArray[np.float64]
-_Span: TypeAlias = tuple[int, str, int, int]
-"""Version, replica, first token, and the token after the last."""
+_Span: TypeAlias = tuple[int, str, int, int, int]
+"""Version, replica, first token, the token after the last, and the age of its keys and values."""
+MAX_AGE = 64
+"""Highest age of keys and values that is counted on its own, in versions; older ones are counted with it."""
 POSITIVE_BY_ROUNDING = 1e-3
 """Maximum logprob. A larger number is a loss, a logit, or a negated logprob."""
 LARGEST = float(np.finfo(np.float32).max) / 4  # so that a difference is finite in fp32, too
@@ -85,7 +87,10 @@ def score(report: MismatchReport, remembered: dict[str, RecentRollout], ratio_bo
             _collect(into, spans, *_log_ratio(where, completion, sampled))
     statistics = {
         key: Statistics.of(
-            torch.from_numpy(np.concatenate(group.tokens)), torch.tensor(group.sums, dtype=torch.float64), ratio_bound
+            torch.from_numpy(np.concatenate(group.tokens)),
+            torch.tensor(group.sums, dtype=torch.float64),
+            ratio_bound,
+            {age: torch.from_numpy(np.concatenate(tokens)) for age, tokens in group.by_age.items()},
         )
         for key, group in groups.items()
     }
@@ -103,6 +108,8 @@ def _is_truncated(rollout: ReportedRollout, remembered: dict[str, RecentRollout]
 class _Group:
     tokens: list[Doubles] = field(default_factory=list)
     """Log-ratios."""
+    by_age: dict[int, list[Doubles]] = field(default_factory=lambda: defaultdict(list))
+    """The same by the age of their keys and values."""
     sums: list[float] = field(default_factory=list)
     """Sums of whole sequences."""
 
@@ -115,10 +122,11 @@ def _collect(
 ) -> None:
     """Assign each token to its version and replica, and the sequence only if one of them sampled all of it."""
     parts: dict[Key, list[Doubles]] = defaultdict(list)
-    for version, replica_id, start, end in spans:
+    for version, replica_id, start, end, age in spans:
         tokens = log_ratio[start:end][selected[start:end]]
         if len(tokens):
             parts[Key(version, replica_id)].append(tokens)
+            groups[Key(version, replica_id)].by_age[age].append(tokens)
     for key, tokens_of in parts.items():
         groups[key].tokens += tokens_of
         if len(parts) == 1:
@@ -136,7 +144,7 @@ def _rollout_logprobs(
         for span in completion.spans:
             replica_id = span.replica_id or rollout.replica_id
             assert replica_id is not None, "the report would have been refused"
-            spans.append((span.version, replica_id, span.start, span.end))
+            spans.append((span.version, replica_id, span.start, span.end, _age(span.version, span.oldest_kv)))
         return np.asarray(completion.rollout_logprobs, np.float64), spans
     assert rollout.request_id is not None, "the report would have been refused"
     recent = remembered[rollout.request_id]
@@ -151,10 +159,14 @@ def _rollout_logprobs(
 
 def _spans(completion: RecentCompletion) -> Iterator[_Span]:
     start = 0
-    versions, ends = completion.versions.tolist(), completion.ends.tolist()
-    for version, replica_id, end in zip(versions, completion.replicas, ends, strict=True):
-        yield version, replica_id, start, end
+    arrays = completion.versions.tolist(), completion.ends.tolist(), completion.kv_from.tolist()
+    for version, end, kv_from, replica_id in zip(*arrays, completion.replicas, strict=True):
+        yield version, replica_id, start, end, _age(version, kv_from)
         start = end
+
+
+def _age(version: int, kv_from: int) -> int:
+    return min(max(0, version - kv_from), MAX_AGE)
 
 
 def _require_cover(where: str, spans: tuple[Span, ...], num_tokens: int) -> None:

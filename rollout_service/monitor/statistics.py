@@ -1,12 +1,13 @@
 """Streaming statistics of the mismatch: sums in fp64 and a quantile sketch, both mergeable."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
 from datasketches import req_floats_sketch
 
 from rollout_service.correction.ratios import bounded, chi2, k3, mult_prob_error
-from rollout_service.protocol.mismatch import MismatchRow
+from rollout_service.protocol.mismatch import KVAgeRow, MismatchRow
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 SKETCH_K = 12
@@ -78,19 +79,34 @@ class Statistics:
 
     def __init__(self) -> None:
         self.sums = Sums()
+        self._by_age: dict[int, Sums] = {}
+        """Sums of the same tokens, without sequences, by the age of their keys and values."""
         self._abs_diff = req_floats_sketch(SKETCH_K, True)
 
     @classmethod
-    def of(cls, log_ratio: torch.Tensor, sequence_sums: torch.Tensor, ratio_bound: float) -> "Statistics":
-        """Compute statistics; arguments as for ``Sums.of``."""
-        made = cls()
+    def of(
+        cls,
+        log_ratio: torch.Tensor,
+        sequence_sums: torch.Tensor,
+        ratio_bound: float,
+        by_age: Mapping[int, torch.Tensor] | None = None,
+    ) -> "Statistics":
+        """Compute statistics; arguments as for ``Sums.of``.
+
+        ``by_age``: the tokens of ``log_ratio`` by the age of their keys and values. None: all have age 0.
+        """
+        made, no_sequences = cls(), sequence_sums[:0]
         made.sums = Sums.of(log_ratio, sequence_sums, ratio_bound)
+        ages = {0: log_ratio} if by_age is None else by_age
+        made._by_age = {age: Sums.of(tokens, no_sequences, ratio_bound) for age, tokens in ages.items()}
         made._abs_diff.update(log_ratio.abs().float().numpy())
         return made
 
     def merge(self, other: "Statistics") -> None:
         """Add the observations of ``other``."""
         self.sums = self.sums + other.sums
+        for age, sums in other._by_age.items():
+            self._by_age[age] = self._by_age.get(age, Sums()) + sums
         self._abs_diff.merge(other._abs_diff)
 
     def row(self, version: int, replica_id: str | None, suspect_since: float | None = None) -> MismatchRow:
@@ -110,5 +126,10 @@ class Statistics:
             abs_diff_max=sums.abs_diff_max,
             outside_ratio=sums.outside / sums.tokens,
             quantiles=dict(zip(QUANTILES, self._abs_diff.get_quantiles(QUANTILES, inclusive=True), strict=True)),
+            kv_ages=tuple(
+                KVAgeRow(age=age, tokens=of_age.tokens, k3=of_age.mean_k3, prob_error=of_age.mean_prob_error)
+                for age, of_age in sorted(self._by_age.items())
+                if of_age.tokens
+            ),
             suspect_since=suspect_since,
         )

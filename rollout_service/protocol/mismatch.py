@@ -15,6 +15,17 @@ class Suspicion(Frozen):
     prob_error: float
 
 
+class KVAgeRow(Frozen):
+    """The mismatch of the tokens whose keys and values had one age."""
+
+    age: int
+    """The span's version minus its ``kv_from``; 0 without ``kv_from``. The highest age includes all above."""
+    tokens: int
+    k3: float
+    """As in MismatchRow, like the next field."""
+    prob_error: float
+
+
 class MismatchRow(Frozen):
     """Distance of sampled tokens' logprobs from the trainer's, with ``lr = trainer − sampled`` and ``ρ = exp(lr)``.
 
@@ -45,6 +56,8 @@ class MismatchRow(Frozen):
     """Share of tokens with ρ outside [1/C, C]."""
     quantiles: dict[float, float]
     """Quantiles of |lr| in nats, by rank; estimated with a sketch."""
+    kv_ages: tuple[KVAgeRow, ...] = ()
+    """The same tokens by the age of their keys and values, lowest age first. See ``Span.kv_from``."""
     suspect_since: float | None = None
     """Unix time in seconds since when a threshold is exceeded; for merged rows, that of the first replica."""
 

@@ -28,6 +28,8 @@ class RecentCompletion:
     """[spans], the index after each span's last token."""
     replicas: tuple[str, ...]
     """[spans]"""
+    kv_from: NDArray[np.int64]
+    """[spans], see ``Span.kv_from``; the span's version where it has none."""
 
     @classmethod
     def of(cls, completion: Completion, replica_id: str) -> RecentCompletion:
@@ -37,6 +39,7 @@ class RecentCompletion:
             np.asarray([span.version for span in completion.spans], np.int64),
             np.asarray([span.end for span in completion.spans], np.int32),
             tuple(span.replica_id or replica_id for span in completion.spans),
+            np.asarray([span.oldest_kv for span in completion.spans], np.int64),
         )
 
 

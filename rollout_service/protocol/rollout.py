@@ -38,6 +38,11 @@ class Span(Frozen):
             raise ValueError(f"span [{self.start}, {self.end}) is empty")
         return self
 
+    @property
+    def oldest_kv(self) -> int:
+        """Return ``kv_from``, or the version without it."""
+        return self.version if self.kv_from is None else self.kv_from
+
     def shift(self, by: int) -> "Span":
         """Return the span shifted by ``by`` tokens."""
         return self.model_copy(update={"start": self.start + by, "end": self.end + by})

@@ -105,6 +105,13 @@ def test_a_split_completion_names_both_versions_and_replicas() -> None:
     ]
 
 
+def test_span_with_older_keys_says_their_version_as_text() -> None:
+    older = tuple(s.model_copy(update={"kv_from": s.version - 1}) for s in SPLIT.spans)
+    sent = spans(SPLIT.model_copy(update={"spans": older}))
+    assert [span["kv_from"] for span in sent] == ["2", "4"]
+    assert [Span.model_validate(span).oldest_kv for span in sent] == [2, 4]
+
+
 def test_usage_counts_prompts_once_and_every_completion() -> None:
     rollout = Rollout(request_id="a", prompt_token_ids=(1, 2), completions=(SPLIT, SPLIT), replica_id="r1")
     assert usage([rollout, rollout]) == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}

@@ -8,7 +8,7 @@ from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchRow, e
 from rollout_service.metrics.table import OURS
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
-from rollout_service.protocol.mismatch import NotJudged
+from rollout_service.protocol.mismatch import KVAgeRow, NotJudged
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.weights import WeightStatus
 
@@ -32,6 +32,7 @@ def row(version: int, replica_id: str | None = "a", suspect_since: float | None 
         abs_diff_max=3.0,
         outside_ratio=0.01,
         quantiles={0.5: 0.01, 0.999: 1.5},
+        kv_ages=(KVAgeRow(age=0, tokens=5000, k3=0.002, prob_error=1.02),),
         suspect_since=suspect_since,
     )
 
@@ -144,6 +145,20 @@ class TestServiceState:
         found = samples(state(replica("a", 99)), *rows)
         versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
         assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
+
+    def test_ages_of_keys_are_joined_over_versions_and_replicas(self) -> None:
+        def aged(version: int, *ages: tuple[int, int, float]) -> MismatchRow:
+            kv_ages = tuple(KVAgeRow(age=age, tokens=n, k3=k3, prob_error=1 + k3) for age, n, k3 in ages)
+            return row(version).model_copy(update={"kv_ages": kv_ages})
+
+        found = samples(state(replica("a", 9)), aged(8, (0, 10, 0.5)), aged(9, (0, 30, 0.1), (2, 5, 0.25)))
+        shown = {
+            name: {s.labels["kv_age"]: s.value for s in found if s.name == f"rollout_mismatch_kv_age_{name}"}
+            for name in ("tokens", "k3", "prob_error")
+        }
+        assert shown["tokens"] == {"0": 40, "2": 5}
+        assert shown["k3"] == pytest.approx({"0": 0.2, "2": 0.25})
+        assert shown["prob_error"] == pytest.approx({"0": 1.2, "2": 1.25})
 
     def test_rows_merged_over_replicas_are_not_exported(self) -> None:
         found = samples(state(replica("a", 9)), row(9), row(9, replica_id=None))

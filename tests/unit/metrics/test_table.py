@@ -14,6 +14,7 @@ BOUNDED = {
     "state": "of replicas, versions or sequences",
     "source": "two",
     "quantile": "four",
+    "kv_age": "MAX_AGE in monitor/scoring.py",
     "replica": "live ones",
     "layer": "the model's attention layers",
     "tensor": "three",

@@ -11,7 +11,9 @@ from rollout_service.correction import measure_mismatch
 from rollout_service.errors import InvalidRequest, NotFound
 from rollout_service.monitor.feed import OTHERS_S, RolloutFeed
 from rollout_service.monitor.monitor import REPORT_IDS, Monitor
+from rollout_service.monitor.scoring import MAX_AGE
 from rollout_service.protocol.recent_rollout import RecentRollout
+from rollout_service.protocol.rollout import Span
 from tests.unit.monitor.reports import body, full, rollout, span
 
 
@@ -31,6 +33,32 @@ class TestReport:
         assert (
             row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
         )
+
+    @pytest.mark.parametrize("by_id", [False, True])
+    async def test_tokens_are_split_by_the_age_of_their_keys(self, monitor: Monitor, by_id: bool) -> None:
+        sampled, trained = [-1.0] * 4, [-1.0, -1.5, -2.0, -2.5]
+        spans = [span(3, 0, 1), {**span(4, 1, 3), "kv_from": 3}, {**span(500, 3, 4), "kv_from": 3}]
+        if by_id:
+            made = rollout("a", sampled)
+            of_spans = {"spans": tuple(Span.model_validate(each) for each in spans)}
+            completions = (made.completions[0].model_copy(update=of_spans),)
+            await monitor.remember([RecentRollout.of(made.model_copy(update={"completions": completions}))])
+            await monitor.report(body({"trainer_logprobs": trained}, request_id="a"))
+        else:
+            await monitor.report(body(full(trained, sampled, spans)))
+        table = await monitor.table()
+        ages = {row.version: [(each.age, each.tokens) for each in row.kv_ages] for row in table.versions}
+        assert ages == {4: [(1, 2)], 500: [(MAX_AGE, 1)]}  # of version 3 nothing is kept
+        [aged] = next(row.kv_ages for row in table.rows if row.version == 4)
+        assert aged.k3 == pytest.approx((math.exp(-0.5) - 0.5 + math.exp(-1.0)) / 2)
+        assert aged.prob_error == pytest.approx((math.exp(0.5) + math.exp(1.0)) / 2)
+
+    async def test_reports_are_joined_by_age(self, monitor: Monitor) -> None:
+        for kv_from in (2, 3, 2):
+            await monitor.report(body(full([-1.0, -1.0], [-1.0, -1.5], [{**span(3, 0, 2), "kv_from": kv_from}])))
+        [row] = await monitor.rows()
+        assert [(each.age, each.tokens) for each in row.kv_ages] == [(0, 2), (1, 4)]
+        assert row.kv_ages[0].k3 == row.kv_ages[1].k3 == row.k3 and row.sequences == 3
 
     async def test_a_report_of_the_same_name_counts_once(self, monitor: Monitor) -> None:
         sent = body(full([-1.0], [-1.5]), report_id="step-4")

@@ -20,7 +20,7 @@ def row_of(statistics: Statistics) -> MismatchRow:
 
 
 def moments(row: MismatchRow) -> dict[str, float]:
-    return row.model_dump(exclude={"version", "replica_id", "quantiles", "suspect_since"})
+    return row.model_dump(exclude={"version", "replica_id", "quantiles", "kv_ages", "suspect_since"})
 
 
 def near(values: dict[str, float]) -> dict[str, object]:
