@@ -1,0 +1,201 @@
+"""What an update costs streams with long contexts, where the KV cache is dropped and where it is kept.
+
+    python -m benchmarks.update.long_context [--model qwen3-8b] [--policy drop] [--policy keep]
+    python -m benchmarks.update.long_context --cpu --sessions 4 --prompt 256 --out 1500   # the tiny model
+
+One replica, random weights. ``--sessions`` streams of distinct prompts decode; then a version is committed by ``path``.
+Tokens are counted as they arrive. *Before* is the rate in the ``--window`` seconds before the push, *after* the rate in
+as many seconds from when the engine closed. A *silence* is the longest time between two arrivals of a stream from the
+push on.
+"""
+
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.gpu_service import Mode, ModelOptions, Settings, serving, settings_of, write_weights
+from benchmarks.common.shapes import write_config
+from benchmarks.common.work import random_prompts
+from benchmarks.update.live import LiveEngine
+from rollout_service.client import RolloutClient
+from rollout_service.model.tiny import make_tiny_qwen3
+
+RESULT = "update_long_context"
+SAME = ("model", "layers", "policy", "sessions", "prompt_tokens")
+"""Fields in which two cases agree that measured the same."""
+TINY = range(5, 105)
+"""Token ids of the tiny model."""
+BIN_S = 0.5
+
+
+class Policy(StrEnum):
+    """``weights.kv_cache_on_update``."""
+
+    DROP = "drop"
+    KEEP = "keep"
+
+
+class ContextOptions(Options):
+    """The streams."""
+
+    policy: tuple[Policy, ...] = tuple(Policy)
+    """May be repeated."""
+    sessions: int = 20
+    """Streams at once."""
+    prompt: int = 16384
+    """Tokens of each prompt."""
+    out: int = 4000
+    """Tokens of each completion; it must last for both windows."""
+    window: float = 10.0
+    """Seconds over which tokens are counted before and after the update."""
+    cpu: bool = False
+    """The tiny model, without a GPU."""
+
+
+@dataclass
+class Case:
+    """One policy with one model."""
+
+    model: str
+    layers: int | None
+    policy: str
+    sessions: int
+    prompt_tokens: int
+    window_s: float
+    closed_s: float = 0.0
+    """In which the engine did not run, of the update."""
+    before: float = 0.0
+    """Tokens per second of all streams."""
+    after: float = 0.0
+    silences_s: list[float] = field(default_factory=list)
+    """Of each stream, the longest from the push on; in ascending order."""
+    kept: int = 0
+    """Streams with tokens that read keys and values of an older version."""
+    bins: dict[str, int] = field(default_factory=dict)
+    """Tokens in each half second, by its begin in seconds from the push."""
+
+
+Arrivals = list[tuple[float, int]]
+"""Of one stream: second and number of tokens of each piece."""
+
+
+async def stream(client: RolloutClient, prompt: list[int], out: int, arrivals: Arrivals) -> bool:
+    """Generate, and note arrivals. Returns True if tokens read older keys and values."""
+    async with client.generate_stream(prompt, max_tokens=out, ignore_eos=True) as pieces:
+        async for piece in pieces:
+            arrivals.append((time.monotonic(), len(piece.token_ids)))
+        [completion] = pieces.rollout.completions
+    return any(span.kv_from is not None for span in completion.spans)
+
+
+async def measure(url: str, folder: Path, case: Case, prompts: list[list[int]], out: int) -> None:
+    """One update of a running service. Versions 1 and 2 teach it the load plan."""
+    async with RolloutClient(url) as client:
+        for version in (1, 2):
+            await client.push_path(version, folder)
+        arrivals: list[Arrivals] = [[] for _ in prompts]
+        streams = [
+            asyncio.create_task(stream(client, prompt, out, noted))
+            for prompt, noted in zip(prompts, arrivals, strict=True)
+        ]
+        while not all(arrivals):
+            await asyncio.sleep(0.1)
+            for done in streams:
+                if done.done():
+                    raise RuntimeError("a stream ended before all had begun: raise --out")
+        await asyncio.sleep(case.window_s)
+        begin = time.monotonic()
+        await client.push_path(3, folder)
+        served = time.monotonic()
+        [replica] = (await client.fleet()).replicas
+        if replica.update is None or replica.version != 3:
+            raise RuntimeError(f"the replica serves {replica.version}, not version 3")
+        case.closed_s = replica.update.closed_s
+        kept = await asyncio.gather(*streams)
+    show(case, arrivals, begin, served - case.closed_s)
+    case.kept = sum(kept)
+
+
+def show(case: Case, arrivals: list[Arrivals], begin: float, closed_at: float) -> None:
+    """Compute a case's figures. ``begin``: of the push; ``closed_at``: when the engine closed."""
+    last = min(pieces[-1][0] for pieces in arrivals)
+    if last < closed_at + case.window_s:
+        raise RuntimeError(f"a stream ended {last - closed_at:.1f} s after the engine closed: raise --out")
+    tokens = sorted(piece for pieces in arrivals for piece in pieces)
+
+    def rate(start: float) -> float:
+        return sum(count for at, count in tokens if start <= at < start + case.window_s) / case.window_s
+
+    case.before, case.after = rate(begin - case.window_s), rate(closed_at)
+    for at, count in tokens:
+        name = f"{(at - begin) // BIN_S * BIN_S:g}"
+        case.bins[name] = case.bins.get(name, 0) + count
+    for pieces in arrivals:
+        times = [at for at, _ in pieces]
+        case.silences_s.append(max(b - a for a, b in itertools.pairwise(times) if b > begin))
+    case.silences_s.sort()
+
+
+def settings_for(options: ContextOptions, policy: Policy, path: Path, engine: LiveEngine) -> Settings:
+    """The configuration of one policy's service."""
+    limits = {"max_model_len": options.prompt + options.out + 64, "max_num_seqs": options.sessions}
+    if not options.cpu:
+        settings = settings_of(Mode.FP8KV, path, path.parent, limits | engine.settings(options.sessions))
+    else:
+        settings = settings_of(Mode.FP8, path, path.parent, limits)
+        del settings["scaling"], settings["weights"]["ingest_num_gpus"]
+    settings["weights"] |= {
+        "root": str(path.parent / f"log-{policy}"),
+        "kv_cache_on_update": policy.value,
+        "kv_max_age": None,
+    }
+    return settings
+
+
+def table_of(cases: list[Case]) -> Table:
+    """For people."""
+    table = Table(title=f"one update under streams with long contexts, on {results.machine()}")
+    for column in ("policy", "streams", "prompt", "tokens/s before", "after ÷ before", "median silence s", "longest s"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for case in cases:
+        silences = f"{statistics.median(case.silences_s):.2f}", f"{case.silences_s[-1]:.2f}"
+        rates = f"{case.before:.0f}", f"{case.after / case.before:.2f}"
+        table.add_row(case.policy, str(case.sessions), str(case.prompt_tokens), *rates, *silences)
+    return table
+
+
+def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> None:
+    """Measure each policy, print a table, and add the cases to the results of this machine."""
+    name, layers = ("tiny-qwen3", None) if options.cpu else (model.model, model.layers)
+    cases = [Case(name, layers, policy, options.sessions, options.prompt, options.window) for policy in options.policy]
+    prompts = random_prompts([options.prompt] * options.sessions)
+    if options.cpu:
+        prompts = [[TINY[token % len(TINY)] for token in prompt] for prompt in prompts]
+    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+        path = Path(temporary) / name
+        if options.cpu:
+            make_tiny_qwen3(path)
+        else:
+            write_weights(write_config(model.model, path, layers))
+        for case in cases:
+            settings = settings_for(options, Policy(case.policy), path, engine)
+            with serving(settings, path.parent, model.verbose) as service:
+                asyncio.run(measure(service.url, path, case, prompts, options.out))
+    results.write(RESULT, {"cases": results.joined(results.cases(RESULT), map(asdict, cases), SAME)})
+    console = Console()
+    console.print(table_of(cases))
+    console.print(f"added to {results.path(RESULT)}")
+
+
+if __name__ == "__main__":
+    run(main)
