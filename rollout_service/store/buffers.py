@@ -15,36 +15,26 @@ def round_up(nbytes: int) -> int:
 
 
 class BufferPool:
-    """Reusable buffers of ``limit_bytes`` in total."""
+    """Reusable buffers."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._left_bytes = limit_bytes
+    def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
         self._lock = threading.RLock()  # reentrant: the finalizer of a buffer may run while this thread takes another
 
-    def take(self, nbytes: int) -> memoryview | None:
-        """Return an uninitialised buffer of whole pages, at least ``nbytes``; None if the limit would be exceeded.
+    def take(self, nbytes: int) -> memoryview:
+        """Return an uninitialised buffer of whole pages, at least ``nbytes``.
 
         The pool gets it back once nothing refers to this object, so do not keep a slice of it for longer.
         """
         with self._lock:
             memory = next((m for m in self._free if len(m) == round_up(nbytes)), None)
-            if memory is not None:
-                self._free.remove(memory)
-            elif nbytes > self._left_bytes:
-                return None
-            else:
-                self._left_bytes -= round_up(nbytes)
+            if memory is None:
                 memory = _map(nbytes)
+            else:
+                self._free.remove(memory)
         buffer = memoryview(memory)
         weakref.finalize(buffer, self._take_back, memory)
         return buffer
-
-    def trim(self) -> None:
-        """Free all unused memory."""
-        with self._lock:
-            self._left_bytes += sum(map(len, self._free))
-            self._free = []
 
     def _take_back(self, memory: mmap.mmap) -> None:
         with self._lock:

@@ -7,7 +7,6 @@ On a disk a tensor's bytes are written and synced. In a log in memory they are w
 files of an earlier version if there are any: ``LogMemory``.
 """
 
-import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -110,18 +109,6 @@ class VersionWriter:
         """Yield the slots of these tensors. Adjacent slots of a file are joined, and yielded with their number."""
         for count, file, start, end in neighbours(places):
             yield count, self._mapped[file][start:end]
-
-    def room_as_stored(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview | None:
-        """Return the slot of a tensor if it is stored with this dtype and shape, and aligned to its element size.
-
-        None otherwise, and if the files are not in memory.
-        """
-        place = self._place.get(name)
-        if place is None or not self._mapped or (place.dtype, place.shape) != (dtype, shape) or not place.nbytes:
-            return None
-        # a file begins at a page, but its header's size is any multiple of 8 bytes, and codes have one byte each
-        itemsize = place.nbytes // math.prod(shape)
-        return None if place.offset % itemsize else self.room(name)
 
     def filled(self, name: str) -> None:
         """Hash a tensor whose bytes are in its slot, and note it as stored. Raises KeyError."""

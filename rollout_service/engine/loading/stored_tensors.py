@@ -31,11 +31,10 @@ def stored_tensors(
 
     ``taken``: called with each tensor before it is yielded.
     """
-    memory = BufferPool(1 << 62)
+    memory = BufferPool()
 
     def read(piece: Piece) -> torch.Tensor:
         buffer = memory.take(max(piece.nbytes, _BATCH_BYTES))
-        assert buffer is not None
         reader.read(piece, buffer)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 

@@ -89,37 +89,6 @@ def test_a_log_on_a_disk_has_no_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tensor_has_a_room_as_it_came_only_if_it_is_stored_so_and_lies_where_its_elements_may(
-    root: Path, memory: LogMemory, tmp_path: Path
-) -> None:
-    slots = [
-        TensorSlot(name="codes", dtype="float8_e4m3fn", shape=(3,)),
-        TensorSlot(name="odd", dtype="bfloat16", shape=(2, 2)),
-        TensorSlot(name="more", dtype="float8_e4m3fn", shape=(1,)),
-        TensorSlot(name="even", dtype="bfloat16", shape=(4,)),
-        TensorSlot(name="empty", dtype="bfloat16", shape=(0,)),
-    ]
-    (root / "staged").mkdir()
-    writer = VersionWriter(root / "staged", Layout(slots), memory)
-    room = writer.room_as_stored("even", "bfloat16", (4,))
-    assert room is not None and room.nbytes == 8
-    room[:] = bytes(range(8))
-    assert bytes(writer.room("even")) == bytes(range(8))
-    assert writer.room_as_stored("codes", "float8_e4m3fn", (3,)) is not None
-    for name, dtype, shape in (
-        ("codes", "bfloat16", (3,)),
-        ("even", "bfloat16", (2, 2)),
-        ("odd", "bfloat16", (2, 2)),
-        ("empty", "bfloat16", (0,)),
-        ("another", "bfloat16", (4,)),
-    ):
-        assert writer.room_as_stored(name, dtype, shape) is None
-    writer.close()
-    on_disk = VersionWriter(tmp_path, Layout(slots))
-    assert on_disk.room_as_stored("even", "bfloat16", (4,)) is None
-    on_disk.close()
-
-
 def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: LogMemory, tmp_path: Path) -> None:
     in_memory, on_disk = commit(log, memory, 1), commit(WeightLog(tmp_path), None, 1)
     assert in_memory == on_disk
