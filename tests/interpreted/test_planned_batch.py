@@ -4,6 +4,7 @@ and scales that come made, other dtypes, places in a file that no kernel writes 
 import json
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ class TrainersMemory:
                 self.data[offset : offset + tensor.nbytes] = data
 
     def copied(self, offset: int, nbytes: int) -> torch.Tensor:
-        """As ``Copies``: at an address as a GPU's memory has them."""
+        """Return a copy at an address as a GPU's memory has them, as ``GpuBatch.copied`` does."""
         room = torch.empty(nbytes + 256, dtype=torch.uint8)
         copy = room[-room.data_ptr() % 256 :][:nbytes]
         assert offset + nbytes <= self.data.nbytes
@@ -89,7 +90,9 @@ def by_plan(
     try:
         plan = BatchPlans(converter, layout.places).of(memory.table)
         assert plan is not None
-        PlannedBatch(memory.table, plan, memory, start).store(writer, converter, torch.device("cpu"), turn)
+        PlannedBatch(memory.table, plan, partial(memory.copied, start)).store(
+            writer, converter, torch.device("cpu"), turn
+        )
         return {tensor.name: tensor for tensor in writer.finish()}
     finally:
         assert not turn.locked()
