@@ -1,5 +1,6 @@
 """What tests of several packages share: model folders, an ingest that has made version 0 from one of them, and Ray."""
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from tests.support.clock import Clock
 from tests.support.models import make_model
 from tests.support.program import Program
 from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
+
+# No test is about a public server. Each HTTP client would read this machine's certificates, which takes 30 ms.
+os.environ.pop("SSL_CERT_FILE", None)  # noqa: TID251 - httpx looks there first
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # noqa: TID251 - and then there, and finds none
 
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost ten times what small models need
 
