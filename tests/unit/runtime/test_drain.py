@@ -107,7 +107,7 @@ async def test_a_drain_begins_once_and_then_fails_health_checks() -> None:
     drain.check_health()
     assert not drain.begun and drain.left_s == float("inf")
     drain.begin()
-    with pytest.raises(NotReady, match="got SIGTERM and drains"):
+    with pytest.raises(NotReady, match="drains after SIGTERM"):
         drain.check_health()
     clock.now += 10
     drain.begin()
