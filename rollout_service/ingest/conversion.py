@@ -15,8 +15,8 @@ import torch
 
 from rollout_service.errors import InvalidManifest, RolloutServiceError
 from rollout_service.gpu.streams import own_stream_done
+from rollout_service.ingest.batched_store import BatchedStore
 from rollout_service.ingest.bucket import Bucket, GpuBatch
-from rollout_service.ingest.rooms import Rooms
 from rollout_service.metrics.process import count_converted, counted_conversion
 from rollout_service.model.convert import Named, tensor_bytes
 from rollout_service.quant.deferred_checks import DeferredChecks
@@ -74,8 +74,8 @@ class Conversion:
         """Time of all threads together, in seconds, for converting tensors and for storing them."""
         self._stored: tuple[StoredTensor, ...] | None = None
         self._turn = threading.Lock()
-        """Lock for threads that only launch kernels and wait: see ``Rooms``."""
-        self.gpu = GPU if writer.are_rooms_registered else None
+        """Lock for threads that only launch kernels and wait: see ``BatchedStore``."""
+        self.gpu = GPU if writer.are_slots_registered else None
         """The GPU with which the log's memory is registered. Each thread reads tensors in its own stream there."""
 
     @property
@@ -186,17 +186,17 @@ class Conversion:
         read_s = time.perf_counter() - began
         tensors = self._noted(tensors)
         gpu = self.gpu
-        checks = DeferredChecks() if self._writer.has_rooms else None
+        checks = DeferredChecks() if self._writer.has_slots else None
         convert = partial(self._converts, to_cpu=checks is None, checks=checks)
         with (
             nullcontext() if gpu is None else own_stream_done(gpu),
-            nullcontext() if checks is None else Rooms(self._writer, gpu, checks, turn) as rooms,
+            nullcontext() if checks is None else BatchedStore(self._writer, gpu, checks, turn) as store,
         ):
             began, store_s = time.perf_counter(), 0.0
             for name, tensor in counted_conversion(convert, tensors):
                 converted = time.perf_counter()
-                if rooms is not None:
-                    rooms.fill(name, tensor)
+                if store is not None:
+                    store.fill(name, tensor)
                 else:
                     self._writer.write(name, tensor_bytes(tensor))
                 store_s += time.perf_counter() - converted

@@ -1,5 +1,5 @@
 """Store a batch of a trainer's tensors by its plan. The batch is copied to this process's GPU, converted, hashed there,
-and copied to the log (see ``ingest/rooms.py``)."""
+and copied to the log (see ``ingest/batched_store.py``)."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ class PlannedBatch(NamedTuple):
 
         Args:
             gpu: the CPU in Triton's interpreter.
-            turn: held while this thread does not wait for the GPU; see ``Rooms``.
+            turn: held while this thread does not wait for the GPU; see ``BatchedStore``.
 
         Raises QuantizationError, as ``Converter.convert`` does; none of the batch counts as stored then.
         """
@@ -52,8 +52,8 @@ class PlannedBatch(NamedTuple):
                     hashing = Hashing([_shifted(plan.chunks, made.data_ptr())], gpu)
                     hashing.queue(0)
                     for stretch in plan.stretches:
-                        room = torch.frombuffer(writer.stretch(*stretch[:3]), dtype=torch.uint8)
-                        room.copy_(made[stretch.made : stretch.made + stretch.nbytes], non_blocking=True)
+                        slot = torch.frombuffer(writer.stretch(*stretch[:3]), dtype=torch.uint8)
+                        slot.copy_(made[stretch.made : stretch.made + stretch.nbytes], non_blocking=True)
                     hashing.collect()
                     require_sound = checks.collect()
             finally:  # no copy may still be running into a slot that is given up
@@ -108,4 +108,4 @@ def _shifted(table: Table, *addresses: int) -> Table:
 
 def _chunk(plan: BatchPlan, writer: VersionWriter, number: int) -> memoryview:
     place, start = plan.chunk_of[number]
-    return writer.room(plan.places[place].name)[start : start + CHUNK_BYTES]
+    return writer.slot(plan.places[place].name)[start : start + CHUNK_BYTES]

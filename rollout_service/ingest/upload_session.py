@@ -131,8 +131,8 @@ class UploadSession:
         self._read_delta: Callable[[Sequence[str]], Iterable[Named]] | None = None
         if delta is not None:
             self._changes = ReceivedChanges(self.parts, self.begin)
-            room = writer.room if writer.has_rooms else None
-            self._read_delta = delta.reading(self._changes.read, room, self._conversion.gpu)
+            slot = writer.slot if writer.has_slots else None
+            self._read_delta = delta.reading(self._changes.read, slot, self._conversion.gpu)
         elif begin.source is None:
             self._buckets = stream_buckets(self.begin.tensors, self.record.part_bytes)
         self._replacing = asyncio.Lock()

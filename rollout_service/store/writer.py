@@ -3,7 +3,7 @@
 The safetensors library writes a file at once from tensors that are all in memory. A version arrives tensor by tensor
 and may be larger than memory. Its names, dtypes and shapes are known from the start, and therefore its layout.
 
-On a disk a tensor's bytes are written and synced. In a log in memory they are written in place (``room``), in reused
+On a disk a tensor's bytes are written and synced. In a log in memory they are written in place (``slot``), in reused
 files of an earlier version if there are any: ``LogMemory``.
 """
 
@@ -86,16 +86,16 @@ class VersionWriter:
         self._note(name, *tensor_digests(data))
 
     @property
-    def has_rooms(self) -> bool:
-        """Return True if the files are in memory, and are written through ``room``."""
+    def has_slots(self) -> bool:
+        """Return True if the files are in memory, and are written through ``slot``."""
         return bool(self._mapped)
 
     @property
-    def are_rooms_registered(self) -> bool:
+    def are_slots_registered(self) -> bool:
         """Return True if a GPU reads and writes the files at PCIe speed."""
         return self._memory is not None and self._memory.mapped.are_registered
 
-    def room(self, name: str) -> memoryview:
+    def slot(self, name: str) -> memoryview:
         """Return the memory of a tensor's slot, uint8 [nbytes], to be filled before calling ``filled``. Raises
         KeyError."""
         place = self._place[name]
@@ -105,14 +105,14 @@ class VersionWriter:
         """Return a range of a file, uint8 [nbytes]: the slots of adjacent tensors. Raises KeyError."""
         return self._mapped[file][start : start + nbytes]
 
-    def joined_rooms(self, places: Iterable[TensorPlace]) -> Iterator[tuple[int, memoryview]]:
+    def contiguous_slots(self, places: Iterable[TensorPlace]) -> Iterator[tuple[int, memoryview]]:
         """Yield the slots of these tensors. Adjacent slots of a file are joined, and yielded with their number."""
         for count, file, start, end in neighbours(places):
             yield count, self._mapped[file][start:end]
 
     def filled(self, name: str) -> None:
         """Hash a tensor whose bytes are in its slot, and note it as stored. Raises KeyError."""
-        self._note(name, *tensor_digests(self.room(name)))
+        self._note(name, *tensor_digests(self.slot(name)))
 
     def filled_and_hashed(self, places: Iterable[TensorPlace], digests: bytes) -> None:
         """Note that the bytes of these tensors are in their slots.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout_service.errors import QuantizationError
-from rollout_service.ingest import rooms
+from rollout_service.ingest import batched_store
 from rollout_service.ingest.batch_plan import BatchPlans
 from rollout_service.ingest.conversion import Conversion
 from rollout_service.ingest.sources.shared_memory import GpuMemory, SharedBatch
@@ -70,7 +70,7 @@ def quantize_as_on_gpu(
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rooms, convert):
+    for module in (batched_store, convert):
         monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)
     monkeypatch.setattr(quantizer, "own_stream", no_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: None)

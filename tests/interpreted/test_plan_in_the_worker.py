@@ -294,7 +294,7 @@ def written(
         if memory is None:
             writer.write(name, tensor.numpy().data)
         else:
-            writer.room(name)[:] = tensor.numpy().data.cast("B")
+            writer.slot(name)[:] = tensor.numpy().data.cast("B")
             writer.filled(name)
     return tensors, writer
 

@@ -56,7 +56,7 @@ class Upload:
 
     def store(self, data: dict[str, bytes]) -> None:
         for name, held in data.items():
-            self._writer.room(name)[:] = held
+            self._writer.slot(name)[:] = held
             self._writer.filled(name)
 
     def commit(self) -> Manifest:

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from rollout_service.errors import QuantizationError
-from rollout_service.ingest import conversion, rooms
+from rollout_service.ingest import batched_store, conversion
 from rollout_service.ingest.batch_plan import BatchPlans
 from rollout_service.ingest.upload_session import Resources, UploadSession
 from rollout_service.model import convert
@@ -102,7 +102,7 @@ def planned(by_host: tuple[StoredTensor, ...], monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(conversion, "GPU", torch.device("cpu"))
     monkeypatch.setattr(conversion, "own_stream_done", no_stream)
-    for module in (rooms, convert):
+    for module in (batched_store, convert):
         monkeypatch.setattr(module, "lies_on_gpu", lambda tensor: True)
     monkeypatch.setattr(StagedFile, "is_registered", lambda *_: True)
     monkeypatch.setattr(StagedFile, "copy_to", noted)

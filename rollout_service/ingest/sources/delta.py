@@ -141,14 +141,14 @@ class DeltaOfVersion:
     def reading(
         self,
         changes: Callable[[Sequence[str]], Iterable[Change | None]],
-        room: Callable[[str], memoryview] | None,
+        slot: Callable[[str], memoryview] | None,
         gpu: torch.device | None = None,
     ) -> Callable[[Sequence[str]], Iterator[Named]]:
         """Return a function that reads tensors of the new version.
 
         Args:
             changes: returns the change of each of some tensors; None: unchanged.
-            room: returns the memory of a tensor in the new version, in which it is then produced; None: there is none.
+            slot: returns the memory of a tensor in the new version, in which it is then produced; None: there is none.
             gpu: produces the changed tensors of a log in memory, in the current stream; pass them to ``convert``.
                 None: they are produced on the host.
         """
@@ -171,7 +171,7 @@ class DeltaOfVersion:
         ) -> Iterator[Named]:
             by_gpu = self._made_on(gpu, decoded) if gpu is not None and decoded else {}
             del decoded
-            for tensor, data, changed in zip(tensors, self._places(tensors, room), encoded, strict=True):
+            for tensor, data, changed in zip(tensors, self._places(tensors, slot), encoded, strict=True):
                 name, dtype, shape = tensor.stored.name, tensor.announced.dtype, tensor.announced.shape
                 if name in by_gpu:
                     self._on_gpu[name], there = by_gpu.pop(name)
@@ -194,7 +194,7 @@ class DeltaOfVersion:
         for name, tensor in tensors:
             on_gpu = self._on_gpu.pop(name, None)
             if on_gpu is not None and not on_gpu.is_asked:
-                assert checks is not None, "what a GPU makes is put into rooms"
+                assert checks is not None, "what a GPU makes is put into slots"
                 self._ask(on_gpu, checks)
             yield name, tensor
             del tensor, on_gpu  # free it before the next is produced
@@ -219,11 +219,11 @@ class DeltaOfVersion:
         digest = self._digests[name] = known.stored.digest if change is None else change.digest
         return _Tensor(*known, digest)
 
-    def _places(self, tensors: Sequence[_Tensor], room: Callable[[str], memoryview] | None) -> list[memoryview]:
+    def _places(self, tensors: Sequence[_Tensor], slot: Callable[[str], memoryview] | None) -> list[memoryview]:
         """Return the memory in which each tensor is produced: its own, or a part of one buffer that this thread's next
         call reuses."""
-        if room is not None:
-            return [room(tensor.stored.name) for tensor in tensors]
+        if slot is not None:
+            return [slot(tensor.stored.name) for tensor in tensors]
         ends = list(accumulate(round_up(tensor.stored.nbytes) for tensor in tensors))
         buffer = self._buffers.take(ends[-1])
         starts = (end - round_up(tensor.stored.nbytes) for end, tensor in zip(ends, tensors, strict=True))

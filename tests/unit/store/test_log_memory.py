@@ -55,8 +55,8 @@ def commit(log: WeightLog, memory: LogMemory | None, version: int) -> Manifest:
     folder.mkdir(parents=True)
     writer = VersionWriter(folder, Layout(SLOTS, MAX_FILE_BYTES), memory)
     for slot in SLOTS:
-        if writer.has_rooms:
-            writer.room(slot.name)[:] = numbers(version, slot.name).view(np.uint8).data
+        if writer.has_slots:
+            writer.slot(slot.name)[:] = numbers(version, slot.name).view(np.uint8).data
             writer.filled(slot.name)
         else:
             writer.write(slot.name, numbers(version, slot.name).data)
@@ -102,14 +102,14 @@ def test_rooms_of_neighbours_in_a_file_are_one(log: WeightLog, memory: LogMemory
         log.staging(1), Layout(SLOTS, 2 * MAX_FILE_BYTES), memory
     )  # of the first two, and of the last
     names = [slot.name for slot in SLOTS]
-    joined = list(writer.joined_rooms(map(writer.place, names)))
+    joined = list(writer.contiguous_slots(map(writer.place, names)))
     assert sum(count for count, _ in joined) == len(names)
     assert len(joined) == len({path.name for path in log.staging(1).glob("*.safetensors")}) < len(names)
-    assert [count for count, _ in writer.joined_rooms(map(writer.place, names[::-1]))] == [1] * len(names)
+    assert [count for count, _ in writer.contiguous_slots(map(writer.place, names[::-1]))] == [1] * len(names)
     rest = iter(names)
-    for count, room in joined:
-        room[:] = b"".join(bytes([names.index(name)]) * writer.room(name).nbytes for name in islice(rest, count))
-    assert [set(writer.room(name)) for name in names] == [{number} for number in range(len(names))]
+    for count, slot in joined:
+        slot[:] = b"".join(bytes([names.index(name)]) * writer.slot(name).nbytes for name in islice(rest, count))
+    assert [set(writer.slot(name)) for name in names] == [{number} for number in range(len(names))]
     writer.close()
 
 

@@ -24,7 +24,7 @@ def writer_of(uploads: Path, version: int, *, in_memory: bool = True) -> Version
 
 def store(writer: VersionWriter, *names: str) -> None:
     for name in names:
-        writer.room(name)[:] = bytes(12)
+        writer.slot(name)[:] = bytes(12)
         writer.filled(name)
 
 

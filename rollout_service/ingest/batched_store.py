@@ -28,7 +28,7 @@ _HELD_BYTES = 384 << 20
 """Bytes per batch that is stored and hashed: few kernel launches and one synchronization."""
 _PACKED_BYTES = 4 << 20
 """Size in bytes above which a tensor is copied by itself: the call costs less than moving it twice."""
-_LEAST_PACKED = 8
+_MIN_PACKED = 8
 """Minimum number of adjacent tensors that are packed. Fewer are copied one by one, which costs less than writing their
 table."""
 _SCRATCH_BYTES = 32 << 20
@@ -41,7 +41,7 @@ class _Held(NamedTuple):
     """A contiguous tensor on the GPU, kept until it is copied. None: it is already in its slot."""
 
 
-class Rooms:
+class BatchedStore:
     """Batched store of one version, for one thread. A context manager: at its end everything is stored, unless it
     fails."""
 
@@ -97,7 +97,7 @@ class Rooms:
             tensor = tensor.detach()
         on_gpu = lies_on_gpu(tensor)
         if nbytes and not on_gpu:
-            _copy(self._writer.room(name), _bytes_of(tensor.contiguous()))
+            _copy(self._writer.slot(name), _bytes_of(tensor.contiguous()))
         if not nbytes or not (on_gpu or self._gpu):
             self._writer.filled(name)
             return
@@ -120,7 +120,7 @@ class Rooms:
         def short(number: int) -> memoryview:
             which = bisect_right(ends, number)
             start = (number - (ends[which - 1] if which else 0)) * CHUNK_BYTES
-            return self._writer.room(held[which].place.name)[start : start + CHUNK_BYTES]
+            return self._writer.slot(held[which].place.name)[start : start + CHUNK_BYTES]
 
         with own_stream_of(device) as stream:
             scratch = torch.empty(
@@ -131,9 +131,9 @@ class Rooms:
             try:
                 for number, group in enumerate(groups):
                     for copy in group.copies:
-                        copy.scratch.copy_(torch.frombuffer(copy.in_room, dtype=torch.uint8), non_blocking=True)
+                        copy.scratch.copy_(torch.frombuffer(copy.in_slot, dtype=torch.uint8), non_blocking=True)
                     hashing.queue(number)
-                self._copy_to_rooms(held, device)
+                self._copy_to_slots(held, device)
                 hashing.collect()
                 require_sound = self._checks.collect()
             finally:  # no copy may still be running into a slot that is given up
@@ -144,7 +144,7 @@ class Rooms:
             digests = hashing.read(short)
         self._writer.filled_and_hashed((each.place for each in held), digests)
 
-    def _copy_to_rooms(self, held: Sequence[_Held], device: torch.device) -> None:
+    def _copy_to_slots(self, held: Sequence[_Held], device: torch.device) -> None:
         """Queue the copies of tensors on the GPU. Many small adjacent tensors are packed there, and copied at once."""
         from rollout_service.gpu.grouped_copy import GroupedCopy  # needs triton, and a second to be imported
 
@@ -154,21 +154,21 @@ class Rooms:
         copied: list[tuple[memoryview, torch.Tensor]] = []
         packing: list[npt.NDArray[np.int64]] = []
         end = 0
-        for count, room in self._writer.joined_rooms(place for place, _ in small):
+        for count, slot in self._writer.contiguous_slots(place for place, _ in small):
             several = small[end : (end := end + count)]
-            if count < _LEAST_PACKED:
+            if count < _MIN_PACKED:
                 alone += several
                 continue
-            packed = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
+            packed = torch.empty(slot.nbytes, dtype=torch.uint8, device=device)
             nbytes = np.array([place.nbytes for place, _ in several], np.int64)
             sources = np.array([data.data_ptr() for _, data in several], np.int64)
             packing.append(np.stack([sources, packed.data_ptr() + np.cumsum(nbytes) - nbytes, nbytes], axis=1))
-            copied.append((room, packed))
+            copied.append((slot, packed))
         if packing:
             GroupedCopy(np.concatenate(packing), device).run()
-        copied += ((self._writer.room(place.name), data) for place, data in alone)
-        for room, data in copied:
-            torch.frombuffer(room, dtype=torch.uint8).copy_(_bytes_of(data), non_blocking=True)
+        copied += ((self._writer.slot(place.name), data) for place, data in alone)
+        for slot, data in copied:
+            torch.frombuffer(slot, dtype=torch.uint8).copy_(_bytes_of(data), non_blocking=True)
 
     def _groups(self, held: Sequence[_Held], scratch: torch.Tensor) -> list["_Group"]:
         """Return the tensors' bytes, in order, in groups that fit into the scratch buffer."""
@@ -178,7 +178,7 @@ class Rooms:
             if data is not None:
                 groups[-1].pieces.append((data.data_ptr(), nbytes))
                 continue
-            room, first = self._writer.room(name), 0
+            slot, first = self._writer.slot(name), 0
             while first < nbytes:
                 free = (scratch.nbytes - position) // CHUNK_BYTES * CHUNK_BYTES
                 taken = nbytes - first if nbytes - first <= scratch.nbytes - position else free
@@ -187,7 +187,7 @@ class Rooms:
                     position = 0
                     continue
                 place = scratch[position : position + taken]
-                groups[-1].copies.append(_ToScratch(room[first : first + taken], place))
+                groups[-1].copies.append(_ToScratch(slot[first : first + taken], place))
                 groups[-1].pieces.append((place.data_ptr(), taken))
                 first += taken
                 position += aligned(taken)
@@ -195,7 +195,7 @@ class Rooms:
 
 
 class _ToScratch(NamedTuple):
-    in_room: memoryview
+    in_slot: memoryview
     scratch: torch.Tensor
     """uint8 on the GPU."""
 
@@ -223,8 +223,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _copy(room: memoryview, data: torch.Tensor) -> None:
-    target = torch.frombuffer(room, dtype=torch.uint8)
+def _copy(slot: memoryview, data: torch.Tensor) -> None:
+    target = torch.frombuffer(slot, dtype=torch.uint8)
     if data.data_ptr() != target.data_ptr():  # equal if the tensor was produced in its slot
         for _ in in_threads(lambda piece: target[piece].copy_(data[piece]), stretches(data.nbytes, STRETCH_BYTES)):
             pass

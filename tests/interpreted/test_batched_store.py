@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout_service.errors import QuantizationError
-from rollout_service.ingest import rooms
-from rollout_service.ingest.rooms import Rooms
+from rollout_service.ingest import batched_store
+from rollout_service.ingest.batched_store import BatchedStore
 from rollout_service.protocol.tensors import TensorSlot
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.store import manifest, writer
@@ -48,7 +48,7 @@ def stored(
     slots = [TensorSlot(name=name, dtype="int8", shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     writer = VersionWriter(folder, Layout(slots), LogMemory(MappedFiles(), spare))
     asked = DeferredChecks()
-    with Rooms(writer, gpu, asked, turn) as filling:
+    with BatchedStore(writer, gpu, asked, turn) as filling:
         for name, tensor in tensors.items():
             if checks is not None:
                 asked.add(torch.tensor(checks[name]), partial(complain, name))
@@ -78,15 +78,15 @@ def test_digests_and_bytes_are_those_of_the_host(
     lie_on_gpu: set[tuple[int, ...]],
     gpu: torch.device | None,
 ) -> None:
-    for module in (manifest, rooms, writer):
+    for module in (manifest, batched_store, writer):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     tensors = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name, shape in SHAPES.items()}
     by_host = stored(tmp_path / "host", tensors)
-    monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: tensor.shape in lie_on_gpu)
-    monkeypatch.setattr(rooms, "_SCRATCH_BYTES", 2 * CHUNK + 64)
-    monkeypatch.setattr(rooms, "_PACKED_BYTES", 2 * CHUNK - 1)
-    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
-    monkeypatch.setattr(rooms, "_LEAST_PACKED", least_packed)
+    monkeypatch.setattr(batched_store, "lies_on_gpu", lambda tensor: tensor.shape in lie_on_gpu)
+    monkeypatch.setattr(batched_store, "_SCRATCH_BYTES", 2 * CHUNK + 64)
+    monkeypatch.setattr(batched_store, "_PACKED_BYTES", 2 * CHUNK - 1)
+    monkeypatch.setattr(batched_store, "_HELD_BYTES", held_bytes)
+    monkeypatch.setattr(batched_store, "_MIN_PACKED", least_packed)
     assert stored(tmp_path / "gpu", tensors, gpu) == by_host
     for file in {tensor.file for tensor in by_host}:
         assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
@@ -96,8 +96,8 @@ def test_digests_and_bytes_are_those_of_the_host(
 def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
 ) -> None:
-    monkeypatch.setattr(rooms, "lies_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
+    monkeypatch.setattr(batched_store, "lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(batched_store, "_HELD_BYTES", held_bytes)
     tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in SHAPES.items()}
     sound = dict.fromkeys(SHAPES, True)
     assert len(stored(tmp_path / "sound", tensors, checks=sound)) == len(SHAPES)
@@ -116,8 +116,8 @@ def test_a_turn_ends_with_what_it_was_taken_for(
         return True
 
     turn = threading.Lock()
-    monkeypatch.setattr(rooms, "lies_on_gpu", on_gpu)
-    monkeypatch.setattr(rooms, "_HELD_BYTES", held_bytes)
+    monkeypatch.setattr(batched_store, "lies_on_gpu", on_gpu)
+    monkeypatch.setattr(batched_store, "_HELD_BYTES", held_bytes)
     tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in SHAPES.items()}
     stored(tmp_path / "sound", tensors, turn=turn)
     assert held == [True] * len(SHAPES) and not turn.locked()
