@@ -22,7 +22,7 @@ class KVAgeRow(Frozen):
     """The span's version minus its ``kv_from``; 0 without ``kv_from``. The highest age includes all above."""
     tokens: int
     k3: float
-    """As in MismatchRow, like the next field."""
+    """The mean over these tokens, as ``prob_error`` is."""
     prob_error: float
 
 
