@@ -24,7 +24,8 @@
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     │   └── VersionNotServed      409  no replica serves what ``weight_version`` asks for
     ├── Overloaded                503  a memory limit is reached, such as that of the gateway's queue: retry later.
-    │                                  Between gateway and replica: the replica is full, and the call waits
+    │   │                              Between gateway and replica: the replica is full, and the call waits
+    │   └── KVCacheFull           503  between gateway and replica: older sessions need the KV cache's memory
     ├── NotReady                  503  no live replica, or the service is still starting
     │   ├── LogUnreadable         503  the log cannot be read just now
     │   └── DeploymentFailed      500  a process of the service failed with an unexpected error
@@ -207,6 +208,10 @@ class Overloaded(RolloutServiceError):
 
     http_status = 503
     retry_after_s = 1.0
+
+
+class KVCacheFull(Overloaded):
+    """Older sessions need the memory of a replica's KV cache: the gateway keeps the turn in its queue."""
 
 
 class NotReady(RolloutServiceError):

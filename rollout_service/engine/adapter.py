@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -140,12 +140,14 @@ class EngineAdapter:
         partial_tokens: int = 0,
         exact_version: int | None = None,
         session_id: str | None = None,
+        note_cached: Callable[[int], None] | None = None,
     ) -> tuple[Completion, ...]:
         """Return the ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
         ``partial_tokens``, ``session_id``: see ``GenerateCall``. ``exact_version``: the only weight version whose
         tokens are returned. A completion that another version would continue ends with "abort". Such a request reads no
-        keys and values of its session's earlier versions.
+        keys and values of its session's earlier versions. ``note_cached``: called with the number of the prompt's
+        tokens that the prefix cache had.
 
         Raises EngineFailed if the engine is dead or broken, InvalidRequest if vLLM refuses the request, and
         NonFiniteLogprob.
@@ -159,7 +161,7 @@ class EngineAdapter:
         try:
             with kv as salt:
                 stream = self._stream(request_id, prompt, parameters, priority, salt, reasoning)
-                made = completions(await self._output(request_id, stream), sampling)
+                made = completions(await self._output(request_id, stream, note_cached), sampling)
                 return tuple(self._with_versions(request_id, made))
         finally:
             self._exact.pop(request_id, None)
@@ -203,14 +205,22 @@ class EngineAdapter:
         [sampled] = output.outputs
         return prompt_logprobs(output), completion(sampled).spans[0].version
 
-    async def _output(self, request_id: str, stream: AsyncGenerator[RequestOutput]) -> RequestOutput:
+    async def _output(
+        self,
+        request_id: str,
+        stream: AsyncGenerator[RequestOutput],
+        note_cached: Callable[[int], None] | None = None,
+    ) -> RequestOutput:
         """Return the last output of a stream. vLLM starts the request when the stream is first awaited."""
         self._require_sound()
         task = asyncio.create_task(self._collect(request_id, stream), name=request_id)
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)
         try:
-            return await task
+            output = await task
+            if note_cached is not None:
+                note_cached(output.num_cached_tokens or 0)
+            return output
         except asyncio.CancelledError:
             if self._half_loaded is None or _cancelled_by_caller():
                 raise
@@ -266,6 +276,8 @@ class EngineAdapter:
         ``wait`` returns when the last running request has finished, or when another pause replaces this one. If
         cancelled, the engine refuses new requests until ``resume`` or another pause.
         """
+        if clear_cache and mode == "keep":
+            self.scheduler.drop_cache()
         await pause_scheduler(self._llm, mode, clear_cache)
         if clear_cache:
             self._has_kv = False
@@ -348,11 +360,14 @@ class EngineAdapter:
         if self._kv is None or not keep_cache:
             await self._drop_kv()
         if self._kv is not None:
-            self._kv.load(version, is_empty=not self._has_kv)  # before the await: requests may arrive meanwhile
+            too_old = self._kv.load(version, is_empty=not self._has_kv)  # before the await: requests may arrive then
+            if self._has_kv:
+                self.scheduler.drop_cache(too_old)
             await begin_version(self._llm, version)
 
     async def _drop_kv(self) -> None:
         if self._has_kv:
+            self.scheduler.drop_cache()
             await self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             self._has_kv = False
 

@@ -27,8 +27,8 @@ KV_READS_PERIOD_S = 5.0
 FRESH_S = 5.0
 """Maximum age of fresh statistics in seconds. vLLM sends them with a step's outputs. After an abort, or while paused,
 the last ones stay."""
-
-
+LONG_PREFILL = 512
+"""Minimum number of tokens of a prefill whose speed is measured. Shorter ones take one step, whatever their length."""
 QUEUE_FRESH_S = 10.0
 """Maximum age of a gateway's report in seconds. Gateways with calls on a replica report at least every 2 s."""
 
@@ -38,6 +38,20 @@ class SchedulerLog(StatLoggerBase):
 
     def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0) -> None:
         self._stats, self._at = SchedulerStats(), -float("inf")
+        self._dropped = 0
+        """Number of preemptions by ``drop_cache`` that vLLM has not reported yet."""
+        self.preemptions = 0
+        """Number of requests that were preempted for want of memory."""
+        self.prefill_tokens_per_s = 0.0
+        """Moving mean of the speed of long prefills; 0: none has run."""
+        self.decode_step_s = 0.0
+        """Time in seconds for each token of a completion, without the steps in which others' prompts are computed; 0:
+        none has ended."""
+
+    def drop_cache(self, requests: int | None = None) -> None:
+        """Note that the KV cache of ``requests`` running requests was dropped; None: of all. vLLM reports that as their
+        preemption."""
+        self._dropped = self._stats.num_running_reqs if requests is None else requests
 
     def record(
         self,
@@ -47,8 +61,26 @@ class SchedulerLog(StatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Store the statistics. vLLM calls this after each step."""
+        if iteration_stats is not None:
+            dropped = min(self._dropped, iteration_stats.num_preempted_reqs)
+            self._dropped -= dropped
+            self.preemptions += iteration_stats.num_preempted_reqs - dropped
+            for request in iteration_stats.finished_requests:
+                self._note_prefill(request.num_prompt_tokens - request.num_cached_tokens, request.prefill_time)
+                self._note_decode(request.mean_time_per_output_token)
         if scheduler_stats is not None:
             self._stats, self._at = scheduler_stats, time.monotonic()
+
+    def _note_prefill(self, tokens: int, seconds: float) -> None:
+        if tokens >= LONG_PREFILL and seconds > 0:
+            before, speed = self.prefill_tokens_per_s, tokens / seconds
+            self.prefill_tokens_per_s = before + (speed - before) / 8 if before else speed
+
+    def _note_decode(self, step_s: float) -> None:
+        if step_s > 0:
+            before = self.decode_step_s or step_s
+            # prefill of others only makes steps longer, so short ones are nearer to the truth
+            self.decode_step_s = before + (step_s - before) / (4 if step_s < before else 64)
 
     def log_engine_initialized(self) -> None:
         """Do nothing. vLLM calls this at the start."""

@@ -19,6 +19,7 @@ from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_stats, show_load, watch_kv_reads
 from rollout_service.engine.plugin import register
 from rollout_service.engine.progress_reports import ProgressReports
+from rollout_service.engine.session_admission import SessionAdmission
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
@@ -116,6 +117,7 @@ class EngineReplica:
         why = attention_of(config).why
         self._engine = EngineAdapter(args)
         self._progress = ProgressReports(self._engine.tokens_since)
+        self._sessions = SessionAdmission(self._engine.kv_cache_tokens, self._engine.scheduler)
         try:
             await self._engine.connect()
             self._weight_sync = WeightSync(
@@ -160,7 +162,11 @@ class EngineReplica:
             self._require_sound()
             await self._wait_version(call)  # a waiting call holds no place, because the version may never come
             returns = self._weight_sync.returns
-            with self._admission.admit(call.sampling.n, call.origin), self._progress.follow(call) as engine_id:
+            with (
+                self._admission.admit(call.sampling.n, call.origin),
+                self._sessions.admit(call) as turn,
+                self._progress.follow(call) as engine_id,
+            ):
                 completions = await self._engine.generate(
                     engine_id,
                     call.prompt_token_ids,
@@ -171,7 +177,9 @@ class EngineReplica:
                     call.partial_tokens,
                     call.exact_weight_version,
                     call.session_id,
+                    turn.note_cached,
                 )
+                turn.end(completions)
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
             raise type(error)(error.message, {**error.detail, "replica_id": self._replica_id}) from error
         rollout = Rollout(

@@ -15,7 +15,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rollout_service.config.engine import EngineConfig
-from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, Overloaded, RolloutServiceError, TooEarly
+from rollout_service.errors import (
+    DeploymentFailed,
+    EngineFailed,
+    KVCacheFull,
+    NotReady,
+    Overloaded,
+    RolloutServiceError,
+    TooEarly,
+)
 from rollout_service.fleet.continuation import (
     StopSearch,
     continuation_call,
@@ -107,7 +115,7 @@ class Dispatcher:
         call = call.model_copy(update={"origin": self._origin, "live": rollout is not None})
         rollout = rollout or RolloutProgress(call.sampling.n)
         rollout.is_streamed = call.live and why_restart(call.sampling, self._limits) is None
-        progress = CallProgress(call, self.queue.ticket(call.priority), rollout, rollout.completions)
+        progress = CallProgress(call, self.queue.ticket(call.priority, call.session_id), rollout, rollout.completions)
         made = await self._run_attempts(call, progress)
         stopped = [self._end_at_stop_string(call, completion, 0) for completion in made.completions]
         returns = on_abort == "return" or made.returned
@@ -234,20 +242,23 @@ class Dispatcher:
         one that every replica has passed. Raises EngineFailed if the lost replica had reported no token.
         """
         time = asyncio.get_running_loop().time
-        rounds, refusals = 0, list[RolloutServiceError]()
+        rounds, refusals, lacks_memory = 0, list[RolloutServiceError](), False
         rest_until = time() + self._limits.replica_wait_s if progress.base is not None else math.inf
         version_until = math.inf
         while True:
             until = rest_until if version_until == math.inf else version_until
             try:
                 async with asyncio.timeout_at(None if until == math.inf else until) as waiting:
-                    async with self.queue.turn(progress.ticket, call.sampling.n, _size(call), rounds) as turn:
+                    async with self.queue.turn(
+                        progress.ticket, call.sampling.n, _size(call), rounds, lacks_memory=lacks_memory
+                    ) as turn:
                         waiting.reschedule(None)
                         answer = await self._ask_replicas(call, progress)
                         if isinstance(answer, Rollout):
                             return answer
                         turn.was_refused = True
-                        turn.is_full = all(isinstance(refusal, Overloaded) for refusal in answer)
+                        lacks_memory = any(isinstance(refusal, KVCacheFull) for refusal in answer)
+                        turn.is_full = not lacks_memory and all(isinstance(each, Overloaded) for each in answer)
             except TimeoutError:
                 if version_until != math.inf:
                     raise await self._too_early(call) from None

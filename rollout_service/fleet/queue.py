@@ -1,15 +1,18 @@
 """Queue of one gateway's calls that wait until a replica has room for them.
 
-Calls leave in vLLM's order: the lowest ``priority`` first, then the earliest arrival. A replica with room for one
-sequence takes a call of any ``n``, so calls with a large ``n`` never wait for more room than others.
+Calls leave in vLLM's order: the lowest ``priority`` first, then the earliest arrival. All calls of a session have the
+arrival of its first one, so sessions that have begun go before new ones. A replica with room for one sequence takes a
+call of any ``n``, so calls with a large ``n`` never wait for more room than others.
 
 The state that replicas publish is seconds old, so a replica may refuse a call that has left the queue. Such a call
-keeps its place in the order. It waits until the fleet changes, or another call ends and frees its room.
+keeps its place in the order. It waits until the fleet changes, or another call ends and frees its room. The same holds
+for a session's call that must wait for memory (``engine/session_admission.py``); others may overtake it.
 """
 
 import asyncio
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +28,8 @@ RETRY_S = 0.25
 update."""
 RETRIED_CALLS = 16
 """Number of calls that are sent again after that time."""
+MAX_SESSIONS = 100_000
+"""Maximum number of sessions whose arrival is remembered; the least recently used one is dropped."""
 
 CallLater = Callable[[float, Callable[[], None]], object]
 """Calls a function after that many seconds."""
@@ -74,8 +79,12 @@ class DispatchQueue:
         self._arrivals, self._order = itertools.count(), itertools.count()
         self._ready: list[Turn] = []
         self._refused: list[Turn] = []
+        self._no_memory: list[Turn] = []
+        """Turns of sessions that were refused for want of KV-cache memory."""
         self._left = 0
-        """Number of turns in both lists whose callers have left."""
+        """Number of turns in these lists whose callers have left."""
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        """Session → its arrival."""
         self._is_full = False
         """True after replicas reported that they are full, until the router has newer information."""
         self._retrying = False
@@ -85,12 +94,20 @@ class DispatchQueue:
         self.nbytes = 0
         """Estimated memory of the waiting calls in bytes."""
 
-    def ticket(self, priority: int) -> Ticket:
-        """Return the place of a call that arrives now."""
-        return Ticket(priority, next(self._arrivals))
+    def ticket(self, priority: int, session: str | None = None) -> Ticket:
+        """Return the place of a call that arrives now: that of the first call of its session."""
+        arrival = next(self._arrivals)
+        if session is not None:
+            arrival = self._sessions.setdefault(session, arrival)
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return Ticket(priority, arrival)
 
     @asynccontextmanager
-    async def turn(self, ticket: Ticket, sequences: int, nbytes: int, rounds: int = 0) -> AsyncIterator[Turn]:
+    async def turn(
+        self, ticket: Ticket, sequences: int, nbytes: int, rounds: int = 0, *, lacks_memory: bool = False
+    ) -> AsyncIterator[Turn]:
         """Wait for the turn of a call, and hold its room until the block ends.
 
         A cancelled call leaves the queue at once.
@@ -100,6 +117,7 @@ class DispatchQueue:
             sequences: Number of its completions.
             nbytes: Estimated memory of the call in bytes.
             rounds: Number of times that every replica has refused the call. Above 0 it first waits for a change.
+            lacks_memory: The last refusal was for want of KV-cache memory.
 
         Raises:
             Overloaded: The queue has reached a bound, and the call is new.
@@ -108,7 +126,10 @@ class DispatchQueue:
         turn = Turn(key, sequences, nbytes, asyncio.get_running_loop().create_future())
         self.sequences += sequences
         self.nbytes += nbytes
-        if rounds:
+        if lacks_memory:
+            heapq.heappush(self._no_memory, turn)
+            self._retry_later()
+        elif rounds:
             # calls with fewer refusals come first, so that none waits behind a call that no replica can take
             turn.key = (rounds, *key)
             heapq.heappush(self._refused, turn)
@@ -140,7 +161,7 @@ class DispatchQueue:
         """
         self._is_full = False
         if can_take_others:
-            self._recall(len(self._refused))
+            self._recall(len(self._refused) + len(self._no_memory))
         self._let_go()
 
     def _require_bounds(self, new: Turn) -> None:
@@ -176,14 +197,17 @@ class DispatchQueue:
             turn.begun.set_result(None)
 
     def _recall(self, count: int) -> None:
-        while count and self._refused:
-            turn = heapq.heappop(self._refused)
-            if turn.begun.done():
-                self._left -= 1
-                continue
-            turn.key = turn.key[1:]
-            heapq.heappush(self._ready, turn)
-            count -= 1
+        """Make ``count`` refused calls ready, and as many that lack memory: neither kind waits for the other."""
+        for waiting in (self._refused, self._no_memory):
+            recalled = 0
+            while recalled < count and waiting:
+                turn = heapq.heappop(waiting)
+                if turn.begun.done():
+                    self._left -= 1
+                    continue
+                turn.key = turn.key[-3:]
+                heapq.heappush(self._ready, turn)
+                recalled += 1
 
     def _end(self, turn: Turn) -> None:
         self._calls_sent -= 1
@@ -199,8 +223,9 @@ class DispatchQueue:
         turn.begun.cancel()
         self._count_out(turn)
         self._left += 1
-        if 2 * self._left > len(self._ready) + len(self._refused):
-            for waiting in (self._ready, self._refused):
+        lists = self._ready, self._refused, self._no_memory
+        if 2 * self._left > sum(map(len, lists)):
+            for waiting in lists:
                 waiting[:] = [each for each in waiting if not each.begun.done()]
                 heapq.heapify(waiting)
             self._left = 0
@@ -218,5 +243,5 @@ class DispatchQueue:
         self._retrying = False
         self._recall(RETRIED_CALLS)
         self._let_go(RETRIED_CALLS)
-        if self._refused:
+        if self._refused or self._no_memory:
             self._retry_later()

@@ -57,7 +57,7 @@ def test_an_error_without_detail_has_an_empty_one() -> None:
 
 def test_what_can_be_retried_says_when() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retry_after_s} == {
-        "TooEarly", "VersionNotServed", "Overloaded", "NotReady", "DeploymentFailed", "LogUnreadable"
+        "TooEarly", "VersionNotServed", "Overloaded", "KVCacheFull", "NotReady", "DeploymentFailed", "LogUnreadable"
     }  # fmt: skip
     assert Overloaded.retry_after_s is not None and Overloaded.retry_after_s > 0
 

@@ -8,7 +8,7 @@ from rollout_service.protocol.fleet import EngineLoad, ReplicaStatus
 pytest.importorskip("vllm")
 
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from rollout_service.engine import load_statistics
 from rollout_service.engine.load_statistics import (
@@ -37,6 +37,43 @@ def status(**changes: object) -> ReplicaStatus:
 
 def test_the_numbers_of_the_last_step_are_told(log: SchedulerLog) -> None:
     assert autoscaling_stats(status(), log) == {RUNNING: 5, WAITING: 3, KV_USAGE: 0.25, VERSION: 7, SERVING: 1}
+
+
+def step_with(preempted: int = 0, *finished: FinishedRequestStats) -> IterationStats:
+    stats = IterationStats()
+    stats.num_preempted_reqs = preempted
+    stats.finished_requests = list(finished)
+    return stats
+
+
+def test_dropping_the_cache_counts_as_no_preemption(log: SchedulerLog) -> None:
+    log.record(STEP, step_with(2))
+    log.drop_cache()  # 5 requests run, and vLLM reports each when it samples again
+    for preempted in (3, 1, 4):
+        log.record(STEP, step_with(preempted))
+    assert log.preemptions == 2 + 3
+    log.drop_cache(1)  # an update that keeps the cache of all others
+    log.record(STEP, step_with(2))
+    assert log.preemptions == 2 + 3 + 1
+
+
+def test_prefill_speed_is_that_of_long_prefills(log: SchedulerLog) -> None:
+    short = FinishedRequestStats("stop", num_prompt_tokens=9000, num_cached_tokens=8900, prefill_time=1.0)
+    log.record(STEP, step_with(0, short))
+    assert log.prefill_tokens_per_s == 0
+    for seconds in (2.0, 1.0):
+        long = FinishedRequestStats("stop", num_prompt_tokens=9000, num_cached_tokens=1000, prefill_time=seconds)
+        log.record(STEP, step_with(0, short, long))
+    assert log.prefill_tokens_per_s == 4000 + (8000 - 4000) / 8
+
+
+def test_decode_step_is_that_of_undisturbed_requests(log: SchedulerLog) -> None:
+    for step_s in (0.0, 0.01, *[0.1] * 8):
+        log.record(STEP, step_with(0, FinishedRequestStats("stop", mean_time_per_output_token=step_s)))
+    assert 0.01 < log.decode_step_s < 0.025
+    for _ in range(8):
+        log.record(STEP, step_with(0, FinishedRequestStats("stop", mean_time_per_output_token=0.005)))
+    assert log.decode_step_s < 0.007
 
 
 def test_what_waits_in_the_gateways_is_told_while_they_say_so(log: SchedulerLog) -> None:

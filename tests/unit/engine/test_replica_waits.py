@@ -7,9 +7,11 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
+from rollout_service.engine.load_statistics import SchedulerLog
 from rollout_service.engine.progress_reports import ProgressReports
 from rollout_service.engine.replica import EngineReplica
 from rollout_service.engine.served_labels import ServedLabels
+from rollout_service.engine.session_admission import SessionAdmission
 from rollout_service.errors import TooEarly
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
@@ -58,6 +60,7 @@ class Replica(EngineReplica):
     def __init__(self, weight_sync: WaitingWeightSync) -> None:
         self._config, self._replica_id, self._weight_sync = ServiceConfig(), "r1", weight_sync
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
+        self._sessions = SessionAdmission(1000, SchedulerLog())
         self._progress = ProgressReports(lambda *_: [])
         self._drain = Drain(30.0)
         self._hand_over = HandOver(self._drain, self._admission, self._alone)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollout_service.errors import Overloaded
+from rollout_service.fleet import queue as queue_module
 from rollout_service.fleet.queue import RETRIED_CALLS, RETRY_S, DispatchQueue
 
 
@@ -22,7 +23,7 @@ class Fleet:
         self.tasks = dict[str, asyncio.Task[None]]()
 
     async def call(self, name: str, n: int = 1, priority: int = 0, *, refuse: str = "", nbytes: int = 1) -> None:
-        """Send a call; each letter of ``refuse`` is a refusal: f for full, v for a version that is not there."""
+        """Send a call; each letter of ``refuse`` is a refusal: f for full, v for a version, m for memory."""
         self._ends[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._run(name, n, priority, refuse, nbytes))
         await settle()
@@ -30,7 +31,8 @@ class Fleet:
     async def _run(self, name: str, n: int, priority: int, refuse: str, nbytes: int) -> None:
         ticket = self.queue.ticket(priority)
         for rounds in range(len(refuse) + 1):
-            async with self.queue.turn(ticket, n, nbytes, rounds) as turn:
+            lacks_memory = rounds > 0 and refuse[rounds - 1] == "m"
+            async with self.queue.turn(ticket, n, nbytes, rounds, lacks_memory=lacks_memory) as turn:
                 self.sent.append(name)
                 if rounds == len(refuse):
                     await self._ends[name].wait()
@@ -211,3 +213,44 @@ async def test_full_replicas_are_not_asked_by_all_that_wait() -> None:
         assert after_s == RETRY_S
         await f.fire()
         assert f.sent[2:] == ["refused", *(f"w{i}" for i in range(RETRIED_CALLS - 1))]
+
+
+async def test_calls_that_lack_memory_go_again_by_age_of_session() -> None:
+    async with fleet(10) as f:
+        await f.call("running")
+        for name in ("old", "young"):
+            await f.call(name, refuse="mm")
+        await f.call("rollout", refuse="f")
+        assert f.sent == ["running", "old", "young", "rollout"]
+        await f.fire()
+        assert f.sent[4:] == ["old", "young", "rollout"]  # once more refused, old is still before young
+        await f.end("running")
+        assert f.sent[7:] == ["old"]
+        await f.fire()
+        assert f.sent[8:] == ["young"]
+
+
+async def test_refusal_for_want_of_memory_holds_up_no_other_call() -> None:
+    async with fleet(10) as f:
+        for i in range(3):
+            await f.call(f"waits{i}", refuse="m" * 9)
+        for name in "ab":
+            await f.call(name)
+        assert f.sent == ["waits0", "waits1", "waits2", "a", "b"]
+
+
+async def test_turns_of_a_session_go_before_sessions_that_began_later() -> None:
+    queue = DispatchQueue(lambda: 1)
+    first, new = queue.ticket(0, "old"), queue.ticket(0, "new")
+    again = queue.ticket(0, "old")
+    assert first.arrival == again.arrival < new.arrival < queue.ticket(0).arrival
+
+
+async def test_arrivals_of_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MAX_SESSIONS", 2)
+    queue = DispatchQueue(lambda: 1)
+    first = queue.ticket(0, "a")
+    for session in ("b", "a", "c"):
+        queue.ticket(0, session)
+    assert queue.ticket(0, "a").arrival == first.arrival
+    assert len(queue._sessions) == 2
