@@ -85,8 +85,8 @@ QUEUE_SEQUENCES = _process(
 )  # fmt: skip
 REFUSALS = _process(
     "refusals_total", "counter", "", ("reason",),
-    "Refusals by a replica: Overloaded, KVCacheFull (a session waits for older ones), TooEarly (another weight "
-    "version) or NotReady; the gateway asks again.",
+    "Refusals by a replica: Overloaded, KVCacheFull (sessions), TooEarly (weight version) or NotReady; the gateway "
+    "asks again.",
 )  # fmt: skip
 CONTINUATIONS = _process(
     "continuations_total", "counter", "", ("cause",),
