@@ -1,6 +1,7 @@
 """One real cluster for all of these tests: Ray, Serve, and two vLLM CPU engines in FP8."""
 
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.faults.update_marker import marked_updates
-from rollout_service.client import RolloutClient
+from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, args_of, read_document
 from rollout_service.local import LocalService, load_config, local_ray, metrics_targets
@@ -63,7 +64,11 @@ def served(config: ServiceConfig, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="package")
 def service(config: ServiceConfig, served: ServeRun) -> LocalService:
-    """The running service."""
+    """The running service, once both replicas are ready: it answers when the first one is."""
+    with SyncRolloutClient(served.url, token=TOKEN) as client:
+        while [each.state for each in client.fleet().replicas] != ["ready"] * 2:
+            assert served.process.poll() is None, served.said
+            time.sleep(0.2)
     return LocalService(url=served.url, config=config.resolved(), metrics_targets=metrics_targets(served.url))
 
 
