@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,8 +99,10 @@ class HostMemory:
 
         self.nbytes, self.may_be_mapped = nbytes, False
         self._memory = SharedMemory.create(nbytes)
+        self._unpin: Callable[[], object] = lambda: None
         if torch.cuda.is_initialized():
-            pin_if_possible(self._memory.view)
+            self._unpin = finalizer = weakref.finalize(self, pin_if_possible(self._memory.view))
+            finalizer.atexit = False
 
     @staticmethod
     def batch_bytes() -> int:
@@ -118,6 +121,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Release the memory."""
+        self._unpin()
         self._memory.close()
 
 

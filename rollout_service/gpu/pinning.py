@@ -9,12 +9,16 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
+_pinned: dict[int, memoryview] = {}
+"""Registered memory by address, which therefore stays mapped. If it were unmapped, CUDA would take later memory at the
+same address for it, and would copy the bytes of the old pages to a GPU."""
+
 
 def pin(memory: memoryview) -> Callable[[], None]:
-    """Register memory with CUDA for the current device. Return a function that unregisters it, to be called before the
-    memory is unmapped.
+    """Register memory with CUDA for the current device. Return a function that unregisters it.
 
-    Raises OSError if CUDA refuses, ValueError for read-only memory.
+    The memory stays mapped until that function is called. Raises OSError if CUDA refuses, and ValueError for read-only
+    memory.
     """
     import numpy as np
     import torch
@@ -26,9 +30,11 @@ def pin(memory: memoryview) -> Callable[[], None]:
     cudart = torch.cuda.cudart()
     if failed := int(cudart.cudaHostRegister(address, memory.nbytes, 0)):
         raise OSError(f"CUDA pins no {memory.nbytes} bytes of shared memory: error {failed}")
+    _pinned[address] = memory
 
     def unpin() -> None:
         cudart.cudaHostUnregister(address)
+        _pinned.pop(address, None)
 
     return unpin
 

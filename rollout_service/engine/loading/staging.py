@@ -282,7 +282,7 @@ class StagingBuffer:
             return
         try:
             with torch.cuda.device(self._device):
-                pin(self.memory.numpy().data)
+                pin(self.memory.numpy().data)  # for as long as this process lives
         except OSError as error:
             raise CannotStage(str(error)) from error
 
