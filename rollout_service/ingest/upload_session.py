@@ -437,10 +437,12 @@ class UploadSession:
         Raises UploadIncomplete, VersionConflict if ``meant`` is not the upload's digest, or the error of the first
         failed conversion.
         """
-        if self.missing:
+        async with self._replacing:  # a part that gets other bytes is missing for a moment
+            missing = sorted(self.missing)
+        if missing:
             raise self.failure or UploadIncomplete(
-                f"version {self.begin.version} lacks {len(self.missing)} of {self.num_parts} parts",
-                {"missing_parts": sorted(self.missing)[:1000]},
+                f"version {self.begin.version} lacks {len(missing)} of {self.num_parts} parts",
+                {"missing_parts": missing[:1000]},
             )
         if self._may_miss_tensors:
             raise self.failure or UploadIncomplete(

@@ -60,9 +60,11 @@ async def real_ingest(
     uploads = UploadServer(ingest, authorizer, "127.0.0.1", certificate=files)
     uploads.start()
     ingest.upload_address = UploadAddress(uploads.host, uploads.port, certificate=uploads.certificate)
-    async with http:
-        services = replace(services_of(ingest, config, authorizer, http), pinned=pinned)
-        async with serving(App(create_app(services)), certificate) as gateway:
-            yield RealIngest(gateway.url, ingest, WeightLog(root))
-    await uploads.stop()
-    await ingest.stop()
+    try:
+        async with http:
+            services = replace(services_of(ingest, config, authorizer, http), pinned=pinned)
+            async with serving(App(create_app(services)), certificate) as gateway:
+                yield RealIngest(gateway.url, ingest, WeightLog(root))
+    finally:
+        await uploads.stop()
+        await ingest.stop()
