@@ -23,9 +23,10 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.marked import write_part
-from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT, RESULTS
+from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.processes import raise_at_sigterm
-from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, Setup
+from benchmarks.training.tasks import Setup
+from benchmarks.training.tis_ablation import AblationOptions, AdditionOptions, laid_over, setup_of
 from examples import grpo
 from rollout_service.client import SyncRolloutClient
 from rollout_service.local import running_service
@@ -95,9 +96,13 @@ def main(options: FailureOptions) -> None:
         return
     if unknown := set(options.failures) - set(FAILURES):
         raise typer.BadParameter(f"--failures {', '.join(sorted(unknown))}: there are {', '.join(FAILURES)}")
-    folder = Path(tempfile.mkdtemp(prefix="silent-failures-"))
-    setup = _setup(options, folder)
-    settings = {**setup.sections, "weights": {"root": folder / "log"}}
+    with tempfile.TemporaryDirectory(prefix="silent-failures-") as folder:
+        measure_each(options, _setup(options, Path(folder)), Path(folder) / "log")
+
+
+def measure_each(options: FailureOptions, setup: Setup, log: Path) -> None:
+    """Start one service, with its log at ``log``, and measure each failure in turn."""
+    settings = laid_over(setup.sections, {"weights": {"root": log}})
     with running_service(setup.deployment, settings) as service, SyncRolloutClient(service.url) as client:
         raise_at_sigterm()  # again: ray.init puts a handler of its own there
         for name in options.failures:
@@ -112,9 +117,8 @@ def main(options: FailureOptions) -> None:
 
 
 def _setup(options: FailureOptions, folder: Path) -> Setup:
-    if options.task == "digits":
-        return Digits(folder, CPU_DEPLOYMENT)
-    return Addition(options.model.absolute(), options.learning_rate, 16, 8, options.gpu_share, GPU_DEPLOYMENT)
+    addition = AdditionOptions(model=options.model, learning_rate=options.learning_rate, gpu_share=options.gpu_share)
+    return setup_of(AblationOptions(task=options.task, out=folder), addition)
 
 
 def measure(

@@ -85,7 +85,7 @@ class SentWeights:
         self._taking: dict[int, Future[None]] = {}
         """The running allocations, by batch index."""
         self._unpin: list[Callable[[], None]] = []
-        # must run before the memory is unmapped: this object holds views of the memory until then
+        # pinned memory stays mapped until it is unpinned
         weakref.finalize(self, _call_each, self._unpin).atexit = False
         self._spans: dict[int, list[tuple[int, Span]]] = defaultdict(list)
         for index, piece in enumerate(self._pieces):
@@ -299,7 +299,6 @@ class SentWeights:
             except OSError as error:
                 # without the size, so that each reason is logged once
                 warn_of_pageable_memory(str(error).rpartition(": ")[2])
-        # stored here and not only in the future: the memory must be unpinned before it is unmapped
         self._of_batches[number] = torch.frombuffer(memory, dtype=torch.uint8)
 
     def _await_memory(self, tensor: int) -> None:
