@@ -35,7 +35,6 @@ from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.metrics.process import count_part
 from rollout_service.protocol.base import WeightVersion
 from rollout_service.protocol.upload import (
-    LARGEST_PART_BYTES,
     PART_DIGEST_HEADER,
     UPLOAD_KEY_HEADER,
     UPLOADER_HEADER,
@@ -242,8 +241,7 @@ def require_part(record: UploadRecord, part: int, nbytes: int) -> None:
         raise InvalidRequest(f"version {version} is read from {record.begin.source}: it takes no parts")
     if not 0 <= part < record.num_parts:
         raise NotFound(f"version {version} has parts 0 to {record.num_parts - 1}, not {part}")
-    # an older service cut what it committed otherwise
-    limit = record.slots[part].nbytes if part < len(record.slots) else LARGEST_PART_BYTES
+    limit = record.slots[part].nbytes
     if nbytes > limit:
         raise PayloadTooLarge(
             f"part {part} of version {version} has {limit} bytes, and {nbytes} are sent: cut the stream as UploadPlan "

@@ -17,9 +17,8 @@ import logging
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InsufficientStorage, InvalidManifest, InvalidRequest, LogCorrupt, NotFound, NotReady
@@ -35,9 +34,6 @@ from rollout_service.store.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 KV_SCALES_FILE = "kv_scales.json"
-_FIELDS = TypeAdapter(dict[str, Any])
-_OF_BEFORE = ("how", "drift", "saturated", "largest")
-"""Fields of files that earlier releases wrote. They are ignored: ``scales`` had the same meaning."""
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST = (2 - 2**-7) * 2.0**127 / 448
 """Largest valid scale: times the largest FP8 code, it is the largest BF16 number. A larger scale would overflow."""
@@ -268,8 +264,7 @@ def read_result(folder: Path) -> KVScaleResult | None:
     if text is None:
         return None
     try:
-        fields = _FIELDS.validate_json(text)
-        return KVScaleResult.model_validate({name: value for name, value in fields.items() if name not in _OF_BEFORE})
+        return KVScaleResult.model_validate_json(text)
     except ValidationError as error:
         raise LogCorrupt(f"{folder / KV_SCALES_FILE} does not parse: {error}") from error
 

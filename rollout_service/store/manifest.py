@@ -51,9 +51,8 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
     digest: str
     """xxh3-128 in hex of the bytes; for a tensor with ``chunk_digests``, of these digests in order."""
     chunk_digests: bytes = b""
-    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last chunk may be shorter), concatenated. Empty if ``digest``
-    covers all bytes: for tensors of at most that size, and in versions written before there were chunks. Base64 in the
-    file."""
+    """xxh3-128 of each ``CHUNK_BYTES`` of the bytes (the last chunk may be shorter), concatenated. Empty for a
+    tensor of at most that size, whose ``digest`` covers all bytes. Base64 in the file."""
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the chunks of all bytes, in order; a single chunk if only ``digest`` covers them."""
@@ -194,15 +193,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_of_json(text: bytes) -> Manifest:
-    """Parse the output of ``Manifest.to_json`` of this release or an older one. Raises ManifestDamaged."""
+    """Parse the output of ``Manifest.to_json`` . Raises ManifestDamaged."""
     try:
         manifest = _DECODER.decode(text)
         _ = manifest.places  # raises ValueError for a duplicate name
     except ValueError as error:  # all errors of msgspec are ValueErrors, and so are those of invalid UTF-8
         raise ManifestDamaged(str(error)) from error
     for tensor in manifest.tensors:
-        if digests := tensor.chunk_digests:
-            chunks = -(-tensor.nbytes // CHUNK_BYTES)
-            if len(digests) != chunks * DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != tensor.digest:
-                raise ManifestDamaged(f"chunk_digests of {tensor.name} are not those of its {chunks} chunks")
+        digests, chunks = tensor.chunk_digests, -(-tensor.nbytes // CHUNK_BYTES)
+        if not digests and chunks <= 1:
+            continue
+        if len(digests) != chunks * DIGEST_BYTES or xxhash.xxh3_128_hexdigest(digests) != tensor.digest:
+            raise ManifestDamaged(f"chunk_digests of {tensor.name} are not those of its {chunks} chunks")
     return manifest

@@ -163,7 +163,7 @@ class VersionReader:
         self.close()
 
     def _refuse(self, tensor: StoredTensor, chunk: Chunk, found: str, lacking: int) -> NoReturn:
-        number, chunks = chunk.start // CHUNK_BYTES, -(-tensor.nbytes // CHUNK_BYTES) if tensor.chunk_digests else 1
+        number, chunks = chunk.start // CHUNK_BYTES, max(1, -(-tensor.nbytes // CHUNK_BYTES))
         where = f"chunk {number} of {chunks} (bytes {chunk.start} to {chunk.start + chunk.nbytes})"
         ends = f"{tensor.file} ends {lacking} bytes early, and " if lacking > 0 else ""
         raise LogCorrupt(

@@ -7,11 +7,11 @@ thus detected.
 import functools
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import xxhash
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, VersionConflict
 from rollout_service.protocol.base import NEXT, Frozen
@@ -40,21 +40,7 @@ class UploadRecord(Frozen):
     manifest_digest: str = ""
     """xxh3-128 of the file manifest.json; empty until the upload is committed."""
     timings: UploadTimings | None = None
-    """None until the upload is complete, and for versions from before timings were stored."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_service(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """Convert the record of an older service, whose deltas were announced with their changes. All that is used of a
-        committed version is kept."""
-        delta = record.get("begin", {}).get("delta") if isinstance(record.get("begin"), dict) else None
-        if not isinstance(delta, dict) or "changes" not in delta:
-            return record
-        if not record.get("manifest_digest"):
-            raise ValueError("its parts are those of a delta as an older service took them: push the version again")
-        sizes = [change["nbytes"] for change in delta["changes"] if change is not None]
-        kept = {name: value for name, value in delta.items() if name != "changes"}
-        return {**record, "begin": {**record["begin"], "delta": kept}, "delta_bytes": sum(sizes)}
+    """None until the upload is complete."""
 
     @property
     def num_parts(self) -> int:

@@ -110,8 +110,6 @@ class ReadAhead:
         if read is None or manifest.places.digest != self._places:
             return self._pieces_of(manifest)
         digests = read.digests_in(manifest)
-        if digests is None:  # the version was written by an older release
-            return self._pieces_of(manifest)
         is_there = read.have(digests)
         self.read_bytes = sum(piece.nbytes for piece in compress(read.pieces, is_there))
         return [] if is_there.all() else list(read.pieces_of(manifest, digests, ~is_there))
@@ -160,9 +158,7 @@ class _PiecesRead:
         """First and last tensor of each piece, as indices in file order."""
         self._begins = list(accumulate((len(piece.chunks) for piece in found[:-1]), initial=0))
         """Index of each piece's first chunk among the chunks of all pieces."""
-        self._lengths = [len(tensor.digests_of_chunks()) for tensor in manifest.in_order()]
-        """Length of each tensor's digests in bytes."""
-        counts = [length // DIGEST_BYTES for length in self._lengths]
+        counts = [len(tensor.digests_of_chunks()) // DIGEST_BYTES for tensor in manifest.in_order()]
         first_chunk = dict(zip(order, accumulate(counts[:-1], initial=0), strict=True))
         self._chunks = np.array(
             [first_chunk[t.name] + chunk.start // CHUNK_BYTES for piece in found for t, chunk in piece.chunks], np.int64
@@ -185,14 +181,12 @@ class _PiecesRead:
             self.is_read[number] = True
             at += count
 
-    def digests_in(self, manifest: Manifest) -> npt.NDArray[np.uint8] | None:
-        """Return a version's digests of the pieces' chunks, uint8 [chunks, 16], or None if it has other chunks.
+    def digests_in(self, manifest: Manifest) -> npt.NDArray[np.uint8]:
+        """Return a version's digests of the pieces' chunks, uint8 [chunks, 16].
 
         ``manifest``: its tensors must have the same offsets.
         """
         digests = [tensor.digests_of_chunks() for tensor in manifest.in_order()]
-        if [len(each) for each in digests] != self._lengths:
-            return None
         return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)[self._chunks]
 
     def have(self, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

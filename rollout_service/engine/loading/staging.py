@@ -306,10 +306,6 @@ class StagingBuffer:
         with self._reader(folder, manifest) as reader:
             most_bytes = BOUNCE_BYTES if reader.is_mapped else PIECE_BYTES
             found: Iterable[Piece] = pieces(placement.chunks(manifest, every=every), most_bytes)
-            if not self._taken_anew and any(t.nbytes > most_bytes and not t.chunk_digests for t in manifest.tensors):
-                raise CannotStage(
-                    f"the manifest of version {manifest.version} has no digests of chunks, as an older release wrote it"
-                )
             if reader.is_mapped:
                 if ahead is not None and ahead.placement is placement:
                     found = ahead.remaining_pieces(manifest)

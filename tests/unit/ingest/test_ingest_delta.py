@@ -1,7 +1,6 @@
 """Changes of a version in the log, as the ingest takes them: sound, unsound, interrupted, and without their base."""
 
 import asyncio
-import json
 import re
 import shutil
 import struct
@@ -38,10 +37,8 @@ from rollout_service.protocol.upload import (
     base_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
-from rollout_service.store.durable_io import read_sealed, write_sealed
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
-from rollout_service.store.upload_record import RECORD_FILE
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -634,26 +631,6 @@ class TestAgain:
         await trainer.begin_delta(3, 1, old, new)
         with pytest.raises(VersionConflict, match="version 3 is staged with a delta of another base"):
             await trainer.begin_delta(3, 2, old, new)
-
-    async def test_what_an_older_service_has_staged_is_dropped_and_what_it_has_committed_is_read(
-        self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
-        await trainer.push_delta(2, 1, old, new)
-        plan, parts = await trainer.begin_delta(3, 2, new, old)
-        await trainer.send_parts(plan, parts, [0])
-        told = [None, {"nbytes": 7, "digest": "ab" * 16}, {"nbytes": 5, "digest": "cd" * 16}]
-        for folder in (log.folder(2), log.root / "staging" / "3.parts"):
-            record = json.loads(read_sealed(folder / RECORD_FILE) or "")
-            record["begin"]["delta"]["changes"] = told
-            record.pop("delta_bytes", None)
-            write_sealed(folder / RECORD_FILE, json.dumps(record))
-        ingest = await restarted()
-        status = await ingest.status(2)
-        assert (status.delta_of, status.uploaded_bytes) == (1, 12)
-        with pytest.raises(NotFound, match=r"(?s)3\.parts cannot be taken up again: .* as an older service took them"):
-            await ingest.status(3)
-        await DeltaTrainer(ingest).push_delta(3, 2, new, old)
-        require_stored(log, 3, old)
 
     @pytest.mark.parametrize("parts", [0, 3, None], ids=["none", "some", "all"])
     async def test_a_restarted_ingest_goes_on_with_the_parts_that_are_there(

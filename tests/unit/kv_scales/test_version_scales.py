@@ -1,6 +1,5 @@
 """Which scales a version has: from its trainer, of the version before, or the first that a replica measured."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, Recipe
 from tests.support.models import make_model
 from tests.unit.ingest.trainer import config_of
-from tests.unit.kv_scales.measured import LAYER, Calibrating, measured, scales_of
+from tests.unit.kv_scales.measured import Calibrating, measured, scales_of
 
 ONE, TWO = measured((224, 448, 28)), measured((1, 1, 1))
 SCALES = scales_of(1, 2, 0.125)
@@ -205,9 +204,3 @@ class TestFile:
         write_sealed(tmp_path / KV_SCALES_FILE, MEASURED.model_dump_json().replace('"tokens"', '"positions"'))
         with pytest.raises(LogCorrupt, match=rf"{KV_SCALES_FILE} does not parse(.|\n)*positions"):
             read_result(tmp_path)
-
-    @pytest.mark.parametrize("how", ["measured", "kept", "failed"])
-    def test_a_file_from_when_scales_could_be_kept_is_read(self, tmp_path: Path, how: str) -> None:
-        before = {**MEASURED.model_dump(), "how": how, "drift": 0.5, "saturated": 0.01, "largest": {LAYER: [1, 2, 3]}}
-        write_sealed(tmp_path / KV_SCALES_FILE, json.dumps(before))
-        assert read_result(tmp_path) == MEASURED

@@ -4,9 +4,7 @@ import base64
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
-import xxhash
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.tensors import TensorSlot
@@ -65,14 +63,10 @@ def test_every_flipped_byte_is_found_by_either_way_of_reading(version: tuple[Pat
         assert again.value.message == found.value.message
 
 
-def test_a_small_buffer_reads_a_large_tensor_with_one_digest(
-    version: tuple[Path, Manifest, bytes],
-) -> None:
-    folder, manifest, data = version
-    whole = data[5 : 5 + SIZES[1]]
-    old = msgspec.structs.replace(manifest.tensors[1], digest=xxhash.xxh3_128_hexdigest(whole), chunk_digests=b"")
+def test_a_small_buffer_checks_a_large_tensor(version: tuple[Path, Manifest, bytes]) -> None:
+    folder, manifest, _ = version
     with VersionReader(folder, manifest) as reader:
-        assert reader.check(old, memoryview(bytearray(1000))) == SIZES[1]
+        assert reader.check(manifest.tensors[1], memoryview(bytearray(1000))) == SIZES[1]
 
 
 def test_the_log_calls_digests_of_chunks_that_do_not_fit_damage(tmp_path: Path) -> None:

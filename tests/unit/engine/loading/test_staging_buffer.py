@@ -4,7 +4,6 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -193,24 +192,3 @@ def test_a_version_too_large_for_the_area_is_refused_with_sizes(
     manifest = log.manifest(1)
     with pytest.raises(CannotStage, match=r"96 bytes of version 1 would lie in the staging area, which has 24"):
         area(like=torch.nn.Linear(1, 1)).fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
-
-
-def test_bounded_memory_requires_chunk_digests_of_large_tensors(
-    large: tuple[Path, Manifest, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging_module, "PIECE_BYTES", CHUNK_BYTES)
-    folder, manifest, held = large
-    import xxhash
-
-    whole = xxhash.xxh3_128_hexdigest(held.numpy().data)
-    old = msgspec.structs.replace(manifest.tensors[0], digest=whole, chunk_digests=b"")
-    manifest = manifest.replace(tensors=(old, *manifest.tensors[1:]))
-    placement = Placement.whole(manifest)
-    with pytest.raises(CannotStage, match="no digests of chunks"):
-        area(like=torch.nn.Linear(2000, 2000)).fill(folder, manifest, placement, every=True)
-    staging = area("memory")
-    staging.fill(folder, manifest, placement, every=True)
-    assert torch.equal(staging.memory[: held.numel()], held.flatten())
-    flip(folder / old.file, old.offset)
-    with pytest.raises(LogCorrupt, match=f"{LARGE} in .* chunk 0 of 1"):
-        staging.fill(folder, manifest, placement, every=True)
