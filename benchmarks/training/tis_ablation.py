@@ -199,6 +199,24 @@ def kept_runs(folder: Path, arms: list[str], seeds: int, steps: int, setup: Setu
     return kept
 
 
+class Changes:
+    """Makes weight versions of a model, and tells how much each differs from the one before."""
+
+    def __init__(self, pushed: Callable[[PreTrainedModel], dict[str, torch.Tensor]]) -> None:
+        self._pushed = pushed
+        self._before: dict[str, torch.Tensor] = {}
+        self.share = 0.0
+        """Of the elements of the newest version, those whose bits differ from the version before."""
+
+    def __call__(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Make a version."""
+        new = {name: tensor.clone() for name, tensor in self._pushed(model).items()}
+        changed = sum(int((tensor != self._before[name]).sum()) for name, tensor in new.items() if self._before)
+        self.share = changed / sum(tensor.numel() for tensor in new.values())
+        self._before = new
+        return new
+
+
 class Ablation:
     """The runs of one service."""
 
@@ -236,6 +254,7 @@ class Ablation:
         say(f"{end}")
 
     def _train(self, arm: str, seed: int, model: PreTrainedModel, file: RunFile, began: float, say: Say) -> None:
+        versions = Changes(self._pushed(arm))
         chosen = AsEngine(model, self._recipe) if ARMS[arm].as_engine else self._setup.policy(model)
         with chosen as policy:
             training = grpo.train(
@@ -246,13 +265,14 @@ class Ablation:
                 seed,
                 task=self._task,
                 correction=preset(ARMS[arm].correction),
-                pushed=self._pushed(arm),
+                pushed=versions,
                 policy=policy,
             )
             last = time.perf_counter()
             for count, step in enumerate(training, 1):
                 now = time.perf_counter()
                 measured = {name: float(f"{value:.6g}") for name, value in self._measure(step, now - last).items()}
+                measured["changed"] = float(f"{versions.share:.6g}")
                 file.write(measured)
                 if step_is_told(count, self._options.steps):
                     say(f"step {count}/{self._options.steps}  {told(measured)}")

@@ -1,0 +1,127 @@
+"""The service as `rollout-service serve FOLDER` starts it, with random weights of a published shape."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.common.gpu_service import write_weights
+from benchmarks.common.processes import ROLLOUT_SERVICE, is_healthy
+from benchmarks.common.shapes import Shape, write_config
+from rollout_service.client import SyncRolloutClient
+from rollout_service.model.tiny import make_tiny_qwen3
+
+START_LIMIT_S = 600
+_END_S = 60
+MILESTONES = {
+    "Ray runs": "Started a local Ray instance",
+    "Serve runs": "Started Serve in namespace",
+    "the application is built": "Deploying new version of Deployment(name='engine'",
+    "the replica's process has its imports": "rollout_engine",
+    "vLLM's process has its imports": "Initializing a V1 LLM engine",
+    "the model is made": "Model loading took",
+    "torch.compile is done": "torch.compile took",
+    "memory is measured": "Available KV cache memory",
+    "CUDA graphs are captured": "Graph capturing finished",
+    "vLLM is ready": "init engine (profile",
+    "version 0 is loaded": "version 0: staged",
+}
+"""What a start does → the text of the log that says so."""
+_SERVE_RUN = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run"]
+
+
+def model_folder(folder: Path, model: str) -> Path:
+    """Return the folder of a published shape, or of ``tiny``; its random weights are written if it has none."""
+    here = folder / model
+    if not any(here.glob("*.safetensors")):
+        if model == "tiny":
+            make_tiny_qwen3(here)
+        else:
+            write_weights(write_config(Shape(model), here))
+            torch.cuda.empty_cache()
+    return here
+
+
+@contextmanager
+def shipped_service(
+    model: Path, arguments: Sequence[str], changes: Mapping[str, Mapping[str, Any]], port: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run ``rollout-service serve MODEL`` until the block ends; yield its URL, and how long its start took.
+
+    ``arguments``: further options of ``serve``. ``changes``: section → settings that differ from the shipped ones. The
+    output goes to ``serve.log`` beside the model's folder.
+    """
+    command = [*ROLLOUT_SERVICE, "serve", str(model), "--port", str(port), *arguments]
+    printed = subprocess.run([*command, "--print-config"], check=True, capture_output=True, text=True).stdout
+    document = yaml.safe_load(printed)
+    sections = document["applications"][0]["args"]
+    for section, settings in changes.items():
+        sections[section] = sections.get(section, {}) | dict(settings)
+    deployment = model.parent / "deployment.yaml"
+    deployment.write_text(yaml.safe_dump(document))
+    url, started = f"http://127.0.0.1:{port}", time.monotonic()
+    # a session of its own: Ctrl-C ends this process first, which then ends the service
+    service = subprocess.Popen(
+        [*_SERVE_RUN, str(deployment)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    reached: dict[str, float] = {}
+    reading = threading.Thread(target=_read_log, args=(service, model.parent / "serve.log", started, reached))
+    reading.start()
+    try:
+        _wait(url, service, started)
+        yield url, {"start_s": round(time.monotonic() - started, 1), "reached_s": dict(reached)}
+    finally:
+        service.send_signal(signal.SIGINT)
+        try:
+            service.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(service.pid, signal.SIGKILL)
+        reading.join()
+
+
+def wait_until_ready(client: SyncRolloutClient, replicas: int, before: frozenset[str] = frozenset()) -> float:
+    """Return the seconds until so many replicas are ready, at least one of them not in ``before``.
+
+    Raises RuntimeError after ten minutes.
+    """
+    started = time.monotonic()
+    while True:
+        ready = {replica.replica_id for replica in client.fleet().replicas if replica.state == "ready"}
+        if len(ready) == replicas and ready - before:
+            return round(time.monotonic() - started, 1)
+        if time.monotonic() - started > START_LIMIT_S:
+            raise RuntimeError(f"{len(ready)} of {replicas} replicas are ready: the service's output is in serve.log")
+        time.sleep(0.25)
+
+
+def _read_log(service: subprocess.Popen[str], file: Path, started: float, reached: dict[str, float]) -> None:
+    """Write the service's output to ``file``, each line with its time, and note when each milestone came first."""
+    assert service.stdout is not None
+    with file.open("w", buffering=1) as log:
+        for line in service.stdout:
+            now = time.monotonic() - started
+            log.write(f"{now:7.1f} {line}")
+            for name, text in MILESTONES.items():
+                if text in line:
+                    reached.setdefault(name, round(now, 1))
+
+
+def _wait(url: str, service: subprocess.Popen[str], started: float) -> None:
+    """Return once the service answers. Raises RuntimeError if it ends, or takes longer than ten minutes."""
+    while not is_healthy(url):
+        if service.poll() is not None or time.monotonic() - started > START_LIMIT_S:
+            raise RuntimeError("the service did not start: its output is in serve.log")
+        time.sleep(0.5)
