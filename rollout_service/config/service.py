@@ -276,6 +276,10 @@ class WeightsConfig(Config):
     source_roots: tuple[Path, ...] = ()
     """Folders that may contain a ``source: {path}``; empty: only uploads are accepted."""
 
+    trainer_root: Path | None = None
+    """Folder, on the ingest's node, of the weights that delta folders change, in the trainer's dtype. They are there
+    from the first delta on. None: ``trainer`` in the log's folder."""
+
     upload_host: str = "127.0.0.1"
     """Address on which the ingest listens for parts. Any address but loopback needs ``auth.token_file`` or
     ``auth.trusted_networks``.
@@ -548,6 +552,7 @@ class ServiceConfig(Config):
                     update={
                         "root": root if root == AUTO or str(root).startswith("$") else root.absolute(),
                         "disk_root": disk if str(disk).startswith("$") else disk.absolute(),
+                        "trainer_root": self.weights.trainer_root and self.weights.trainer_root.absolute(),
                         "upload_ssl_certfile": certfile and certfile.absolute(),
                         "upload_ssl_keyfile": keyfile and keyfile.absolute(),
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),

@@ -25,6 +25,7 @@ from rollout_service.errors import (
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.own_log import own_newest, recipe_of
+from rollout_service.ingest.pulls import Pulls
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.ingest.sources.shared_memory import GPU_BYTES
@@ -104,8 +105,7 @@ class Ingest:
             self._recipe,
             self._labels,
         )
-        self._lock = WriterLock(self._log.root)
-        self._chunks = ChunkServer(self._log)
+        self._lock, self._chunks = WriterLock(self._log.root), ChunkServer(self._log)
         # a started commit must finish although its caller disconnects
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
@@ -119,21 +119,22 @@ class Ingest:
         """Address of the listener for parts; set by the code that opens the listener."""
         self.transfer = WeightTransfer(self)
         """Weight updates that a trainer broadcasts."""
+        self.pulls = Pulls(self, self._uploads.trainer_weights)
+        """Versions that a trainer publishes."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
         """KV scales: the measurements of replicas, and the dtype of the KV cache."""
         # other processes call these methods of the parts through this object, see ``IngestCalls``
         self.take_shared = self._uploads.take_shared
         self.set_paused, self.is_paused = self._fleet.set_paused, self._fleet.is_paused
         self.sleep, self.wake_up, self.is_sleeping = self._fleet.sleep, self._fleet.wake_up, self._fleet.is_sleeping
-        self.abort_running, self.until_awake = self._fleet.abort_running, self._fleet.until_awake
-        self.drop_kv_cache = self._fleet.drop_kv_cache
+        self.abort_running, self.drop_kv_cache = self._fleet.abort_running, self._fleet.drop_kv_cache
         self.fleet, self.sync = self._fleet.fleet, self._fleet.sync
         self.report, self.goodbye = self._fleet.report, self._fleet.goodbye
         self.init_weight_transfer, self.shutdown_weight_transfer = self.transfer.init, self.transfer.shutdown
-        self.start_weight_update, self.update_weights = self.transfer.start, self.transfer.update
-        self.finish_weight_update = self.transfer.finish
+        self.start_weight_update, self.finish_weight_update = self.transfer.start, self.transfer.finish
+        self.update_weights, self.pull_weights = self.transfer.update, self.pulls.pull_weights
         self.measured_kv_scales, self.publish_kv_scales = self.kv.measured, self.kv.publish_result
-        self.choose_kv_cache = self.kv.choose_kv_cache
+        self.choose_kv_cache, self.until_awake = self.kv.choose_kv_cache, self._fleet.until_awake
 
     async def start(self) -> None:
         """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.
@@ -160,6 +161,7 @@ class Ingest:
         await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
+        await self.pulls.settled()
         await self._changes.end()
         await self._uploads.close()
         self._lock.release()
@@ -245,13 +247,26 @@ class Ingest:
         Repeating the call joins the running upload, or gets the same answer. Raises the errors of ``begin_folder`` and
         ``commit``.
         """
-        version = await self._shielded.run(self._begin_folder(path, number, label))
-        return await self.commit(version, request)
+        folder = await asyncio.to_thread(self.pulls.weights.named, path)
+        return await self.commit(await self.begin_folder(folder, number, label, pulled=folder != path), request)
 
-    async def _begin_folder(self, path: Path, number: int | None, label: str | None) -> int:
+    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int:
+        """Stage the contents of a folder; see ``Uploads.begin_folder``."""
+        return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled))
+
+    async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int:
         async with self._writing:
             self._fleet.require_followed()
-            return await self._uploads.begin_folder(path, number, label)
+            return await self._uploads.begin_folder(path, number, label, pulled=pulled)
+
+    async def verify(self, version: int) -> None:
+        """Wait until a staged version is converted. Raises the error of the first failed conversion."""
+        await self._shielded.run(self._verify(version))
+
+    async def _verify(self, version: int) -> None:
+        async with self._writing:
+            if version not in self._log.versions():
+                await self._uploads.staged(version).finish()
 
     async def begin_broadcast(self) -> UploadSession:
         """Stage the next version for tensors that a trainer broadcasts. Raises InsufficientStorage, LogCorrupt."""
@@ -303,6 +318,7 @@ class Ingest:
         """
         await self._shielded.run(self._commit(version, request))
         await self._waited(version, request)
+        await self.pulls.settled()  # until then, the folder of a delta is read
         return await self.status(version)
 
     async def _waited(self, version: int, request: HowToLoad) -> None:
@@ -458,6 +474,8 @@ class Ingest:
             count_received(staged.transport, staged.received_bytes, manifest.total_bytes, staged.timings)
             await self._uploads.committed_now(version)
             await self._remove_old()
+        if isinstance(source := staged.begin.source, PathSource):  # while replicas load the version
+            self.pulls.begin_settling(source.path)
 
     @counted_commit
     async def _roll_back(self, request: RollBack) -> int:

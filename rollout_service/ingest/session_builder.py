@@ -13,9 +13,10 @@ from rollout_service.gpu.pinning import pin, pin_if_possible
 from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.conversion import GPU
 from rollout_service.ingest.sources.delta import DeltaOfVersion
-from rollout_service.ingest.sources.folder import FolderSource, allowed_path
+from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.shared_memory import GPU_THREADS
 from rollout_service.ingest.sources.source import WeightSource
+from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.ingest.upload_session import Resources, UploadSession
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
@@ -58,6 +59,8 @@ class SessionBuilder:
         self.memory: LogMemory | None = None
         """Memory of a log in memory; None: the log is on a disk."""
         self.tables = AnnouncedTables()
+        kept = config.trainer_root or log.root / "trainer"
+        self.trainer_weights = TrainerWeights(kept, model.path, config.source_roots, model.ignored)
 
     def open(self) -> None:
         """Find out if the log is in memory, and use it as such. Call it before anything is staged.
@@ -105,7 +108,7 @@ class SessionBuilder:
             )
         if begin.source is None or isinstance(begin.source, SharedMemorySource):
             return None
-        return FolderSource(self.folder_of(begin.source), self._config.source_roots, self._model.ignored)
+        return self.trainer_weights.source_of(self.folder_of(begin.source))
 
     def folder_of(self, source: PathSource) -> Path:
         """Return the resolved folder. Raises Forbidden if it lies in none of the allowed ones."""

@@ -17,7 +17,7 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest.same_upload import require_same
 from rollout_service.ingest.session_builder import SessionBuilder
-from rollout_service.ingest.sources.folder import FolderSource, allowed_path
+from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import UploadSession, parts_folder
@@ -68,9 +68,10 @@ class Uploads:
             labels: the log's labels, for messages.
         """
         self.numbers = VersionNumbers(log, labels or VersionLabels(log))
-        self._config, self._log, self._ignored = config, log, model.ignored
+        self._config, self._log = config, log
         self._builder = SessionBuilder(config, log, model, plan, converter, recipe)
         self._trainer_memory = TrainerMemory(self._builder.registered, self._builder.gpu_executor)
+        self.trainer_weights = self._builder.trainer_weights
         self.open, self.prepare_memory = self._builder.open, self._builder.prepare_memory
         self._staged: dict[int, UploadSession] = {}
         self._committed: dict[int, UploadRecord] = {}
@@ -176,19 +177,22 @@ class Uploads:
         """Return the first number above all committed and staged ones. Raises VersionConflict if there is none."""
         return self.numbers.after(version for version, staged in self._staged.items() if staged.failure is None)
 
-    async def begin_folder(self, path: Path, number: int | None = None, label: str | None = None) -> int:
+    async def begin_folder(
+        self, path: Path, number: int | None = None, label: str | None = None, *, pulled: bool = False
+    ) -> int:
         """Stage a folder's contents as the next version, unless they are already staged or the newest version.
 
         Contents are the same if the resolved path and the names, sizes and times of its files are. The log keeps a hash
         of these. An upload from the same path whose files have changed since is dropped.
 
         ``number``: the trainer's number, used if it is free and above the newest version's; otherwise, the version gets
-        the next free number. ``label``: an additional name.
+        the next free number. ``label``: an additional name. ``pulled``: ``path`` is one of
+        ``TrainerWeights.published``, and is kept for later deltas.
 
         Return the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest or VersionConflict.
         """
-        folder = allowed_path(path, self._config.source_roots)
-        source = await asyncio.to_thread(FolderSource, folder, self._config.source_roots, self._ignored)
+        folder = path if pulled else allowed_path(path, self._config.source_roots)
+        source = await asyncio.to_thread(self.trainer_weights.source_of, folder, keep=pulled)
         same = PathSource(path=folder)
         for version, staged in list(self._staged.items()):
             if staged.begin.source == same:

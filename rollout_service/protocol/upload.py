@@ -422,6 +422,19 @@ class RollBack(HowToLoad):
     """A version that is still on disk."""
 
 
+class PullWeights(HowToLoad):
+    """Body of ``POST /pull_weights``: slime's and miles's, with options."""
+
+    source_dir: str = Field(min_length=1, max_length=4096)
+    """Folder in which the trainer publishes versions as ``weight_v000007``, below ``weights.source_roots``."""
+    target_version: WeightVersion
+    """The trainer's number. 0 without such a folder is the model that the service was started with."""
+    local_checkpoint_dir: str | None = Field(default=None, min_length=1, max_length=4096)
+    """None: serve the version. Otherwise, convert and verify it; ``/update_weights_from_disk`` with this path as
+    ``model_path`` serves it. Nothing is written there."""
+    wait: WaitFor = "all"
+
+
 class CommitUpload(HowToLoad):
     """Body of ``POST /v1/weights/{version}/commit``."""
 

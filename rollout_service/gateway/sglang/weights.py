@@ -1,4 +1,6 @@
-"""SGLang's routes for weight updates from a folder. Its NCCL and in-memory routes are refused by name."""
+"""SGLang's routes for weight updates from a folder, and slime's ``/pull_weights`` (624b824).
+
+SGLang's NCCL and in-memory routes are refused by name."""
 
 from typing import Literal, TypedDict
 
@@ -9,6 +11,7 @@ from rollout_service.gateway.dependencies import Here
 from rollout_service.gateway.folder_updates import FolderPath, update_from_folder
 from rollout_service.gateway.sglang.replies import ControlRoute, Success
 from rollout_service.protocol.base import MAX_VERSION, Frozen, is_label
+from rollout_service.protocol.upload import PullWeights
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["sglang"], route_class=ControlRoute)
@@ -77,6 +80,27 @@ def _parse_version(weight_version: str | None) -> _Named:
         f"weight_version {weight_version[:64]!r} is neither a decimal number nor a label: letters, digits and "
         "._:/@+=-, of them at least one letter, and at most 128"
     )
+
+
+class Pulled(Success):
+    """The reply of ``/pull_weights``."""
+
+    version: int
+
+
+@router.post(
+    "/pull_weights",
+    responses={200: {"model": Pulled}, **documented(MalformedRequest, CommitTimeout)},
+)
+async def pull_weights(body: PullWeights, services: Here) -> Pulled:
+    """Read a version that a trainer publishes in a folder, whole or as changes to an earlier one, and serve it.
+
+    With ``local_checkpoint_dir``, as slime and miles send, the version is converted and verified, and served by
+    ``/update_weights_from_disk`` with that path. Answers 400 if the version is unusable; the previous version stays.
+    """
+    status = await services.ingest.pull_weights(body)
+    done = "is served" if body.local_checkpoint_dir is None else "is verified: POST /update_weights_from_disk serves it"
+    return Pulled(message=f"version {status.version} {done}", version=status.version)
 
 
 async def refuse(body: dict[str, object] | None = None) -> Success:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -50,12 +50,17 @@ class FolderSource:
 
     ``roots``: folders that must contain its files once links are resolved, or Forbidden is raised; None: anywhere.
     ``ignored``: tensors that are left out.
+    ``change``: changes the bytes of a tensor after they are read; called with its name and a buffer.
     """
 
     def __init__(
-        self, folder: Path, roots: tuple[Path, ...] | None = None, ignored: IgnoredTensors = NOTHING_IGNORED
+        self,
+        folder: Path,
+        roots: tuple[Path, ...] | None = None,
+        ignored: IgnoredTensors = NOTHING_IGNORED,
+        change: Callable[[str, memoryview], None] | None = None,
     ) -> None:
-        files = _safetensors_files(folder, roots)
+        files = safetensors_files(folder, roots)
         if roots is not None:
             for file in files:
                 allowed_path(file, roots)
@@ -65,9 +70,12 @@ class FolderSource:
             logger.info("%s: %s", folder, left_out)
         self.table = tuple(tensor for source in sources for tensor in self._described(source))
         """Names, dtypes and shapes of all tensors, file by file."""
+        self.names = {name for source in sources for name in (*source.tensors, *source.ignored)}
+        """Names of all tensors, also of those that are left out."""
         self.stamp = source_stamp(folder)
         """Hash of the names, sizes and times of its files."""
         self._buffers = ThreadBuffers()
+        self._change = change
         if any(tensor.dtype == "float8_e4m3fn" for tensor in self.table):
             _require_our_blocks(folder / "config.json", roots)
 
@@ -90,6 +98,8 @@ class FolderSource:
                 for name, nbytes in of_file:
                     data, room = room[:nbytes], room[round_up(nbytes) :]
                     reader.read(name, data)
+                    if self._change is not None:
+                        self._change(name, data)
                     yield name, self._tensor(name, data)
 
     def _tensor(self, name: str, data: memoryview) -> torch.Tensor:
@@ -104,8 +114,11 @@ class FolderSource:
             yield UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
 
 
-def _safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:
-    """Return the files that ``weight_files`` selects; other files may hold the same tensors again."""
+def safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:
+    """Return the files that ``weight_files`` selects; other files may hold the same tensors again.
+
+    Raises NotFound, InvalidManifest, or Forbidden.
+    """
     try:
         if not folder.is_dir():
             raise NotFound(f"{folder} is not a folder that the ingest can see")

@@ -44,6 +44,28 @@ class SourceTensor(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+class Header(NamedTuple):
+    """The header of a safetensors file."""
+
+    entries: list[tuple[str, str, tuple[int, ...], int]]
+    """Names, dtypes, shapes and offsets in the file of all tensors, in the order of their bytes."""
+    metadata: dict[str, str]
+    """The texts under ``__metadata__``."""
+    stat: os.stat_result
+
+    @classmethod
+    def of(cls, path: Path) -> "Header":
+        """Read the header of a file. Raises InvalidManifest for a file that is not safetensors or cannot be read."""
+        try:
+            with _opened(path) as fd:
+                stat = os.fstat(fd)
+                header = _header(fd, stat.st_size)
+                entries = _entries(header, stat.st_size)
+        except (SafetensorError, OSError) as error:
+            raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
+        return cls(entries, json.loads(header[8:]).get("__metadata__") or {}, stat)
+
+
 class SourceFile:
     """A safetensors file. Its header is read at construction.
 
@@ -57,17 +79,13 @@ class SourceFile:
         """Names of the tensors that are left out."""
         self.tensors: dict[str, SourceTensor] = {}
         """Tensors by name, in the order of their bytes."""
-        try:
-            with _opened(path) as fd:
-                self._stat = os.fstat(fd)
-                entries = _entries(_header(fd, self._stat.st_size), self._stat.st_size)
-            for name, dtype, shape, offset in entries:
-                if name in ignored:
-                    self.ignored.append(name)
-                else:
-                    self.tensors[name] = SourceTensor(self._known(name, dtype), shape, offset)
-        except (SafetensorError, OSError) as error:
-            raise InvalidManifest(f"{path} is not a safetensors file: {error}") from error
+        header = Header.of(path)
+        self._stat = header.stat
+        for name, dtype, shape, offset in header.entries:
+            if name in ignored:
+                self.ignored.append(name)
+            else:
+                self.tensors[name] = SourceTensor(self._known(name, dtype), shape, offset)
 
     def _known(self, name: str, dtype: str) -> SourceDtype:
         if dtype not in _DTYPES:

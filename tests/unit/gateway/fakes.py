@@ -11,7 +11,7 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.upload import CommitUpload, PullWeights
 from rollout_service.protocol.weights import WeightStatus
 
 
@@ -65,6 +65,13 @@ class FolderIngest:
     error: RolloutServiceError | None = None
     told: list[tuple[Path, CommitUpload, int | None]] = field(default_factory=list)
     labels: list[str | None] = field(default_factory=list)
+    pulled: list[PullWeights] = field(default_factory=list)
+
+    async def pull_weights(self, request: PullWeights) -> WeightStatus:
+        self.pulled.append(request)
+        if self.error is not None:
+            raise self.error
+        return WeightStatus(version=request.target_version, state="staged")
 
     async def push_folder(
         self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None

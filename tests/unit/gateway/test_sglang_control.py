@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.errors import CommitTimeout, InvalidManifest, NotFound, NotReady, Overtaken, RolloutServiceError
+from rollout_service.errors import CommitTimeout, InvalidDelta, NotFound, NotReady, Overtaken, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import EngineLoad, Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.rollout import OnAbort
@@ -75,6 +75,23 @@ async def test_slime_s_update_by_disk(services: Services) -> None:
     assert ingest.labels == ["weight_v000009"]
 
 
+async def test_slime_s_pull_stages_a_published_version(services: Services) -> None:
+    ingest = Ingest()
+    body = {"local_checkpoint_dir": "/nvme/checkpoint", "source_dir": "/out/deltas", "target_version": 9}
+    async with http_to(replace(services, ingest=ingest)) as http:
+        reply = await http.post("/pull_weights", json=body)
+    message = "version 9 is verified: POST /update_weights_from_disk serves it"
+    assert (reply.status_code, reply.json()) == (200, {"success": True, "message": message, "version": 9})
+    assert [request.model_dump(include={*body}) for request in ingest.pulled] == [body]
+
+
+async def test_a_pull_without_a_checkpoint_serves_it(services: Services) -> None:
+    ingest = Ingest()
+    async with http_to(replace(services, ingest=ingest)) as http:
+        reply = await http.post("/pull_weights", json={"source_dir": "/out/deltas", "target_version": 9})
+    assert reply.json()["message"] == "version 9 is served" and ingest.pulled[0].wait == "all"
+
+
 async def test_a_weight_version_that_is_no_number_is_a_label(services: Services) -> None:
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
@@ -116,15 +133,22 @@ async def test_aborting_everything_asks_for_no_pause(services: Services) -> None
     assert (reply.status_code, reply.content, ingest.aborts, ingest.orders) == (200, b"", 1, [])
 
 
-@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/areal_update_weights"])
 @pytest.mark.parametrize(
-    ("kind", "status"), [(NotFound, 400), (InvalidManifest, 400), (NotReady, 503), (CommitTimeout, 504)]
+    ("path", "body"),
+    [
+        ("/update_weights_from_disk", {"model_path": "/out/step_9"}),
+        ("/areal_update_weights", {"model_path": "/out/step_9"}),
+        ("/pull_weights", {"source_dir": "/out", "target_version": 9}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "status"), [(NotFound, 400), (InvalidDelta, 400), (NotReady, 503), (CommitTimeout, 504)]
 )
 async def test_an_update_that_fails_says_so_in_sglang_s_form(
-    services: Services, path: str, kind: type[RolloutServiceError], status: int
+    services: Services, path: str, body: dict[str, object], kind: type[RolloutServiceError], status: int
 ) -> None:
     async with http_to(replace(services, ingest=Ingest(error=kind("why")))) as http:
-        reply = await http.post(path, json={"model_path": "/out/step_9"})
+        reply = await http.post(path, json=body)
     assert reply.status_code == status
     assert (reply.json()["success"], reply.json()["message"], reply.json()["error"]["type"]) == (
         False,
@@ -141,6 +165,7 @@ async def test_an_update_that_fails_says_so_in_sglang_s_form(
         ("/update_weights_from_disk", {"model_path": "/a", "load_format": "flash_rl"}, "load_format"),
         ("/update_weights_from_disk", {"model_path": "/a", "keep_pause": False}, "keep_pause"),
         ("/update_weights_from_disk", {"model_path": "a"}, "send an absolute one"),
+        ("/pull_weights", {"source_dir": "/a"}, "target_version"),
         ("/pause_generation", {"mode": "keep"}, "mode"),
         ("/continue_generation", {"torch_empty_cache": True}, "torch_empty_cache"),
         ("/abort_request", {"rid": "r"}, "aborting one request by rid is not implemented"),

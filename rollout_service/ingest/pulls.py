@@ -1,0 +1,67 @@
+"""Pulls versions that a trainer publishes in a folder: the first half of an update for slime and miles."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from rollout_service.errors import RolloutServiceError
+from rollout_service.ingest.trainer_weights import TrainerWeights
+from rollout_service.protocol.base import is_label
+from rollout_service.protocol.upload import CommitUpload, PullWeights
+from rollout_service.protocol.weights import WeightStatus
+
+logger = logging.getLogger(__name__)
+
+
+class Versions(Protocol):
+    """The methods of the ingest that a pull uses; see ``ingest/ingest.py``."""
+
+    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int: ...
+    async def verify(self, version: int) -> None: ...
+    async def commit(self, version: int, request: CommitUpload) -> WeightStatus: ...
+    async def status(self, version: int) -> WeightStatus: ...
+
+
+class Pulls:
+    """Makes versions of what a trainer publishes, and keeps its weights for the next delta."""
+
+    def __init__(self, ingest: Versions, weights: TrainerWeights) -> None:
+        self._ingest, self.weights = ingest, weights
+        self._settling: asyncio.Task[None] | None = None
+
+    async def pull_weights(self, request: PullWeights) -> WeightStatus:
+        """Commit a published version, or stage and verify it if ``request`` names a local checkpoint.
+
+        Repeating the call has no effect. Raises InvalidDelta for a delta that cannot be applied, and the errors of
+        ``Ingest.push_folder``.
+        """
+        folder = await asyncio.to_thread(self.weights.published, request.source_dir, request.target_version)
+        label = folder.name if is_label(folder.name) else None
+        version = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True)
+        if request.local_checkpoint_dir is None:
+            how = CommitUpload(mode=request.mode, wait=request.wait, timeout_s=request.timeout_s)
+            await self._ingest.commit(version, how)
+        else:
+            await self._ingest.verify(version)
+            await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
+        self.begin_settling(folder)
+        await self.settled()
+        return await self._ingest.status(version)
+
+    def begin_settling(self, folder: Path) -> None:
+        """Keep the version in ``folder`` for the next delta, in the background."""
+        self._settling = asyncio.create_task(self._settle(folder, self._settling))
+
+    async def settled(self) -> None:
+        """Return once nothing is read from published folders any more."""
+        if self._settling is not None:
+            await asyncio.shield(self._settling)
+
+    async def _settle(self, folder: Path, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        try:
+            await asyncio.to_thread(self.weights.settle, folder)
+        except (RolloutServiceError, OSError) as error:  # the version does not need it, and the next delta tries again
+            logger.warning("the trainer's weights in %s are not kept for the next delta: %s", folder, error)

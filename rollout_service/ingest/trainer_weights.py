@@ -1,0 +1,324 @@
+"""The weights in the trainer's dtype, to which the ingest applies folders of changes.
+
+They begin as the served model's files, or as a whole folder that was pulled, and are kept once:
+
+    <root>/<generation>/*.safetensors   the files of the version in STATE
+    <root>/STATE                        the version, and the store that it comes from
+    <root>/PENDING                      the next generation, while files move into it
+
+Converting a version applies the changes while its tensors are read. Once they are all verified, ``settle`` writes the
+changed files. A file is in exactly one generation, and its rename is atomic, so that no change is applied twice.
+"""
+
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+from pydantic import ValidationError
+
+from rollout_service.errors import InvalidDelta, NotFound, RolloutServiceError
+from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta, version_name
+from rollout_service.ingest.sources.folder import FolderSource, allowed_path, safetensors_files
+from rollout_service.ingest.sources.foreign_file import Header
+from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.ignored import IgnoredTensors
+from rollout_service.runtime.threads import in_threads
+from rollout_service.store.durable_io import make_private, no_room, remove_tree, replace_synced
+
+logger = logging.getLogger(__name__)
+MAX_LINKS = 64
+"""Maximum number of deltas that are applied for one version."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CONFIG = "config.json"
+
+
+class _State(Frozen):
+    source: str
+    """The store of the version."""
+    version: str
+    generation: int
+    boot: str
+    """The host's boot: the files are not synced, so they do not outlive it."""
+
+
+class _Pending(Frozen):
+    state: _State
+    links: tuple[Path, ...]
+
+
+class _Plan(NamedTuple):
+    source: str
+    version: str
+    seed: Path | None
+    """Folder with whole tensors; None: the kept files."""
+    links: tuple[DeltaFolder, ...] = ()
+    """Changes, oldest first."""
+    stamp: str | None = None
+    """The stamp of a delta."""
+
+    def apply(self, name: str, room: memoryview) -> None:
+        for link in self.links:
+            link.apply(name, room)
+
+
+class TrainerWeights:
+    """The trainer's weights on the ingest's node. Thread-safe."""
+
+    def __init__(self, root: Path, model: Path, roots: tuple[Path, ...], ignored: IgnoredTensors) -> None:
+        """
+        Args:
+            root: folder of the kept files; created when they are needed.
+            model: folder of the served model, which is version 0 of each store.
+            roots: folders that may contain published versions.
+            ignored: tensors that are left out of versions.
+        """
+        self._root, self._model, self._roots, self._ignored = root, model, roots, ignored
+        self._lock = threading.Lock()
+        self._plans: dict[Path, _Plan] = {}
+        self._loaded = False
+        self._state: _State | None = None
+
+    def published(self, store: str, version: int) -> Path:
+        """Return the folder of a published version. Version 0 need not be published. Raises Forbidden, NotFound."""
+        folder = allowed_path(Path(store) / folder_name(str(version)), self._roots)
+        if folder.is_dir():
+            return folder
+        if version == 0:
+            return self._model
+        raise NotFound(f"version {version} is not published: {folder} is not a folder that the ingest can see")
+
+    def name_as(self, checkpoint: Path, folder: Path) -> None:
+        """Remember that a trainer names the version in ``folder`` as ``checkpoint``, also for the next process."""
+        link = self._link(checkpoint)
+        make_private(self._root)
+        link.parent.mkdir(exist_ok=True)
+        temporary = link.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(folder)
+        os.replace(temporary, link)
+
+    def named(self, path: Path) -> Path:
+        """Return the folder that a trainer names as ``path``, or ``path``."""
+        link = self._link(path)
+        return link.readlink() if link.is_symlink() else path
+
+    def _link(self, checkpoint: Path) -> Path:
+        return self._root / "named" / xxhash.xxh3_128_hexdigest(os.path.normpath(checkpoint).encode())
+
+    def source_of(self, folder: Path, *, keep: bool = False) -> FolderSource:
+        """Return the tensors of a published version: those of the folder, or the kept ones with its changes.
+
+        ``keep``: also keep a whole folder, for later deltas. Raises InvalidDelta for a version that lacks an older one,
+        InvalidManifest, Forbidden, NotFound.
+        """
+        with self._lock:
+            self._load()
+            if is_delta(folder):
+                plan = self._plan(folder)
+            elif keep:
+                plan = _Plan(str(folder.parent), _version_of(folder), folder)
+            else:
+                return FolderSource(folder, self._roots_of(folder), self._ignored)
+            self._plans = {folder: plan}
+            read = self._kept if plan.seed is None else plan.seed
+            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply if plan.links else None)
+            self._require_changes_of(source, plan)
+            source.stamp = plan.stamp or source.stamp
+            return source
+
+    def settle(self, folder: Path) -> None:
+        """Keep the version in ``folder``, all of whose tensors were read and verified. Does nothing for other folders.
+
+        Raises OSError, InsufficientStorage, or the errors of reading the folder.
+        """
+        with self._lock:
+            plan = self._plans.pop(folder, None)
+            if plan is None or (plan.seed is None and not plan.links):
+                return
+            try:
+                if plan.seed is None:
+                    self._advance(plan)
+                else:
+                    self._begin_from(plan.seed, plan)
+            except BaseException:
+                self._loaded = False  # the next call finishes it, or begins anew
+                raise
+
+    def _plan(self, folder: Path) -> _Plan:
+        store, links = folder.parent, [DeltaFolder(folder, self._roots_of(folder))]
+        source, target = str(store), links[0].version
+        if self._is_kept(source, target):
+            return _Plan(source, target, None, (), links[0].stamp)
+
+        def plan(seed: Path | None) -> _Plan:
+            return _Plan(source, target, seed, tuple(reversed(links)), links[0].stamp)
+
+        while True:
+            newest = links[-1]
+            if self._is_kept(source, newest.base):
+                return plan(None)
+            base = store / folder_name(newest.base)
+            if not base.is_dir():
+                if newest.base.isdecimal() and newest.base != "0":
+                    raise InvalidDelta(
+                        f"version {target} in {folder} needs version {newest.base}, which is neither kept "
+                        f"({self._kept_version}) nor in {store}: publish a whole folder",
+                        {"version": target, "missing": newest.base},
+                    )
+                return plan(self._model)
+            if not is_delta(base):
+                return plan(base)
+            if len(links) == MAX_LINKS:
+                raise InvalidDelta(
+                    f"version {target} in {folder} needs more than {MAX_LINKS} deltas: publish a whole folder",
+                    {"version": target, "max_links": MAX_LINKS},
+                )
+            links.append(DeltaFolder(base, self._roots_of(base)))
+            if links[-1].version != newest.base:
+                raise InvalidDelta(f"{base} is version {links[-1].version} by its index, and not {newest.base}")
+
+    def _require_changes_of(self, source: FolderSource, plan: _Plan) -> None:
+        for link in plan.links:
+            if unknown := sorted(link.names - source.names):
+                raise InvalidDelta(
+                    f"version {link.version} in {link.folder} changes {unknown[0]}, which its base does not have",
+                    {"version": link.version, "tensor": unknown[0]},
+                )
+
+    def _is_kept(self, source: str, version: str) -> bool:
+        state = self._state
+        return state is not None and (state.source, state.version) == (source, version)
+
+    @property
+    def _kept_version(self) -> str:
+        state = self._state
+        return "none is kept" if state is None else f"version {state.version} of {state.source} is"
+
+    @property
+    def _kept(self) -> Path:
+        assert self._state is not None
+        return self._root / str(self._state.generation)
+
+    def _roots_of(self, folder: Path) -> tuple[Path, ...] | None:
+        """Return the folders that must contain the files of ``folder``; None: those of the service may be anywhere."""
+        return None if folder == self._model or folder.is_relative_to(self._root) else self._roots
+
+    def _begin_from(self, seed: Path, plan: _Plan) -> None:
+        """Keep a whole folder with changes in place of what is kept."""
+        self._forget()
+        if seed == self._model and not plan.links:
+            return  # the model's own files are there
+        files = safetensors_files(seed, self._roots_of(seed))
+        make_private(self._root)
+        needed = sum(file.stat().st_size for file in files)
+        if shutil.disk_usage(self._root).free < needed:
+            raise no_room("the trainer's weights, which deltas change,", self._root, needed)
+        state = self._next(plan)
+        self._write(files, state.generation, plan.links)
+        if (seed / _CONFIG).is_file():  # says how FP8 codes are to be read
+            shutil.copyfile(seed / _CONFIG, self._root / str(state.generation) / _CONFIG)
+        self._become(state)
+
+    def _advance(self, plan: _Plan) -> None:
+        """Apply changes to the kept files, one file after the other, so that only one exists twice."""
+        state = self._next(plan)
+        pending = _Pending(state=state, links=tuple(link.folder for link in plan.links))
+        replace_synced(self._root / "PENDING", pending.model_dump_json())
+        self._finish(state, plan.links)
+
+    def _finish(self, state: _State, links: Sequence[DeltaFolder]) -> None:
+        before = self._kept
+        self._write(sorted(before.glob("*.safetensors")), state.generation, links, remove=True)
+        if (before / _CONFIG).is_file():
+            os.replace(before / _CONFIG, self._root / str(state.generation) / _CONFIG)
+        self._become(state)
+
+    def _write(
+        self, files: Sequence[Path], generation: int, links: Sequence[DeltaFolder], *, remove: bool = False
+    ) -> None:
+        folder = self._root / str(generation)
+        folder.mkdir(exist_ok=True)
+        for file in files:
+            target = folder / file.name
+            if not target.exists():  # a crash may have come between the rename and the removal
+                _write_changed(file, target, links)
+            if remove:
+                file.unlink()
+
+    def _next(self, plan: _Plan) -> _State:
+        generation = 1 if self._state is None else self._state.generation + 1
+        return _State(source=plan.source, version=plan.version, generation=generation, boot=_BOOT_ID.read_text())
+
+    def _become(self, state: _State) -> None:
+        replace_synced(self._root / "STATE", state.model_dump_json())
+        self._state = state
+        self._remove_others()
+
+    def _load(self) -> None:
+        """Read what an earlier process has kept, and finish what it had begun."""
+        if self._loaded:
+            return
+        self._loaded = True
+        try:
+            self._state = _State.model_validate_json((self._root / "STATE").read_bytes())
+            if self._state.boot != _BOOT_ID.read_text():
+                logger.warning("%s is from before the host's start, and is not used any more", self._root)
+                self._forget()
+                return
+            if (pending := self._root / "PENDING").is_file():
+                begun = _Pending.model_validate_json(pending.read_bytes())
+                if begun.state != self._state:
+                    self._finish(begun.state, [DeltaFolder(folder) for folder in begun.links])
+            self._remove_others()
+        except FileNotFoundError:
+            self._forget()
+        except (RolloutServiceError, OSError, ValidationError) as error:
+            logger.warning("the weights in %s are lost, and the next delta needs a whole folder: %s", self._root, error)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._state = None
+        (self._root / "STATE").unlink(missing_ok=True)
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        """Remove all generations but the present one."""
+        (self._root / "PENDING").unlink(missing_ok=True)
+        for path in self._root.glob("[0-9]*"):
+            if self._state is None or path != self._kept:
+                remove_tree(path)
+
+
+def folder_name(version: str) -> str:
+    """Return the name of a version's folder in its store."""
+    return f"weight_v{int(version):06d}" if version.isdecimal() else version
+
+
+def _version_of(folder: Path) -> str:
+    return version_name(folder.name.removeprefix("weight_v"))
+
+
+def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder]) -> None:
+    """Write a copy of ``file`` with the changes to its tensors."""
+    temporary = target.with_suffix(".tmp")
+    shutil.copyfile(file, temporary)
+    if links:
+        entries = Header.of(temporary).entries
+        with temporary.open("r+b") as stream:
+            memory = memoryview(mmap.mmap(stream.fileno(), 0))
+        ends = [offset for *_, offset in entries[1:]] + [memory.nbytes]
+        rooms = [(entry[0], memory[entry[3] : end]) for entry, end in zip(entries, ends, strict=True)]
+
+        def change(item: tuple[str, memoryview]) -> None:
+            for link in links:
+                link.apply(*item)
+
+        for _ in in_threads(change, rooms):
+            pass
+    os.replace(temporary, target)

@@ -1,0 +1,396 @@
+"""Versions that a trainer publishes as changes to the one before, as slime and miles do."""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import Forbidden, InvalidDelta, InvalidManifest, NotFound, RolloutServiceError
+from rollout_service.ingest import trainer_weights
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
+from tests.support.checkpoints import save_checkpoint
+from tests.support.delta_writer import publish
+from tests.unit.ingest import expected
+from tests.unit.ingest.trainer import Weights, changed, config_of
+
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+
+
+def step(weights: Weights, number: int) -> dict[str, torch.Tensor]:
+    """The weights after a step, in which few elements change."""
+    found = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in found.values():
+        tensor.view(-1)[number :: 100 + number] += 0.25
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Where the trainer publishes."""
+    (tmp_path / "published").mkdir()
+    return tmp_path / "published"
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path, store: Path) -> ServiceConfig:
+    return config_of(model, tmp_path / "log", weights={"source_roots": [store]}).resolved()
+
+
+@pytest.fixture
+def steps(weights: Weights) -> list[Weights]:
+    """The weights of versions 0 to 5."""
+    found = [weights]
+    for number in range(1, 6):
+        found.append(step(found[-1], number))
+    return found
+
+
+@pytest.fixture
+async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
+    ingest = Ingest(config)
+    await ingest.start()
+    yield ingest
+    await ingest.stop()
+
+
+async def pull(ingest: Ingest, store: Path, version: int, **options: Any) -> int:
+    request = PullWeights(source_dir=str(store), target_version=version, wait="none", **options)
+    return (await ingest.pull_weights(request)).version
+
+
+async def require(ingest: Ingest, version: int, weights: Weights, model: Path) -> None:
+    """Compare a version with the same weights, sent whole."""
+    assert (await ingest.status(version)).digest == expected.digest(weights, ServedModel.load(model).fingerprint)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
+async def test_a_chain_of_deltas_equals_whole_versions(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path, encoding: str, checksum: str
+) -> None:
+    for version in range(1, 4):
+        publish(store, version, steps[version - 1], steps[version], encoding=encoding, checksum=checksum, files=version)
+        assert await pull(ingest, store, version) == version
+        await require(ingest, version, steps[version], model)
+
+
+async def test_twenty_steps_have_a_whole_push_s_digests(
+    ingest: Ingest, store: Path, weights: Weights, model: Path
+) -> None:
+    assert await pull(ingest, store, 0, local_checkpoint_dir="/nvme/checkpoint") == 0
+    old = weights
+    for version in range(1, 21):
+        new = step(old, version)
+        publish(store, version, old, new)
+        await pull(ingest, store, version, local_checkpoint_dir="/nvme/checkpoint")
+        assert (await ingest.status(version)).state == "staged"
+        status = await ingest.push_folder(Path("/nvme/checkpoint"), CommitUpload(), version)
+        assert status.version == version
+        await require(ingest, version, new, model)
+        old = new
+
+
+async def test_a_version_without_a_change_is_served(ingest: Ingest, store: Path, weights: Weights, model: Path) -> None:
+    publish(store, 1, weights, weights)
+    assert await pull(ingest, store, 1) == 1
+    await require(ingest, 1, weights, model)
+
+
+async def test_missed_versions_are_replayed(ingest: Ingest, store: Path, steps: list[Weights], model: Path) -> None:
+    for version in range(1, 5):
+        publish(store, version, steps[version - 1], steps[version])
+    assert await pull(ingest, store, 2) == 2
+    assert await pull(ingest, store, 4) == 4
+    await require(ingest, 4, steps[4], model)
+
+
+async def test_more_links_than_allowed_are_refused(
+    ingest: Ingest, store: Path, steps: list[Weights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_weights, "MAX_LINKS", 2)
+    for version in range(1, 4):
+        publish(store, version, steps[version - 1], steps[version])
+    with pytest.raises(InvalidDelta, match=r"version 3 in .* needs more than 2 deltas: publish a whole folder"):
+        await pull(ingest, store, 3)
+    assert await pull(ingest, store, 2) == 2
+    assert await pull(ingest, store, 3) == 3
+
+
+async def test_a_whole_folder_begins_a_new_chain(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    save_checkpoint(store / "weight_v000003", steps[3])
+    publish(store, 4, steps[3], steps[4])
+    assert await pull(ingest, store, 3) == 3
+    shutil.rmtree(store / "weight_v000003")  # it is kept
+    assert await pull(ingest, store, 4) == 4
+    await require(ingest, 4, steps[4], model)
+
+
+async def test_a_whole_folder_on_the_way_ends_the_replay(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    save_checkpoint(store / "weight_v000003", steps[3])
+    publish(store, 4, steps[3], steps[4])
+    assert await pull(ingest, store, 4) == 4
+    await require(ingest, 4, steps[4], model)
+
+
+async def test_push_path_takes_a_folder_of_changes(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    for version in (1, 2):
+        folder = publish(store, version, steps[version - 1], steps[version])
+        begin = BeginUpload(version=version, source=PathSource(path=folder))
+        await ingest.begin(begin)
+        await ingest.commit(version, CommitUpload())
+        await require(ingest, version, steps[version], model)
+
+
+async def test_a_repeated_pull_applies_nothing_twice(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    for version in (1, 2):
+        publish(store, version, steps[version - 1], steps[version])
+        assert await asyncio.gather(*(pull(ingest, store, version) for _ in range(3))) == [version] * 3
+    await require(ingest, 2, steps[2], model)
+    assert [status.version for status in await ingest.versions()] == [1, 2]
+
+
+async def test_another_run_begins_with_the_served_model(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    shutil.rmtree(store / "weight_v000001")
+    assert await pull(ingest, store, 0) == 2
+    await require(ingest, 2, steps[0], model)
+    publish(store, 1, steps[0], steps[2])
+    assert await pull(ingest, store, 1) == 3
+    await require(ingest, 3, steps[2], model)
+
+
+async def test_a_version_goes_on_after_a_restart(
+    ingest: Ingest, config: ServiceConfig, store: Path, steps: list[Weights], model: Path
+) -> None:
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    shutil.rmtree(store / "weight_v000001")
+    publish(store, 2, steps[1], steps[2])
+    await pull(ingest, store, 2, local_checkpoint_dir="/nvme/checkpoint")
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    try:
+        assert (await again.push_folder(Path("/nvme/checkpoint"), CommitUpload(), 2)).version == 2
+        await require(again, 2, steps[2], model)
+        publish(store, 3, steps[2], steps[3])
+        assert await pull(again, store, 3) == 3
+        await require(again, 3, steps[3], model)
+    finally:
+        await again.stop()
+
+
+async def test_a_missing_link_is_refused_by_name(ingest: Ingest, store: Path, steps: list[Weights]) -> None:
+    publish(store, 3, steps[2], steps[3])
+    with pytest.raises(InvalidDelta, match=r"version 3 in .* needs version 2, which is neither kept \(none is kept\)"):
+        await pull(ingest, store, 3)
+    assert (await ingest.fleet()).latest_version == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error"),
+    [
+        ({"delta_encoding": "sparse"}, "delta_encoding 'sparse': the service reads xor, overwrite"),
+        ({"compression_format": "lz4"}, "compression_format 'lz4': the service reads zstd"),
+        ({"compression_format": None}, "compression_format None"),
+        ({"checksum_format": "md5"}, "checksum_format 'md5': the service reads xxh3-128, blake3, adler32"),
+        ({"base_version": None}, r"no metadata\.base_version"),
+        ({"base_version": "000002"}, "is version 1, and cannot be a delta of version 2"),
+    ],
+)
+async def test_an_unknown_format_is_refused_by_name(
+    ingest: Ingest, store: Path, steps: list[Weights], metadata: dict[str, object], error: str
+) -> None:
+    publish(store, 1, steps[0], steps[1], **metadata)
+    with pytest.raises((InvalidManifest, InvalidDelta), match=error):
+        await pull(ingest, store, 1)
+    assert (await ingest.fleet()).latest_version == 0
+
+
+async def test_changes_of_other_weights_leave_the_version_before(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    wrong = publish(store, 2, steps[0], steps[2])
+    with pytest.raises(InvalidDelta, match=r"version 2 in .*, a delta of version 1: .* has the checksum"):
+        await pull(ingest, store, 2)
+    assert (await ingest.fleet()).latest_version == 1
+    shutil.rmtree(wrong)
+    publish(store, 2, steps[1], steps[2])
+    assert await pull(ingest, store, 2) == 2
+    await require(ingest, 2, steps[2], model)
+
+
+async def test_a_failed_verification_stages_nothing_to_serve(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path
+) -> None:
+    publish(store, 1, steps[1], steps[2])
+    with pytest.raises(InvalidDelta, match="has the checksum"):
+        await pull(ingest, store, 1, local_checkpoint_dir="/nvme/checkpoint")
+    with pytest.raises(RolloutServiceError):
+        await ingest.push_folder(Path("/nvme/checkpoint"), CommitUpload(), 1)
+    assert (await ingest.fleet()).latest_version == 0
+
+
+def test_the_wrong_length_of_changes_is_refused(tmp_path: Path) -> None:
+    from rollout_service.ingest.sources.delta_folder import DeltaFolder
+
+    old, new = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
+    for encoding in ("xor", "overwrite"):
+        delta = DeltaFolder(publish(tmp_path / encoding, 1, old, new, encoding=encoding))
+        delta.apply("other", memoryview(bytearray(8)))
+        with pytest.raises(InvalidDelta, match=r"version 1 in .* a: "):
+            delta.apply("a", memoryview(bytearray(100)))
+        whole = memoryview(bytearray(4000))
+        delta.apply("a", whole)
+        assert whole == new["a"].numpy().tobytes()
+    with pytest.raises(InvalidDelta, match="4000 bytes of changes for the tensor's 8000"):
+        DeltaFolder(tmp_path / "xor" / "weight_v000001").apply("a", memoryview(bytearray(8000)))
+
+
+async def test_a_tensor_that_the_base_lacks_is_refused(ingest: Ingest, store: Path, weights: Weights) -> None:
+    more = {**weights, "model.more": torch.zeros(8)}
+    publish(store, 1, more, {**more, "model.more": torch.ones(8)})
+    with pytest.raises(InvalidDelta, match=r"version 1 in .* changes model\.more, which its base does not have"):
+        await pull(ingest, store, 1)
+
+
+async def test_a_changed_tensor_without_a_checksum_is_refused(
+    ingest: Ingest, store: Path, steps: list[Weights]
+) -> None:
+    folder = publish(store, 1, steps[0], steps[1])
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**index, "weight_map": {**index["weight_map"], "lost": "model-00000-of-00001.safetensors"}})
+    )
+    with pytest.raises(InvalidManifest, match="names lost, which no file holds"):
+        await pull(ingest, store, 1)
+
+
+async def test_a_store_outside_the_roots_is_forbidden(ingest: Ingest, tmp_path: Path, steps: list[Weights]) -> None:
+    publish(tmp_path / "elsewhere", 1, steps[0], steps[1])
+    with pytest.raises(Forbidden, match="source_roots"):
+        await pull(ingest, tmp_path / "elsewhere", 1)
+
+
+async def test_a_link_out_of_the_roots_is_forbidden(
+    ingest: Ingest, tmp_path: Path, store: Path, steps: list[Weights]
+) -> None:
+    folder = publish(store, 1, steps[0], steps[1])
+    file = folder / "model-00000-of-00001.safetensors"
+    file.rename(tmp_path / "secret")
+    file.symlink_to(tmp_path / "secret")
+    with pytest.raises(Forbidden, match="source_roots"):
+        await pull(ingest, store, 1)
+
+
+async def test_a_version_that_is_not_published_is_not_found(ingest: Ingest, store: Path) -> None:
+    with pytest.raises(NotFound, match="version 7 is not published"):
+        await pull(ingest, store, 7)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+async def test_an_interrupted_change_of_the_files_is_finished_once(
+    ingest: Ingest,
+    config: ServiceConfig,
+    store: Path,
+    steps: list[Weights],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moved: int,
+) -> None:
+    """The process ends after some of the two files have moved to the next generation."""
+    save_checkpoint(store / "weight_v000001", steps[1])
+    await pull(ingest, store, 1)
+    replaced, real = [], os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if str(target).endswith(".safetensors"):
+            if len(replaced) == moved:
+                raise KeyboardInterrupt
+            replaced.append(target)
+        real(source, target)
+
+    publish(store, 2, steps[1], steps[2])
+    monkeypatch.setattr(trainer_weights.os, "replace", replace)
+    weights = ingest._uploads.trainer_weights
+    weights.source_of(store / "weight_v000002")
+    if moved < 2:
+        with pytest.raises(KeyboardInterrupt):
+            weights.settle(store / "weight_v000002")
+    else:
+        weights.settle(store / "weight_v000002")
+    monkeypatch.undo()
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    try:
+        assert await pull(again, store, 2) == 2
+        await require(again, 2, steps[2], model)
+        publish(store, 3, steps[2], steps[3])
+        assert await pull(again, store, 3) == 3
+        await require(again, 3, steps[3], model)
+    finally:
+        await again.stop()
+
+
+async def test_lost_files_need_the_whole_chain_again(
+    ingest: Ingest, config: ServiceConfig, tmp_path: Path, store: Path, steps: list[Weights], model: Path
+) -> None:
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    state = tmp_path / "log" / "trainer" / "STATE"
+    state.write_text(state.read_text().replace('"boot":"', '"boot":"another-'))
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    try:
+        publish(store, 2, steps[1], steps[2])
+        assert await pull(again, store, 2) == 2
+        await require(again, 2, steps[2], model)
+    finally:
+        await again.stop()
+
+
+async def test_the_weights_are_kept_once(ingest: Ingest, tmp_path: Path, store: Path, steps: list[Weights]) -> None:
+    for version in range(1, 4):
+        publish(store, version, steps[version - 1], steps[version])
+        await pull(ingest, store, version)
+    kept = [path for path in (tmp_path / "log" / "trainer").rglob("*") if path.is_file()]
+    assert sorted(path.name for path in kept) == ["STATE", "config.json", "model.safetensors"]
+
+
+async def test_versions_stay_after_a_plain_push(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path, weights: Weights
+) -> None:
+    """A push by another way moves the numbers on, and not what the trainer's changes are of."""
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    save_checkpoint(store / "other", changed(weights, 1.0))
+    assert (await ingest.push_folder(store / "other", CommitUpload(), None)).version == 2
+    publish(store, 2, steps[1], steps[2])
+    assert await pull(ingest, store, 2) == 3
+    await require(ingest, 3, steps[2], model)
