@@ -276,6 +276,14 @@ class WeightsConfig(Config):
     source_roots: tuple[Path, ...] = ()
     """Folders that may contain a ``source: {path}``; empty: only uploads are accepted."""
 
+    source_urls: tuple[str, ...] = ()
+    """URLs below which ``/pull_weights`` may read versions, such as ``s3://bucket/run``. fsspec reads them: ``s3://``
+    needs the package s3fs, ``gs://`` gcsfs, and credentials in the environment."""
+
+    watch: str | None = None
+    """Folder or URL whose newest version the service pulls and serves by itself, looking every ``poll_s``. It must be
+    below ``source_roots`` or ``source_urls``, and its versions need an index. None: trainers announce them."""
+
     trainer_root: Path | None = None
     """Folder, on the ingest's node, of the weights that delta folders change, in the trainer's dtype. They are there
     from the first delta on. None: ``trainer`` in the log's folder."""

@@ -149,6 +149,8 @@ class Ingest:
             raise
         self._expiring = asyncio.create_task(self._expire_staged())
         self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
+        if (watch := self._config.weights.watch) is not None:
+            self._background.append(asyncio.create_task(self.pulls.follow(watch, self._config.weights.poll_s)))
 
     async def stop(self) -> None:
         """Release the log; staged versions stay on disk. A started commit is finished first.

@@ -5,7 +5,8 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from rollout_service.errors import RolloutServiceError
+from rollout_service.errors import InvalidRequest, RolloutServiceError
+from rollout_service.ingest.stores import is_url
 from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.protocol.base import is_label
 from rollout_service.protocol.upload import CommitUpload, PullWeights
@@ -29,6 +30,8 @@ class Pulls:
     def __init__(self, ingest: Versions, weights: TrainerWeights) -> None:
         self._ingest, self.weights = ingest, weights
         self._settling: asyncio.Task[None] | None = None
+        self.problem: Exception | None = None
+        """Why the newest version of the followed store is not served."""
 
     async def pull_weights(self, request: PullWeights) -> WeightStatus:
         """Commit a published version, or stage and verify it if ``request`` names a local checkpoint.
@@ -36,7 +39,17 @@ class Pulls:
         Repeating the call has no effect. Raises InvalidDelta for a delta that cannot be applied, and the errors of
         ``Ingest.push_folder``.
         """
-        folder = await asyncio.to_thread(self.weights.published, request.source_dir, request.target_version)
+        folder = await asyncio.to_thread(self.weights.published, request.store, request.target_version)
+        try:
+            version = await self._pull(folder, request)
+        except InvalidRequest:
+            await asyncio.to_thread(self.weights.forget, folder)
+            raise
+        self.begin_settling(folder)
+        await self.settled()
+        return await self._ingest.status(version)
+
+    async def _pull(self, folder: Path, request: PullWeights) -> int:
         label = folder.name if is_label(folder.name) else None
         version = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True)
         if request.local_checkpoint_dir is None:
@@ -45,9 +58,28 @@ class Pulls:
         else:
             await self._ingest.verify(version)
             await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
-        self.begin_settling(folder)
-        await self.settled()
-        return await self._ingest.status(version)
+        return version
+
+    async def follow(self, store: str, poll_s: float) -> None:
+        """Serve the newest version of a store, looking for one every ``poll_s`` seconds, until cancelled.
+
+        After failures, it waits up to 64 times as long.
+        """
+        served, wait_s = None, poll_s
+        while True:
+            try:
+                newest = await asyncio.to_thread(self.weights.newest, store)
+                if newest is not None and newest != served:
+                    folder, uri = (None, store) if is_url(store) else (store, None)
+                    request = PullWeights(source_dir=folder, uri=uri, target_version=newest, wait="none")
+                    await self.pull_weights(request)
+                    served = newest
+                self.problem, wait_s = None, poll_s
+            except (RolloutServiceError, OSError) as error:  # the next turn tries again
+                if str(error) != str(self.problem):
+                    logger.warning("weights.watch=%s: the version before stays: %s", store, error)
+                self.problem, wait_s = error, min(2 * wait_s, 64 * poll_s)
+            await asyncio.sleep(wait_s)
 
     def begin_settling(self, folder: Path) -> None:
         """Keep the version in ``folder`` for the next delta, in the background."""

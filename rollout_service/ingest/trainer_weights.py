@@ -26,6 +26,7 @@ from rollout_service.errors import InvalidDelta, NotFound, RolloutServiceError
 from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta, version_name
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path, safetensors_files
 from rollout_service.ingest.sources.foreign_file import Header
+from rollout_service.ingest.stores import Stores, is_url
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
@@ -70,28 +71,52 @@ class _Plan(NamedTuple):
 class TrainerWeights:
     """The trainer's weights on the ingest's node. Thread-safe."""
 
-    def __init__(self, root: Path, model: Path, roots: tuple[Path, ...], ignored: IgnoredTensors) -> None:
+    def __init__(
+        self, root: Path, model: Path, roots: tuple[Path, ...], urls: tuple[str, ...], ignored: IgnoredTensors
+    ) -> None:
         """
         Args:
             root: folder of the kept files; created when they are needed.
             model: folder of the served model, which is version 0 of each store.
             roots: folders that may contain published versions.
+            urls: URLs below which they may be, too.
             ignored: tensors that are left out of versions.
         """
         self._root, self._model, self._roots, self._ignored = root, model, roots, ignored
+        self._stores = Stores(root / "stores", urls)
         self._lock = threading.Lock()
         self._plans: dict[Path, _Plan] = {}
         self._loaded = False
         self._state: _State | None = None
 
     def published(self, store: str, version: int) -> Path:
-        """Return the folder of a published version. Version 0 need not be published. Raises Forbidden, NotFound."""
-        folder = allowed_path(Path(store) / folder_name(str(version)), self._roots)
+        """Return the folder of a published version, which is read if ``store`` is a URL. Version 0 need not be
+        published. Raises Forbidden, NotFound, NotReady for a store that cannot be read, InvalidManifest."""
+        name = folder_name(str(version))
+        with self._lock:
+            if is_url(store):
+                folder = self._stores.folder(store) / name
+                if version == 0:  # a run begins, and may publish other weights under numbers of the run before
+                    self._stores.forget(folder)
+            else:
+                folder = allowed_path(Path(store) / name, self._roots)
+            self._stores.fetch(folder)
         if folder.is_dir():
             return folder
         if version == 0:
             return self._model
-        raise NotFound(f"version {version} is not published: {folder} is not a folder that the ingest can see")
+        raise NotFound(f"version {version} is not published: {store} has no {name} that the ingest can see")
+
+    def newest(self, store: str) -> int | None:
+        """Return the largest number that is published; None: there is none. Raises Forbidden, NotReady, OSError."""
+        if not is_url(store):
+            allowed_path(Path(store), self._roots)
+        return self._stores.newest(store)
+
+    def forget(self, folder: Path) -> None:
+        """Read the store of ``folder`` again for the next call, if it is remote."""
+        with self._lock:
+            self._stores.forget(folder)
 
     def name_as(self, checkpoint: Path, folder: Path) -> None:
         """Remember that a trainer names the version in ``folder`` as ``checkpoint``, also for the next process."""
@@ -146,6 +171,7 @@ class TrainerWeights:
                     self._advance(plan)
                 else:
                     self._begin_from(plan.seed, plan)
+                self._stores.keep_only(folder)
             except BaseException:
                 self._loaded = False  # the next call finishes it, or begins anew
                 raise
@@ -164,6 +190,7 @@ class TrainerWeights:
             if self._is_kept(source, newest.base):
                 return plan(None)
             base = store / folder_name(newest.base)
+            self._stores.fetch(base)
             if not base.is_dir():
                 if newest.base.isdecimal() and newest.base != "0":
                     raise InvalidDelta(

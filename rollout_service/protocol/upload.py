@@ -425,14 +425,27 @@ class RollBack(HowToLoad):
 class PullWeights(HowToLoad):
     """Body of ``POST /pull_weights``: slime's and miles's, with options."""
 
-    source_dir: str = Field(min_length=1, max_length=4096)
+    source_dir: str | None = Field(default=None, pattern="^/", max_length=4096)
     """Folder in which the trainer publishes versions as ``weight_v000007``, below ``weights.source_roots``."""
+    uri: str | None = Field(default=None, pattern="^[a-z][a-z0-9+.-]*://", max_length=4096)
+    """URL of such a folder, below ``weights.source_urls``, in place of ``source_dir``."""
     target_version: WeightVersion
     """The trainer's number. 0 without such a folder is the model that the service was started with."""
     local_checkpoint_dir: str | None = Field(default=None, min_length=1, max_length=4096)
     """None: serve the version. Otherwise, convert and verify it; ``/update_weights_from_disk`` with this path as
     ``model_path`` serves it. Nothing is written there."""
     wait: WaitFor = "all"
+
+    @model_validator(mode="after")
+    def _one_store(self) -> Self:
+        if (self.source_dir is None) == (self.uri is None):
+            raise ValueError("give either source_dir or uri")
+        return self
+
+    @property
+    def store(self) -> str:
+        """Return the folder or the URL."""
+        return self.source_dir or self.uri or ""
 
 
 class CommitUpload(HowToLoad):

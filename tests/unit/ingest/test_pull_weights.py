@@ -4,16 +4,27 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import Forbidden, InvalidDelta, InvalidManifest, NotFound, RolloutServiceError
-from rollout_service.ingest import trainer_weights
+from rollout_service.errors import (
+    Forbidden,
+    InvalidDelta,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+)
+from rollout_service.ingest import stores, trainer_weights
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
@@ -66,6 +77,42 @@ async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
 async def pull(ingest: Ingest, store: Path, version: int, **options: Any) -> int:
     request = PullWeights(source_dir=str(store), target_version=version, wait="none", **options)
     return (await ingest.pull_weights(request)).version
+
+
+class RangeHandler(SimpleHTTPRequestHandler):
+    """Serves files, and ranges of them."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if "Range" not in self.headers or not path.is_file():
+            return super().do_GET()
+        start, end = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data = path.read_bytes()[start : end + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(store: Path) -> Iterator[str]:
+    """A web server with the trainer's folder."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(RangeHandler, directory=str(store.parent)))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/{store.name}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def served(ingest: Ingest, version: int) -> None:
+    """Return once ``version`` is the newest."""
+    while (await ingest.fleet()).latest_version < version:
+        await asyncio.sleep(0.01)
 
 
 async def require(ingest: Ingest, version: int, weights: Weights, model: Path) -> None:
@@ -394,3 +441,112 @@ async def test_versions_stay_after_a_plain_push(
     publish(store, 2, steps[1], steps[2])
     assert await pull(ingest, store, 2) == 3
     await require(ingest, 3, steps[2], model)
+
+
+@pytest.mark.parametrize("how", ["a folder", "a URL"])
+async def test_a_watched_store_is_followed(
+    config: ServiceConfig, store: Path, steps: list[Weights], model: Path, how: str, url: str
+) -> None:
+    """The follower serves what another service was told of, with the same digests; damage leaves the version before."""
+    watch = str(store) if how == "a folder" else url
+    weights = config.weights.model_copy(update={"watch": watch, "source_urls": (url,), "poll_s": 0.02})
+    follower = Ingest(config.model_copy(update={"weights": weights}))
+    publish(store, 1, steps[0], steps[1])
+    await follower.start()
+    try:
+        await served(follower, 1)
+        wrong = publish(store, 2, steps[2], steps[3])
+        while follower.pulls.problem is None:
+            await asyncio.sleep(0.01)
+        assert "has the checksum" in str(follower.pulls.problem)
+        shutil.rmtree(wrong)
+        save_checkpoint(store / "weight_v000003", steps[3])
+        await served(follower, 3)
+        publish(store, 4, steps[3], steps[4])
+        await served(follower, 4)
+        await require(follower, 4, steps[4], model)
+    finally:
+        await follower.stop()
+
+
+@pytest.fixture
+async def remote(config: ServiceConfig, url: str) -> AsyncIterator[Ingest]:
+    """An ingest that may read the web server, but not the folder."""
+    weights = config.weights.model_copy(update={"source_roots": (), "source_urls": (url,)})
+    ingest = Ingest(config.model_copy(update={"weights": weights}))
+    await ingest.start()
+    yield ingest
+    await ingest.stop()
+
+
+async def pull_url(ingest: Ingest, url: str, version: int) -> int:
+    return (await ingest.pull_weights(PullWeights(uri=url, target_version=version, wait="none"))).version
+
+
+async def test_versions_come_from_a_url_in_ranges(
+    remote: Ingest, url: str, store: Path, steps: list[Weights], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_RANGE_BYTES", 10_000)
+    save_checkpoint(store / "weight_v000001", steps[1])
+    publish(store, 2, steps[1], steps[2])
+    publish(store, 3, steps[2], steps[3])
+    publish(store, 4, steps[3], steps[3])
+    assert await pull_url(remote, url, 1) == 1
+    await require(remote, 1, steps[1], model)
+    assert await pull_url(remote, url, 3) == 3
+    await require(remote, 3, steps[3], model)
+    assert await pull_url(remote, url, 4) == 4
+    assert await pull_url(remote, url, 4) == 4
+    await require(remote, 4, steps[3], model)
+
+
+async def test_another_run_at_the_same_url_begins_with_0(
+    remote: Ingest, url: str, store: Path, steps: list[Weights], model: Path
+) -> None:
+    publish(store, 1, steps[0], steps[1])
+    assert await pull_url(remote, url, 1) == 1
+    shutil.rmtree(store / "weight_v000001")
+    assert await pull_url(remote, url, 0) == 2
+    publish(store, 1, steps[0], steps[2])
+    assert await pull_url(remote, url, 1) == 3
+    await require(remote, 3, steps[2], model)
+
+
+async def test_a_damaged_transfer_leaves_the_version_before(
+    remote: Ingest, url: str, store: Path, steps: list[Weights], model: Path
+) -> None:
+    folder = publish(store, 1, steps[0], steps[1])
+    file = folder / "model-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    good = file.read_bytes()
+    file.write_bytes(data)
+    with pytest.raises(InvalidDelta, match="version 1 in"):
+        await pull_url(remote, url, 1)
+    assert (await remote.fleet()).latest_version == 0
+    file.write_bytes(good)
+    assert await pull_url(remote, url, 1) == 1
+    await require(remote, 1, steps[1], model)
+
+
+@pytest.mark.parametrize(
+    ("uri", "error"),
+    [
+        ("http://127.0.0.1:1/elsewhere", r"is not below weights\.source_urls"),
+        ("{url}-other", r"is not below weights\.source_urls"),
+        ("{url}/../secret", r"is not below weights\.source_urls"),
+    ],
+)
+async def test_a_url_elsewhere_is_forbidden(remote: Ingest, url: str, uri: str, error: str) -> None:
+    with pytest.raises(Forbidden, match=error):
+        await pull_url(remote, uri.format(url=url), 1)
+
+
+async def test_a_store_that_is_not_reached_says_so(remote: Ingest, url: str) -> None:
+    with pytest.raises(NotFound, match="version 7 is not published"):
+        await pull_url(remote, url, 7)
+    weights = stores.Stores(Path("/nowhere"), ("http://127.0.0.1:1", "unknown://"))
+    with pytest.raises(NotReady, match="cannot be read"):
+        await asyncio.to_thread(weights.newest, "http://127.0.0.1:1/run")
+    with pytest.raises(InvalidRequest, match="install the package for its scheme"):
+        weights.newest("unknown://bucket/run")
