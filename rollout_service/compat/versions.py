@@ -1,6 +1,6 @@
 """The releases of vLLM and Ray whose undocumented names this package uses.
 
-``tests/unit/compat/names.py`` describes these names. With another release they may be gone, or mean something else.
+``tests/unit/compat/names.txt`` describes these names. With another release they may be gone, or mean something else.
 """
 
 import os

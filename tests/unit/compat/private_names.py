@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+
+_LINE = re.compile(r"([\w.]+)(?:\(([\w ]*)\))?(?:: ([\w ]+))?")
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,17 @@ class PrivateName:
     """Check ``assigns`` in the module's file without importing it: it is large, and not every process needs it."""
 
 
-def read(
-    module: str, name: str, *, takes: str | None = None, gives: str = "", only_source: bool = False
-) -> PrivateName:
-    """Return a name. ``takes``: its parameters; ``gives``: attributes that it assigns; both separated by spaces."""
-    parameters = None if takes is None else tuple(takes.split())
-    return PrivateName(module, name, parameters, tuple(gives.split()), only_source)
+def names_in(text: str) -> list[PrivateName]:
+    """Parse a table of names, see names.txt."""
+    found, module, file = list[PrivateName](), "", ""
+    for line in filter(None, text.splitlines()):
+        if line.startswith("["):
+            module, _, file = line.strip("[]").partition(" ")
+        elif not line.startswith("#"):
+            name, parameters, assigns = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]
+            taken = None if parameters is None else tuple(parameters.split())
+            found.append(PrivateName(module, name, taken, tuple((assigns or "").split()), bool(file)))
+    return found
 
 
 def problem(name: PrivateName) -> str | None:
