@@ -25,8 +25,7 @@ KV_CACHE = Row(
             "Time of a calibration",
             "s",
             "A replica's last one, and quantiles of all in the time of a rate interval, empty between updates. The "
-            "replica is closed meanwhile. More than a few percent of a trainer's step: "
-            "fewer or shorter sequences in kv_cache.calibration.",
+            "replica is closed meanwhile. More than a few percent of a trainer's step: send scales with versions.",
             [
                 Query(f"max by (replica) (rollout_kv_measured_seconds{{{REPLICA}}})", "last of {{replica}}"),
                 *quantiles("ray_rollout_kv_calibration_seconds", ENGINE),

@@ -1,6 +1,6 @@
 """The configuration of the service: the content of ``args:`` in a deployment YAML."""
 
-from rollout_service.config.engine import EngineConfig, KVCacheConfig, KVCalibrationConfig, QuantConfig
+from rollout_service.config.engine import EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.config.service import (
     AuthConfig,
     ChatConfig,
@@ -16,7 +16,6 @@ __all__ = [
     "ChatConfig",
     "EngineConfig",
     "KVCacheConfig",
-    "KVCalibrationConfig",
     "ModelConfig",
     "MonitorConfig",
     "QuantConfig",

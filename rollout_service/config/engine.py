@@ -55,21 +55,6 @@ class QuantConfig(Config):
         return self
 
 
-class KVCalibrationConfig(Config):
-    """Measurement of q, k and v of a version by a replica, before serving it."""
-
-    prompts: Path | None = None
-    """File of JSON lines, each a list of token ids to measure. None: recent rollouts of the replica,
-    prompts with completions; before there are any, random tokens."""
-
-    max_sequences: int = Field(default=16, ge=1)
-    """Number of sequences that are measured at once."""
-
-    max_sequence_tokens: int = Field(default=256, ge=2, le=2048)
-    """Maximum number of tokens of each sequence, from its first on. ``engine.max_model_len`` and
-    ``max_num_batched_tokens`` also limit it."""
-
-
 class KVCacheConfig(Config):
     """The format of the KV cache. ``engine.gpu_memory_utilization`` bounds its size."""
 
@@ -82,8 +67,10 @@ class KVCacheConfig(Config):
     """Scales of a weight version that comes without any. ``calibrate``: replicas measure them before they serve it, and
     all load the first result. ``reuse``: those of the previous version; 1 before the first scales. ``unit``: 1."""
 
-    calibration: KVCalibrationConfig = KVCalibrationConfig()
-    """Measurement of scales, and of whether FP8 is accurate enough for a model."""
+    calibration_prompts: Path | None = None
+    """File of JSON lines, each a list of token ids, to measure scales on. The first 256 tokens of the first 16 count,
+    also for whether FP8 is accurate enough. None: recent rollouts of the replica, prompts with completions; before
+    there are any, random tokens."""
 
     @model_validator(mode="after")
     def _scales_need_fp8(self) -> "KVCacheConfig":

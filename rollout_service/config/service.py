@@ -545,9 +545,7 @@ class ServiceConfig(Config):
 
     def resolved(self) -> "ServiceConfig":
         """Return the configuration with absolute paths, to be sent to other processes."""
-        root, calibration = self.weights.root, self.kv_cache.calibration
-        disk = self.weights.disk_root
-        prompts = calibration.prompts and calibration.prompts.absolute()
+        root, disk, prompts = self.weights.root, self.weights.disk_root, self.kv_cache.calibration_prompts
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
         model = self.model.path if of_node else self.model.path.absolute()
         template = self.chat.chat_template and self.chat.chat_template.absolute()
@@ -566,9 +564,7 @@ class ServiceConfig(Config):
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
                     }
                 ),
-                "kv_cache": self.kv_cache.model_copy(
-                    update={"calibration": calibration.model_copy(update={"prompts": prompts})}
-                ),
+                "kv_cache": self.kv_cache.model_copy(update={"calibration_prompts": prompts and prompts.absolute()}),
                 "auth": self.auth.model_copy(
                     update={"token_file": self.auth.token_file and self.auth.token_file.absolute()}
                 ),

@@ -78,7 +78,9 @@ class EngineReplica:
         self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
         self._queues = GatewayQueues()
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
-        self._batch = CalibrationBatch(config.kv_cache.calibration, model.vocab_size, config.engine.max_model_len)
+        self._batch = CalibrationBatch(
+            config.kv_cache.calibration_prompts, model.vocab_size, config.engine.max_model_len
+        )
         weights, copies = await find_log(config.weights, self._ingest)
         self._config = config.model_copy(update={"weights": weights})
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s, group) as announcement:

@@ -5,9 +5,10 @@ import random
 from collections import deque
 from pathlib import Path
 
-from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.protocol.rollout import Rollout
 
+MAX_SEQUENCES, MAX_TOKENS = 16, 256
+"""Maximum number of sequences that are measured at once, and length in tokens of each, from its first token on."""
 _RANDOM_TOKENS = 64
 """Length in tokens of each random sequence."""
 
@@ -15,15 +16,16 @@ _RANDOM_TOKENS = 64
 class CalibrationBatch:
     """Given prompts, else the newest rollouts of this replica, else random tokens."""
 
-    def __init__(self, config: KVCalibrationConfig, vocab_size: int, max_model_len: int) -> None:
-        """Raises FileNotFoundError, or ValueError with the line, for invalid prompts."""
-        self._longest = min(config.max_sequence_tokens, max_model_len)
-        self._random = _random_sequences(config.max_sequences, min(_RANDOM_TOKENS, self._longest), vocab_size)
-        self._recent: deque[list[int]] = deque(maxlen=config.max_sequences)
+    def __init__(self, prompts: Path | None, vocab_size: int, max_model_len: int) -> None:
+        """``prompts``: ``kv_cache.calibration_prompts``. Raises FileNotFoundError, or ValueError with the line, for
+        invalid ones."""
+        self._longest = min(MAX_TOKENS, max_model_len)
+        self._random = _random_sequences(MAX_SEQUENCES, min(_RANDOM_TOKENS, self._longest), vocab_size)
+        self._recent: deque[list[int]] = deque(maxlen=MAX_SEQUENCES)
         self._given: list[list[int]] = []
-        if config.prompts is not None:
-            given = read_prompts(config.prompts, vocab_size)
-            self._given = [sequence[: self._longest] for sequence in given[: config.max_sequences]]
+        if prompts is not None:
+            given = read_prompts(prompts, vocab_size)
+            self._given = [sequence[: self._longest] for sequence in given[:MAX_SEQUENCES]]
 
     def add(self, rollout: Rollout) -> None:
         """Keep the prompt and the first completion of a rollout, up to the maximum length."""
@@ -56,7 +58,7 @@ def read_prompts(path: Path, vocab_size: int) -> list[list[int]]:
             )
         found.append(ids)
     if not found:
-        raise ValueError(f"{path} has no prompts: leave kv_cache.calibration.prompts out to use recent rollouts")
+        raise ValueError(f"{path} has no prompts: leave kv_cache.calibration_prompts out to use recent rollouts")
     return found
 
 

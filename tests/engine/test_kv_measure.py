@@ -64,7 +64,7 @@ async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_wit
             assert found == pytest.approx(wanted, rel=0.1), (layer, name)
 
     folder = await one.update(one.newest + 1, uneven_weights(one.config.model.path, seed=1))
-    batch = CalibrationBatch(one.config.kv_cache.calibration, vocab_size=128, max_model_len=256)
+    batch = CalibrationBatch(None, vocab_size=128, max_model_len=256)
     calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
     await one.engine.pause("keep")
     with pytest.raises(KVCacheUnfit, match=r"FP8 is not accurate enough .* 2 of 2 layers.*k_channel_relative"):

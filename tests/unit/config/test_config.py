@@ -64,8 +64,6 @@ class TestSections:
             ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
             ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
             ({"kv_cache": {"scales_policy": "guess"}}, "kv_cache.scales_policy"),
-            ({"kv_cache": {"calibration": {"max_sequences": 0}}}, "kv_cache.calibration.max_sequences"),
-            ({"kv_cache": {"calibration": {"max_sequence_tokens": 1}}}, "kv_cache.calibration.max_sequence_tokens"),
             ({"quant": {"weights": "int4"}}, "quant.weights"),
             ({"quant": {"scales": "fp16"}}, "quant.scales"),
             ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
@@ -325,14 +323,14 @@ class TestResolved:
             "model": {"path": "models/m"},
             "weights": {"root": "log", "source_roots": ["checkpoints", "../shared"]},
             "auth": {"token_file": "token"},
-            "kv_cache": {"calibration": {"prompts": "prompts.jsonl"}},
+            "kv_cache": {"calibration_prompts": "prompts.jsonl"},
         }
         resolved = ServiceConfig.model_validate(args).resolved()
         assert resolved.model.path == tmp_path / "models/m"
         assert resolved.weights.root == tmp_path / "log"
         assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
         assert resolved.auth.token_file == tmp_path / "token"
-        assert resolved.kv_cache.calibration.prompts == tmp_path / "prompts.jsonl"
+        assert resolved.kv_cache.calibration_prompts == tmp_path / "prompts.jsonl"
         assert all(path.is_absolute() for path in paths_in(resolved))
 
     def test_resolving_changes_paths_only_and_twice_changes_nothing(

@@ -3,18 +3,15 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rollout_service.config.engine import KVCalibrationConfig
-from rollout_service.kv_scales.batch import CalibrationBatch
+from rollout_service.kv_scales.batch import MAX_SEQUENCES, MAX_TOKENS, CalibrationBatch
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 
 VOCAB = 128
 
 
-def batch(prompts: Path | None = None, max_model_len: int = 2048, **limits: int) -> CalibrationBatch:
-    return CalibrationBatch(KVCalibrationConfig(prompts=prompts, **limits), VOCAB, max_model_len)
+def batch(prompts: Path | None = None, max_model_len: int = 2048) -> CalibrationBatch:
+    return CalibrationBatch(prompts, VOCAB, max_model_len)
 
 
 def rollout(prompt: list[int], *completions: list[int]) -> Rollout:
@@ -39,20 +36,17 @@ def written(folder: Path, *lines: list[int]) -> Path:
 
 
 class TestRandomTokens:
-    @given(sequences=st.integers(1, 20), tokens=st.integers(2, 300), max_model_len=st.integers(2, 300))
-    def test_they_are_the_same_every_time(self, sequences: int, tokens: int, max_model_len: int) -> None:
-        first, second = (
-            batch(max_sequences=sequences, max_sequence_tokens=tokens, max_model_len=max_model_len) for _ in range(2)
-        )
+    @pytest.mark.parametrize("max_model_len", [2, 300])
+    def test_they_are_the_same_every_time(self, max_model_len: int) -> None:
+        first, second = (batch(max_model_len=max_model_len) for _ in range(2))
         found = first.sequences()
         assert found == second.sequences() == first.sequences() and first.origin == "random tokens"
-        assert [len(sequence) for sequence in found] == [min(64, tokens, max_model_len)] * sequences
-        assert all(0 <= token < VOCAB for sequence in found for token in sequence)
+        assert [len(sequence) for sequence in found] == [min(64, max_model_len)] * MAX_SEQUENCES
 
     def test_they_are_of_the_whole_vocabulary_and_differ(self) -> None:
-        found = batch(max_sequences=64).sequences()
+        found = batch().sequences()
         assert {token for sequence in found for token in sequence} == set(range(VOCAB))
-        assert len({tuple(sequence) for sequence in found}) == 64
+        assert len({tuple(sequence) for sequence in found}) == MAX_SEQUENCES
 
 
 class TestRollouts:
@@ -62,17 +56,17 @@ class TestRollouts:
         assert kept.sequences() == [[1, 2, 3, 4]] and kept.origin == "recent rollouts"
 
     def test_the_newest_rollouts_are_kept_up_to_the_limit(self) -> None:
-        kept = batch(max_sequences=3)
-        for number in range(5):
+        kept = batch()
+        for number in range(MAX_SEQUENCES + 2):
             kept.add(rollout([number], [10 + number]))
-        assert kept.sequences() == [[2, 12], [3, 13], [4, 14]]
+        assert kept.sequences() == [[number, 10 + number] for number in range(2, MAX_SEQUENCES + 2)]
 
-    @pytest.mark.parametrize(("tokens", "max_model_len"), [(5, 2048), (256, 5)], ids=["configured", "of the engine"])
-    def test_a_sequence_is_cut_at_the_limit(self, tokens: int, max_model_len: int) -> None:
-        kept = batch(max_sequence_tokens=tokens, max_model_len=max_model_len)
-        kept.add(rollout([1, 2, 3], [4, 5, 6, 7]))
-        kept.add(rollout(list(range(9)), [100]))
-        assert kept.sequences() == [[1, 2, 3, 4, 5], [0, 1, 2, 3, 4]]
+    @pytest.mark.parametrize(("max_model_len", "limit"), [(5, 5), (2048, MAX_TOKENS)])
+    def test_a_sequence_is_cut_at_the_limit(self, max_model_len: int, limit: int) -> None:
+        kept = batch(max_model_len=max_model_len)
+        kept.add(rollout([1, 2, 3], list(range(300))))
+        kept.add(rollout(list(range(300)), [100]))
+        assert kept.sequences() == [[1, 2, 3, *range(limit - 3)], list(range(limit))]
 
     def test_a_single_token_tells_nothing_and_is_left_out(self) -> None:
         kept = batch()
@@ -97,9 +91,9 @@ class TestPrompts:
         assert kept.sequences() == given_ids and kept.origin == "given prompts"
 
     def test_the_limits_hold_for_given_prompts_too(self, tmp_path: Path) -> None:
-        path = written(tmp_path, [1, 2, 3, 4], [5, 6], [7, 8])
-        assert batch(path, max_sequences=2, max_sequence_tokens=3).sequences() == [[1, 2, 3], [5, 6]]
-        assert batch(path, max_model_len=2).sequences() == [[1, 2], [5, 6], [7, 8]]
+        path = written(tmp_path, [1] * 300, *[[5, 6, 7]] * MAX_SEQUENCES)
+        assert batch(path).sequences() == [[1] * MAX_TOKENS, *[[5, 6, 7]] * (MAX_SEQUENCES - 1)]
+        assert batch(path, max_model_len=2).sequences() == [[1, 1], *[[5, 6]] * (MAX_SEQUENCES - 1)]
 
     @pytest.mark.parametrize(
         "line",
@@ -113,5 +107,5 @@ class TestPrompts:
             batch(path)
 
     def test_a_file_without_prompts_says_what_to_do_instead(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"has no prompts: leave kv_cache\.calibration\.prompts out"):
+        with pytest.raises(ValueError, match=r"has no prompts: leave kv_cache\.calibration_prompts out"):
             batch(written(tmp_path))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rollout_service.config import ServiceConfig
-from rollout_service.config.engine import KVCalibrationConfig
 from rollout_service.errors import (
     DeploymentFailed,
     EngineFailed,
@@ -55,7 +54,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.engine, self.coordinator = FakeMeasuringEngine(), FakeCoordinator()
-        self.batch = CalibrationBatch(KVCalibrationConfig(max_sequences=2), vocab_size=100, max_model_len=8)
+        self.batch = CalibrationBatch(None, vocab_size=100, max_model_len=8)
 
     def calibrator(self, choice: KVCacheChoice | None = KNOWN) -> KVCalibrator:
         return KVCalibrator("r1", self.engine, self.coordinator, self.batch, choice, retry_s=0.001)
@@ -94,7 +93,7 @@ class TestMeasuring:
         [(_, asked_version, replica_id, ranks, digest)] = replica.coordinator.asked_for("publish_kv_scales")
         assert (asked_version, replica_id, digest) == (1, "r1", AWAITING.digest)
         assert [rank.amax[LAYERS[0]] for rank in ranks] == [((4, 4, 4),), ((4, 4096, 4),)]
-        assert replica.engine.batches[0] == replica.batch.sequences() and ranks[0].tokens == 16
+        assert replica.engine.batches[0] == replica.batch.sequences() and ranks[0].tokens == 16 * 8
 
     @pytest.mark.parametrize(
         ("keys", "published", "calls"),
@@ -408,11 +407,11 @@ class TestCacheDtype:
     @pytest.mark.parametrize("choice", [FOUND_FP8, FOUND_BF16], ids=lambda choice: choice.dtype)
     def test_an_engine_is_configured_with_it_and_nothing_else(self, choice: KVCacheChoice, policy: str) -> None:
         config = ServiceConfig.model_validate(
-            {"kv_cache": {"scales_policy": policy, "calibration": {"max_sequences": 2}}, "model": {"path": Path("m")}}
+            {"kv_cache": {"scales_policy": policy, "calibration_prompts": Path("p")}, "model": {"path": Path("m")}}
         )
         chosen = with_kv_cache(config, choice)
         expected_policy = policy if choice is FOUND_FP8 else "unit"
         assert (chosen.kv_cache.dtype, chosen.kv_cache.scales_policy) == (choice.dtype, expected_policy)
         assert chosen.model_copy(update={"kv_cache": config.kv_cache}) == config
-        assert chosen.kv_cache.calibration == config.kv_cache.calibration
+        assert chosen.kv_cache.calibration_prompts == Path("p")
         assert ServiceConfig.model_validate(chosen.model_dump()) == chosen
