@@ -6,18 +6,17 @@ from rollout_service.compat.vllm_internals import (
     Fp8Config,
     Fp8MoEMethod,
     FusedMoEMethodBase,
-    FusedMoEQuantConfig,
     GroupShape,
     QuantFP8,
     RoutedExperts,
 )
 from rollout_service.engine.cpu.block_linear import decode_activations
-from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
+from rollout_service.engine.cpu.experts import CpuExperts, require_computable
 from rollout_service.quant.blockwise import BLOCK, dequantize_blockwise
 
 
-class CpuBlockMoEMethod(Fp8MoEMethod):
-    """Block-FP8 experts. The base class creates and loads their parameters; this class computes with them."""
+class CpuBlockMoEMethod(CpuExperts, Fp8MoEMethod):
+    """Block-FP8 experts. vLLM's class creates and loads their parameters."""
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
         """Create the method. Raises ValueError for unsupported experts."""
@@ -31,20 +30,6 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         self.weight_scale_refine = None
         self._quantize = QuantFP8(static=False, group_shape=GroupShape(1, BLOCK), use_ue8m0=False)
 
-    @property
-    def is_monolithic(self) -> bool:
-        """False: vLLM's router selects the experts."""
-        return False
-
-    @property
-    def supports_eplb(self) -> bool:
-        """False: the decoded weights would not move with rebalanced experts."""
-        return False
-
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
-        """Return an empty configuration: vLLM's own kernels are not used."""
-        return FusedMoEQuantConfig.make()
-
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]. The loaded codes and scales stay unchanged.
 
@@ -53,18 +38,6 @@ class CpuBlockMoEMethod(Fp8MoEMethod):
         self.w13 = dequantize_blockwise(layer.w13_weight.data, layer.w13_weight_scale_inv.data)
         self.w2 = dequantize_blockwise(layer.w2_weight.data, layer.w2_weight_scale_inv.data)
 
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: object,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute ``sum_of_experts``. Shared experts are not added, because vLLM runs them before. It does so since
-        this method reports no kernel that overlaps them."""
-        return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, self._through_e4m3)
-
-    def _through_e4m3(self, x: torch.Tensor) -> torch.Tensor:
+    def through_codes(self, x: torch.Tensor) -> torch.Tensor:
+        """Return an input [M, K] rounded through E4M3 in groups of 1×128."""
         return decode_activations(*self._quantize(x))

@@ -3,18 +3,16 @@
 import torch
 
 from rollout_service.compat.vllm_internals import (
-    FusedMoEMethodBase,
-    FusedMoEQuantConfig,
     FusedMoeWeightScaleSupported,
     RoutedExperts,
     set_weight_attrs,
 )
 from rollout_service.engine.cpu.channel_linear import THROUGH_CODES
-from rollout_service.engine.cpu.experts import require_computable, sum_of_experts
+from rollout_service.engine.cpu.experts import CpuExperts, require_computable
 from rollout_service.quant.formats import WeightFormat
 
 
-class CpuChannelMoEMethod(FusedMoEMethodBase):
+class CpuChannelMoEMethod(CpuExperts):
     """Experts with one scale per output channel. vLLM's CPU kernels need AMX, and its INT8 kernels do not round
     inputs."""
 
@@ -22,17 +20,7 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
         """Create the method. Raises ValueError for unsupported experts."""
         super().__init__(layer.moe_config)
         require_computable(layer, "FP8" if form.dtype.is_floating_point else "INT8")
-        self.form, self._through_codes = form, THROUGH_CODES[form.name]
-
-    @property
-    def is_monolithic(self) -> bool:
-        """False: vLLM's router selects the experts."""
-        return False
-
-    @property
-    def supports_eplb(self) -> bool:
-        """False: the decoded weights would not move with rebalanced experts."""
-        return False
+        self.form, self.through_codes = form, THROUGH_CODES[form.name]
 
     def create_weights(
         self,
@@ -57,24 +45,7 @@ class CpuChannelMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(f"{name}_weight", codes)
             layer.register_parameter(f"{name}_weight_scale", scales)
 
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
-        """Return an empty configuration: vLLM's own kernels are not used."""
-        return FusedMoEQuantConfig.make()
-
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Decode w13 to fp32 [E, 2·I, H] and w2 to fp32 [E, H, I]. Runs at every load of the layer."""
         self.w13 = self.form.dequantize(layer.w13_weight.data, layer.w13_weight_scale.data)
         self.w2 = self.form.dequantize(layer.w2_weight.data, layer.w2_weight_scale.data)
-
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: object,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute ``sum_of_experts``. Shared experts are not added, because vLLM runs them before. It does so since
-        this method reports no kernel that overlaps them."""
-        return sum_of_experts(layer, x, topk_weights, topk_ids, self.w13, self.w2, self._through_codes)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch.nn.functional import gelu, silu
 
-from rollout_service.compat.vllm_internals import MoEActivation, RoutedExperts
+from rollout_service.compat.vllm_internals import FusedMoEMethodBase, FusedMoEQuantConfig, MoEActivation, RoutedExperts
 
 # without BF16 instructions, vLLM's own CPU kernels truncate BF16 results instead of rounding them
 _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -21,35 +21,56 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def sum_of_experts(
-    layer: RoutedExperts,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    through_codes: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Return BF16 [M, H] from ``x`` BF16 [M, H] and each token's expert weights and ids [M, top_k].
+class CpuExperts(FusedMoEMethodBase):
+    """Computes with decoded weights. A subclass decodes them at every load of the layer."""
 
-    With expert parallelism the result is this rank's part of the sum, which vLLM adds up over ranks.
+    w13: torch.Tensor
+    """fp32 [E, 2·I, H]."""
+    w2: torch.Tensor
+    """fp32 [E, H, I]."""
+    through_codes: Callable[[torch.Tensor], torch.Tensor]
+    """Rounds an input [M, K] as the kernels do, to fp32."""
 
-    Args:
-        w13, w2: decoded weights, fp32 [E, 2·I, H] and [E, H, I].
-        through_codes: rounds an input [M, K] as the kernels do, to fp32.
-    """
-    inputs = through_codes(x)
-    output = torch.zeros_like(inputs)
-    chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-    for expert in chosen.unique().tolist():
-        if expert < 0:  # the expert is on another rank
-            continue
-        tokens, choice = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (inputs[tokens] @ w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
-        hidden = (_ACTIVATIONS[layer.activation](gate) * up).to(x.dtype)
-        expert_output = through_codes(hidden) @ w2[expert].T
-        output.index_add_(0, tokens, expert_output * topk_weights[tokens, choice].float().unsqueeze(-1))
-    return output.to(x.dtype)
+    @property
+    def is_monolithic(self) -> bool:
+        """False: vLLM's router selects the experts."""
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        """False: the decoded weights would not move with rebalanced experts."""
+        return False
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
+        """Return an empty configuration: vLLM's own kernels are not used."""
+        return FusedMoEQuantConfig.make()
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: object,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return BF16 [M, H] from ``x`` BF16 [M, H] and each token's expert weights and ids [M, top_k].
+
+        With expert parallelism the result is this rank's part of the sum, which vLLM adds up over ranks. Shared experts
+        are not added, because vLLM runs them before. It does so since this method reports no kernel that overlaps them.
+        """
+        inputs = self.through_codes(x)
+        output = torch.zeros_like(inputs)
+        chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        for expert in chosen.unique().tolist():
+            if expert < 0:  # the expert is on another rank
+                continue
+            tokens, choice = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = (inputs[tokens] @ self.w13[expert].T).to(x.dtype).float().chunk(2, dim=-1)
+            hidden = (_ACTIVATIONS[layer.activation](gate) * up).to(x.dtype)
+            expert_output = self.through_codes(hidden) @ self.w2[expert].T
+            output.index_add_(0, tokens, expert_output * topk_weights[tokens, choice].float().unsqueeze(-1))
+        return output.to(x.dtype)
 
 
 def require_computable(layer: RoutedExperts, codes: str, refused: dict[str, bool] | None = None) -> None:
