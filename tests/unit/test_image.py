@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
-INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -25,19 +24,6 @@ def copied() -> list[str]:
     """Sources of COPY."""
     words = [[word for word in shlex.split(line) if not word.startswith("--")] for line in values("COPY")]
     return [source for line in words for source in line[:-1]]
-
-
-def test_it_has_only_instructions_that_are_looked_at_here() -> None:
-    assert {name for name, _ in instructions()} <= INSTRUCTIONS
-
-
-def test_both_stacks_have_a_stage_and_pins() -> None:
-    stages = dict(re.fullmatch(r"(\S+) AS (\S+)", line).groups()[::-1] for line in values("FROM")[:-1])  # type: ignore[union-attr]
-    assert stages.keys() == {"cpu", "gpu"}
-    for stack, image in stages.items():
-        assert re.fullmatch(r"python:3\.1[123]-slim-bookworm", image), image
-        assert (PROJECT / "requirements" / f"{stack}.txt").is_file()
-    assert values("FROM")[-1] == "${STACK}" and "STACK=gpu" in values("ARG")
 
 
 def test_what_it_copies_is_there_and_sent_to_the_builder() -> None:
@@ -58,13 +44,3 @@ def test_all_that_the_installation_reads_is_copied() -> None:
         *project["license-files"],
     ):
         assert needed in copied(), needed
-
-
-def test_setup_makes_the_stack_of_the_image() -> None:
-    [setup] = [line for line in values("RUN") if "scripts/setup.sh" in line]
-    assert "STACK=${STACK} scripts/setup.sh" in setup
-    assert "nvidia-smi" not in setup, "the machine that builds the image may have no GPU"
-
-
-def test_it_does_not_run_as_root() -> None:
-    assert values("USER")[-1] == "ray"

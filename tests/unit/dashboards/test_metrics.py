@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from dashboards.check.queries import DASHBOARDS, FOLDER, metrics_of, panel_queries
@@ -37,14 +36,3 @@ def test_a_query_asks_for_labels_that_its_metric_has() -> None:
             for name in metrics_of(query.expr) & labels.keys():
                 if f"{name}{{" in query.expr and "replica=~" in query.expr.split(f"{name}{{")[1].split("}")[0]:
                     assert "replica" in labels[name], query
-
-
-@pytest.mark.parametrize(
-    ("expr", "names"),
-    [
-        ('sum by (le) (rate(ray_rollout_update_seconds_bucket{a="b"}[1m]))', {"ray_rollout_update_seconds"}),
-        ('rollout_paused and ray_vllm_a_total', {"rollout_paused", "ray_vllm_a_total"}),
-    ],
-)  # fmt: skip
-def test_the_metrics_of_an_expression_are_found(expr: str, names: set[str]) -> None:
-    assert metrics_of(expr) == names
