@@ -1,4 +1,4 @@
-"""``rollout-service log``: list, verify and roll back a log of weight versions on disk."""
+"""``rollout-service log``: list and verify a log of weight versions on disk, and roll back a service."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollout_service.store.log import WeightLog
     from rollout_service.store.manifest import Manifest
 
-HELP = "List and check a log of weight versions on disk, weights.root of a service, or go back in it."
+HELP = "List and check a log of weight versions on disk, or make a service go back to an older version."
 app = typer.Typer(
     help=HELP,
     no_args_is_help=True,
@@ -90,81 +90,33 @@ def verify(
 
 @command(app)
 def rollback(
-    log: Annotated[
-        str, typer.Argument(metavar="PATH or URL", help="Folder of the log, or address of the service that writes it.")
-    ],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the service.")],
     to: Annotated[str, typer.Option(metavar="VERSION", help="Number or label of a version that is kept.")],
-    token_file: Annotated[Path | None, typer.Option(help="With a URL: file that holds the bearer token.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the bearer token.")] = None,
 ) -> None:
     """Make an older version the newest again, under a new number; where files can be linked, nothing is copied.
 
-    With a URL the service does it, and every replica serves that version when the command ends. With a PATH no service
-    may be running: the next one starts with that version.
+    Every replica serves that version when the command ends.
     """
+    import httpx
     from pydantic import TypeAdapter, ValidationError
 
+    from rollout_service.client import SyncRolloutClient
+    from rollout_service.errors import RolloutServiceError
     from rollout_service.protocol.base import KnownVersion
 
     try:
         wanted: int | str = TypeAdapter(KnownVersion).validate_python(to)
     except ValidationError:
         fail(f"--to {to!r} is neither the number of a version nor a label")
-    if log.startswith(("http://", "https://")):
-        _roll_back_at(log, wanted, token_file)
-    else:
-        _roll_back_in(Path(log), wanted)
-
-
-def _roll_back_at(url: str, to: int | str, token_file: Path | None) -> None:
-    import httpx
-
-    from rollout_service.client import SyncRolloutClient
-    from rollout_service.errors import RolloutServiceError
-
     try:
         with SyncRolloutClient(url, token=read_token(token_file), retries=1) as client:
-            status = client.rollback(to)
+            status = client.rollback(wanted)
     except (RolloutServiceError, ValueError) as error:
         fail(error)
     except httpx.TransportError as error:
         fail("\n".join([f"{url}: {error or type(error).__name__}", *getattr(error, "__notes__", [])]))
     typer.echo(f"version {status.version} is the newest: {len(status.replicas)} replicas know{_label_column(status)}")
-
-
-def _roll_back_in(path: Path, to: int | str) -> None:
-    from rollout_service.errors import LogLocked, RolloutServiceError
-    from rollout_service.kv_scales.coordinator import read_result, restore_result
-    from rollout_service.store.durable_io import WriterLock
-    from rollout_service.store.labels import VersionLabels
-    from rollout_service.store.rollback import require_kept, stage_again
-    from rollout_service.store.upload_record import read_record
-
-    log = _open_log(path)
-    try:
-        with WriterLock(path).acquire(0):
-            log.remove_uncommitted()
-            labels = VersionLabels(log)
-            labels.load()
-            number, newest = labels.number_of(to), log.versions()[-1]
-            require_kept(log.versions(), number, labels)
-            source = log.manifest(number)
-            if source.digest == log.manifest(newest).digest:
-                log.verify(log.manifest(newest))  # as stage_again does of a version that it copies
-                typer.echo(f"version {newest} is the newest, and has these weights already")
-                return
-            version, record = newest + 1, read_record(log.folder(number))
-            while log.staging(version).with_name(f"{version}.parts").exists():
-                version += 1
-            manifest = stage_again(log, source, version)
-            if manifest.awaits_kv_scales:
-                restore_result(read_result(log.folder(number)), log.staging(version), version)
-            log.commit(manifest, "keep", record and record.model_copy(update={"begin": record.begin.numbered(version)}))
-            labels.note(version, manifest.label)
-    except LogLocked as error:
-        fail(f"{error}; or have the service that runs do it: rollout-service log rollback URL --to {to}")
-    except (RolloutServiceError, OSError) as error:
-        fail(error)
-    typer.echo(f"version {version} is the newest{_label_column(manifest)}")
 
 
 def _label_column(version: "Manifest | WeightStatus") -> str:
