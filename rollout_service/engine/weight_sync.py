@@ -390,20 +390,24 @@ class WeightSync:
         """Return True if running rollouts keep their KV cache when this version is loaded.
 
         ``kv_scales``: measured scales of the version. The codes of an FP8 cache are only read with the scales that
-        wrote them, so a version with other scales, or with scales that are measured after its load, drops the cache.
+        wrote them, so a version with other scales, or with scales that are measured after its load, drops the cache. A
+        rollback drops it, because the keys and values may be of weights that were withdrawn.
         """
         served = self._life.served
         if self._config.kv_cache_on_update == "drop" or served is None or head.version <= served.version:
             return False
-        scales = manifest.kv_scales if kv_scales is None else kv_scales
-        is_unknown = manifest.awaits_kv_scales and kv_scales is None
-        if is_unknown or scales != self._cached_with:
-            logger.warning(
-                "version %d drops the KV cache, which weights.kv_cache_on_update would keep: its KV scales %s",
-                head.version, "are measured after its load" if is_unknown else "differ from those of the cache",
-            )  # fmt: skip
-            return False
-        return True
+        if head.rolled_back_at is not None and head.rolled_back_at > served.version:
+            why = f"version {head.rolled_back_at} has restored older weights"
+        elif manifest.awaits_kv_scales and kv_scales is None:
+            why = "its KV scales are measured after its load"
+        elif (manifest.kv_scales if kv_scales is None else kv_scales) != self._cached_with:
+            why = "its KV scales differ from those of the cache"
+        else:
+            return True
+        logger.warning(
+            "version %d drops the KV cache, which weights.kv_cache_on_update would keep: %s", head.version, why
+        )
+        return False
 
     async def _go_back(self) -> None:
         """Reload the previous version, so that no request waits for the ingest in a paused engine.

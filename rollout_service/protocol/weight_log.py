@@ -16,6 +16,8 @@ class Head(Frozen):
     """Treatment of running rollouts when replicas load this version."""
     label: str | None = None
     """The trainer's label of the version."""
+    rolled_back_at: int | None = None
+    """The newest version up to this one that restored older weights. None: no rollback is known."""
 
 
 class Control(Frozen):

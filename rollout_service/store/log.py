@@ -1,6 +1,6 @@
 """The log of weight versions, which every replica follows.
 
-    <root>/LATEST                      {"version", "digest", "mode", "label"}, replaced by atomic rename
+    <root>/LATEST                      {"version", "digest", "mode", …}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
     <root>/<version>/upload.json       digests of the parts of its upload
     <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
@@ -201,8 +201,16 @@ class WeightLog:
         write_synced(staged / MANIFEST_FILE, text)
         sync_folder(staged)
         self.remove_uncommitted()
+        before = self.head()
+        rolled_back_at = None if before is None else before.rolled_back_at
         os.rename(staged, folder)
-        head = Head(version=manifest.version, digest=manifest.digest, mode=mode, label=manifest.label)
+        head = Head(
+            version=manifest.version,
+            digest=manifest.digest,
+            mode=mode,
+            label=manifest.label,
+            rolled_back_at=rolled_back_at if manifest.rollback_of is None else manifest.version,
+        )
         try:
             sync_folder(self.root)
             unconfirmed = self._set_head(head)

@@ -116,6 +116,25 @@ async def test_number_that_goes_down_drops_the_cache(
     assert engine.calls == ["pause keep", "load 0", "resume"]
 
 
+@pytest.mark.parametrize("newest", [2, 3])
+async def test_rollback_drops_the_cache(
+    newest: int, keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    await push(log, ingest, 1)
+    await serving(keeping, ingest, 1)
+    engine.calls.clear()
+    log.commit(replace(stage(log, 2), rollback_of=0), "keep")
+    for version in range(3, newest + 1):  # of which the replica hears only the newest
+        commit(log, version)
+    await ingest.change(version=newest)
+    await serving(keeping, ingest, newest)
+    assert engine.calls == ["pause keep", f"load {newest}", "resume"]
+    engine.calls.clear()
+    await push(log, ingest, 4)
+    await serving(keeping, ingest, 4)
+    assert engine.calls == ["pause keep and keep the cache", "load 4 and keep the cache", "resume"]
+
+
 async def test_wake_up_loads_without_a_cache(
     keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:

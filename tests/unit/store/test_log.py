@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rollout_service.errors import LogCorrupt, LogLocked, LogUnreadable, NotFound
 from rollout_service.protocol.fleet import KVCacheChoice
@@ -49,6 +50,15 @@ class TestCommit:
         assert log.versions() == [0, 5]
         assert log.manifest(5) == manifest
         log.verify(manifest)
+
+    def test_head_names_the_last_rollback(self, log: WeightLog) -> None:
+        heads = [
+            commit(log, 0),
+            commit(log, 1),
+            log.commit(replace(stage(log, 2), rollback_of=0), "keep"),
+            commit(log, 3),
+        ]
+        assert [head.rolled_back_at for head in heads] == [None, None, 2, 2]
 
     def test_a_commit_moves_the_staged_files(self, log: WeightLog) -> None:
         for version in (0, 9, 10, 100):
