@@ -49,7 +49,7 @@ def keeping_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 
 
 class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is untyped here
-    """A scheduler that recomputes only the requests whose keys and values are too old."""
+    """A scheduler that recomputes only the requests whose keys and values are too old, or whose prompts are scored."""
 
     def __init__(self, vllm_config: VllmConfig, **arguments: Any) -> None:
         super().__init__(vllm_config=vllm_config, **arguments)
@@ -75,11 +75,13 @@ class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is unty
         too_old = {name for name, each in self.requests.items() if not each.is_finished() and self._is_too_old(each)}
         now = time.monotonic()
         # vLLM's order: the last one first, since each is put at the front of the waiting queue
-        for request in [each for each in reversed(self.running) if each.request_id in too_old]:
+        for request in [each for each in reversed(self.running) if each.request_id in too_old or _scores_prompt(each)]:
             self.running.remove(request)
             self._preempt_request(request, now, drop_stale_output=True)
-        # a request may resume in the next step, as if it had not been in the last one
-        self.prev_step_scheduled_req_ids -= too_old
+            if self.log_stats:
+                request.events.pop()  # in vLLM's statistics the preemption would look like a lack of memory
+            # the request may resume in the next step, as if it had not been in the last one
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
         for name in too_old:
             self._renew_salt(self.requests[name])
         return True
@@ -98,6 +100,13 @@ class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is unty
         request.cache_salt = salted(self._version, own or None)
         request.block_hashes.clear()
         request.update_block_hashes()
+
+
+def _scores_prompt(request: Request) -> bool:
+    """Return True if some of the prompt's logprobs are yet to be computed: all of them must be of one version."""
+    sampling = request.sampling_params
+    wants_logprobs = sampling is not None and sampling.prompt_logprobs is not None
+    return wants_logprobs and request.num_computed_tokens < request.num_prompt_tokens
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):  # type: ignore[misc]

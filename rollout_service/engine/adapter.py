@@ -360,9 +360,7 @@ class EngineAdapter:
         if self._kv is None or not keep_cache:
             await self._drop_kv()
         if self._kv is not None:
-            too_old = self._kv.load(version, is_empty=not self._has_kv)  # before the await: requests may arrive then
-            if self._has_kv:
-                self.scheduler.drop_cache(too_old)
+            self._kv.load(version, is_empty=not self._has_kv)  # before the await: requests may arrive then
             await begin_version(self._llm, version)
 
     async def _drop_kv(self) -> None:

@@ -57,24 +57,20 @@ class KVVersions:
         finally:
             del self._requests[name]
 
-    def load(self, version: int, is_empty: bool) -> int:
-        """Record that the engine loads ``version``, and return the number of running requests that are too old for it.
-        Call before the load, together with ``begin_version``.
+    def load(self, version: int, is_empty: bool) -> None:
+        """Record that the engine loads ``version``. Call before the load, together with ``begin_version``.
 
         ``is_empty``: True if the KV cache was dropped, so that all running requests compute theirs again.
         """
         self._version = version
         if is_empty:
             self._emptied_at = version
-        too_old = 0
         for request in self._requests.values():
             if is_too_old(request.begun, version, self._max_age):  # the scheduler decides by the salt, too
-                too_old += 1
                 request.begun = version
                 if request.session is not None:
                     self._remember(request.session, version)
             self._note_bound(request)
-        return too_old
 
     def emptied(self) -> None:
         """Record that the KV cache was dropped, and that the served version writes into it next."""

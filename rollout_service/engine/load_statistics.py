@@ -48,10 +48,9 @@ class SchedulerLog(StatLoggerBase):
         """Time in seconds for each token of a completion, without the steps in which others' prompts are computed; 0:
         none has ended."""
 
-    def drop_cache(self, requests: int | None = None) -> None:
-        """Note that the KV cache of ``requests`` running requests was dropped; None: of all. vLLM reports that as their
-        preemption."""
-        self._dropped = self._stats.num_running_reqs if requests is None else requests
+    def drop_cache(self) -> None:
+        """Note that the KV cache of all running requests was dropped. vLLM reports that as their preemption."""
+        self._dropped = self._stats.num_running_reqs
 
     def record(
         self,

@@ -24,7 +24,7 @@ from rollout_service.store.log import WeightLog
 from tests.engine.test_engine import BF16_MEAN, committed, lively_weights, running_engine
 from tests.support.reference import reference_model
 
-BLOCK = 32
+BLOCK, CHUNK = 32, 64
 PROMPT = tuple(5 + 7 * at % 100 for at in range(4 * BLOCK))
 LONG = Sampling(max_tokens=300, ignore_eos=True)
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
@@ -58,17 +58,21 @@ class Kept:
         await self.engine.load(self._folders[version], version, keep_cache=keep_cache)
         await self.engine.resume()
 
-    async def begin(self, name: str) -> asyncio.Task[tuple[Completion, ...]]:
-        """Begin a long completion of the prompt, which has sampled some tokens when this returns."""
-        task = asyncio.create_task(self.engine.generate(name, PROMPT, LONG))
-        await self.progress(name, 0)
+    async def begin(self, name: str, sampling: Sampling = LONG) -> asyncio.Task[tuple[Completion, ...]]:
+        """Begin completions of the prompt, which have sampled some tokens when this returns."""
+        task = asyncio.create_task(self.engine.generate(name, PROMPT, sampling))
+        await self.progress(name, n=sampling.n)
         return task
 
-    async def progress(self, name: str, since: int) -> int:
-        """Wait for more tokens than ``since``, and return their number."""
-        while not (made := self.engine.tokens_since(name, [0])) or len(made[0].token_ids) < since + BLOCK:
+    async def progress(self, name: str, version: int | None = None, n: int = 1) -> None:
+        """Wait until the ``n`` completions have a block of tokens; ``version``: sampled by that version."""
+
+        def has_block(made: Completion) -> bool:
+            last = made.spans[-1] if made.spans else None
+            return last is not None and version in (None, last.version) and last.end - last.start >= BLOCK
+
+        while sum(map(has_block, self.engine.tokens_since(name, [0] * n))) < n:
             await asyncio.sleep(0.01)
-        return len(made[0].token_ids)
 
     def difference(
         self, prompt: Sequence[int], made: Completion, of: tuple[int, int], *wrote: tuple[int, int | None]
@@ -109,7 +113,8 @@ async def commit_lively_versions(config: ServiceConfig) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def kept(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Kept]:
-    config = await committed(tmp_path_factory.mktemp("kept"), "none", "bfloat16", block_size=BLOCK)
+    settings = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "max_model_len": 1024}
+    config = await committed(tmp_path_factory.mktemp("kept"), "none", "bfloat16", **settings)
     weights = config.weights.model_copy(update={"kv_cache_on_update": "keep", "kv_max_age": 1, "keep_versions": 9})
     config = config.model_copy(update={"weights": weights})
     await commit_lively_versions(config)
@@ -128,7 +133,7 @@ async def test_updates_recompute_sequences_beyond_the_bound(kept: Kept) -> None:
     old = await kept.begin("old")
     await kept.update(1)
     new = await kept.begin("new")
-    await kept.progress("old", kept.engine.tokens_since("old", [0])[0].spans[-1].start)
+    await kept.progress("old", 1)
     await kept.update(2)
     (of_old,), (of_new,) = await old, await new
     assert {made.finish_reason for made in (of_old, of_new)} == {"length"}
@@ -193,7 +198,7 @@ async def test_version_may_drop_a_cache_that_its_pause_kept(kept: Kept) -> None:
     task = await kept.begin("long")
     await kept.engine.pause("keep", clear_cache=False)
     await kept.load(1, keep_cache=False)
-    await kept.progress("long", kept.engine.tokens_since("long", [0])[0].spans[-1].start)
+    await kept.progress("long", 1)
     await kept.engine.pause("keep", clear_cache=False)
     await kept.engine.sleep()
     await kept.engine.wake_up()
@@ -202,3 +207,41 @@ async def test_version_may_drop_a_cache_that_its_pause_kept(kept: Kept) -> None:
     assert spans_of(made) == [(0, None), (1, None), (2, None)]
     for span in made.spans:
         assert kept.difference(PROMPT, made, (span.start, span.end), (span.version, None)) < BF16_MEAN
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_all_completions_of_a_request_begin_together(kept: Kept) -> None:
+    await kept.start()
+    preempted = kept.engine.scheduler.preemptions
+    task = await kept.begin("two", LONG.model_copy(update={"n": 2}))
+    await kept.update(1)
+    await kept.progress("two", 1, n=2)
+    await kept.update(2)
+    completions = await task
+    assert kept.engine.scheduler.preemptions == preempted  # none was for want of memory
+    for made in completions:
+        assert spans_of(made) == [(0, None), (1, 0), (2, None)]
+        first, second, third = ((span.start, span.end) for span in made.spans)
+        written = len(PROMPT) + first[1] - 1
+        assert kept.difference(PROMPT, made, second, (0, written), (1, None)) < BF16_MEAN
+        assert kept.difference(PROMPT, made, third, (2, None)) < BF16_MEAN
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_prompt_logprobs_are_of_one_version(kept: Kept) -> None:
+    await kept.start()
+    prompt = tuple(5 + 11 * at % 100 for at in range(14 * CHUNK))
+    before = kept.engine.scheduler._at
+    sampling = SHORT.model_copy(update={"prompt_logprobs": 0})
+    task = asyncio.create_task(kept.engine.generate("scored", prompt, sampling))
+    while kept.engine.scheduler._at == before:  # until the first step has computed some of the prompt
+        await asyncio.sleep(0)
+    await kept.update(1)
+    [made] = await task
+    assert [version for version, _ in spans_of(made)] == [1]  # the update was in time
+    assert made.prompt_logprobs is not None
+    found = [candidates[0].logprob for candidates in made.prompt_logprobs if candidates is not None]
+    scored = made.model_copy(update={"token_ids": prompt[1:], "logprobs": tuple(found)})
+    every = 0, len(prompt) - 1
+    assert kept.difference(prompt[:1], scored, every, (1, None)) < BF16_MEAN
+    assert kept.difference(prompt[:1], scored, (0, CHUNK - 1), (0, None)) > OTHER
