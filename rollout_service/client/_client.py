@@ -152,6 +152,7 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 tokens, and the rollout is marked ``truncated_sampling``. Read docs/correction.md before training on
                 such rollouts.
             stop: Strings that end a completion. They need a tokenizer.
+            logprobs: Number of most likely tokens in ``Completion.top_logprobs`` for each token; 0: none.
             min_weight_version: Sample from this weight version or a newer one. Give its number or its label. The
                 service waits a limited time for the version. A label costs one query to the ingest per request.
             weight_version: ``{"exact_version": V}`` to sample every token from this version, by number or label.

@@ -32,6 +32,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     min_tokens: int
+    logprobs: int
     min_weight_version: int | str | None
     weight_version: WantedVersion | Mapping[str, int | str | None] | None
     session_id: str | None
@@ -96,7 +97,8 @@ def request_of(prompt: Prompt, sampling: Sampling, **options: object) -> Generat
 def body_of(request: GenerateRequest) -> dict[str, object]:
     """Return the request as JSON, without fields at their default."""
     body = request.model_dump(mode="json", exclude_defaults=True)
-    body.setdefault("sampling_params", {})["logprobs"] = 0  # explicit, because vLLM's own default is no logprobs
+    sampling: dict[str, object] = body.setdefault("sampling_params", {})
+    sampling.setdefault("logprobs", 0)  # explicit, because vLLM's own default is no logprobs
     return body
 
 
