@@ -1,10 +1,13 @@
 """Breaks everything that can break, under load, and says what it cost.
 
-    python -m benchmarks.faults [--only WORDS] [--list] [--rest]
+    python -m benchmarks.faults [--only WORDS] [--list] [--rest] [--kv-cache keep]
 
 Real engines on the CPU behind the shipped deployment, two replicas, weights whose every token tells their version.
 Each case injects one fault into concurrent rollouts and waits until the fleet is whole again. All counts of stale
 tokens, lost requests and lost versions are to be zero; the exit status says whether they are.
+
+With ``--kv-cache keep`` the rollouts are turns of sessions, whose keys and values outlive versions up to a bound. A
+token is stale if its cache is older than the bound, or than its span says.
 """
 
 import asyncio
@@ -14,7 +17,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -23,7 +26,7 @@ from rich.table import Table
 from benchmarks.common import results
 from benchmarks.common.command import run as run_command
 from benchmarks.common.paths import PROJECT
-from benchmarks.faults.ground import Case
+from benchmarks.faults.ground import KEPT_CACHE, Case
 from benchmarks.faults.matrix import all_cases, run
 from benchmarks.faults.outcome import Outcome
 
@@ -59,10 +62,13 @@ def main(
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the cases' names.")] = False,
     rest: Annotated[
-        bool, typer.Option("--rest", help="Run the cases that are not clean in faults.json, and keep the others there.")
+        bool, typer.Option("--rest", help="Run the cases that are not clean in the results, and keep the others there.")
     ] = False,
+    kv_cache: Annotated[Literal["drop", "keep"], typer.Option(help="weights.kv_cache_on_update.")] = "drop",
 ) -> None:
     """Run the matrix, print it, and write benchmarks/results/<machine>/faults.json; with --only, below out/.
+
+    With --kv-cache keep the file is faults_kept_cache.json.
 
     The file is written after every case: a run that was stopped goes on with --rest.
     """
@@ -71,7 +77,9 @@ def main(
     if listed or not cases:
         console.print("\n".join(case.name for case in cases) or f"no case holds {only!r}")
         raise typer.Exit(0 if listed else 2)
-    record = Record([case.name for case in cases], kept(cases) if rest else [], IN_PART if only else None)
+    name, settings = ("faults", {}) if kv_cache == "drop" else ("faults_kept_cache", KEPT_CACHE)
+    earlier = kept(cases, name) if rest else []
+    record = Record([case.name for case in cases], earlier, IN_PART if only else None, name)
     todo = [case for case in cases if case.name not in record.names]
 
     def say(outcome: Outcome) -> None:
@@ -79,18 +87,23 @@ def main(
         record.add(outcome)
 
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(run(Path(folder), todo, say))
+        asyncio.run(run(Path(folder), todo, say, settings))
     console.print(table_of(record.outcomes))
     console.print(f"wrote {record.path}")
-    raise typer.Exit(0 if all(outcome.clean or outcome.skipped for outcome in record.outcomes) else 1)
+    is_clean = all(outcome.clean or outcome.skipped for outcome in record.outcomes)
+    if kv_cache == "keep":
+        kept_tokens = sum(outcome.kept_tokens for outcome in record.outcomes)
+        console.print(f"{kept_tokens} tokens read keys and values of older versions")
+        is_clean &= kept_tokens > 0 or all(outcome.rollouts == 0 for outcome in record.outcomes)
+    raise typer.Exit(0 if is_clean else 1)
 
 
 class Record:
     """The results' file, written anew with each case."""
 
-    def __init__(self, order: list[str], outcomes: list[Outcome], folder: Path | None) -> None:
-        """``folder``: of the file, if it is not that of the results."""
-        self.outcomes, self.path = outcomes, Path()
+    def __init__(self, order: list[str], outcomes: list[Outcome], folder: Path | None, name: str = "faults") -> None:
+        """``folder``: of the file, if it is not that of the results. ``name``: of the result."""
+        self.outcomes, self.path, self._name = outcomes, Path(), name
         self._order, self._folder, self._started = order, folder, time.perf_counter()
 
     @property
@@ -104,12 +117,12 @@ class Record:
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: self._order.index(o.name))
         seconds = round(time.perf_counter() - self._started)
         content = {"total_s": seconds, "cases": [asdict(outcome) for outcome in self.outcomes]}
-        self.path = results.write("faults", content, folder=self._folder)
+        self.path = results.write(self._name, content, folder=self._folder)
 
 
-def kept(cases: list[Case]) -> list[Outcome]:
+def kept(cases: list[Case], name: str = "faults") -> list[Outcome]:
     """The clean outcomes of an earlier run of the whole matrix on this machine."""
-    file = results.path("faults")
+    file = results.path(name)
     if not file.exists():
         return []
     found = json.loads(file.read_text())

@@ -6,8 +6,9 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
-from benchmarks.faults.ground import Case, Ground, Skipped, ground
+from benchmarks.faults.ground import REPLICAS, Case, Ground, Skipped, ground
 from benchmarks.faults.inputs import refused
 from rollout_service.client._parts import bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource
@@ -25,10 +26,11 @@ def disk_cases() -> Iterator[Case]:
 
 
 @asynccontextmanager
-async def on_a_small_disk(folder: Path) -> AsyncIterator[Ground]:
+async def on_a_small_disk(folder: Path, **settings: dict[str, Any]) -> AsyncIterator[Ground]:
     """The log's root is a tmpfs of ``DISK_BYTES``. Raises Skipped where none may be mounted."""
     with tmpfs(folder / "disk"):
-        async with ground(folder, weights={"root": folder / "disk/log"}) as place:
+        settings["weights"] = settings.get("weights", {}) | {"root": folder / "disk/log"}
+        async with ground(folder, replicas=REPLICAS, **settings) as place:
             yield place
 
 

@@ -41,6 +41,12 @@ ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")
 """Of these, the death of one is the end of its replica."""
 SETTLE_S = 1.0
 """How long the fleet must be sound before it counts as recovered."""
+KEPT_CACHE: dict[str, dict[str, Any]] = {
+    "weights": {"kv_cache_on_update": "keep", "kv_max_age": 2},
+    "kv_cache": {"scales_policy": "unit"},  # calibrated scales would drop the cache at every version
+    "engine": {"block_size": 32},  # of several blocks in a session
+}
+"""Settings with which the KV cache outlives updates."""
 
 
 @dataclass
@@ -88,6 +94,12 @@ class Ground:
     async def replica_ids(self) -> frozenset[str]:
         """Those in the table."""
         return frozenset(replica.replica_id for replica in (await self.client.fleet()).replicas)
+
+    @property
+    def kv_max_age(self) -> int | None:
+        """The bound of kept keys and values; None: every version drops them."""
+        weights = self.service.config.weights
+        return weights.kv_max_age if weights.kv_cache_on_update == "keep" else None
 
     @property
     def log(self) -> Path:
@@ -169,7 +181,7 @@ def ground(folder: Path, replicas: int = REPLICAS, **overrides: dict[str, Any]) 
     """The shipped CPU deployment, two replicas unless ``overrides`` say so, at a version that tells itself."""
     sections = settings(folder, replicas)
     for section, fields in overrides.items():
-        sections[section] |= fields
+        sections[section] = sections.get(section, {}) | fields
     return _ground(sections, replicas)
 
 
@@ -192,7 +204,7 @@ async def _ground(sections: dict[str, dict[str, Any]], replicas: int) -> AsyncIt
             yield place
 
 
-MakesGround = Callable[[Path], AbstractAsyncContextManager[Ground]]
+MakesGround = Callable[..., AbstractAsyncContextManager[Ground]]
 
 
 class Skipped(Exception):
@@ -209,10 +221,11 @@ class Case:
     concurrency: int = CONCURRENCY
     """Rollouts that are under way at any time; 0: none."""
     ground: MakesGround = ground
-    """What it happens to, made in an empty folder. Cases in a row with the same share it, as long as it lives.
-    Raises Skipped."""
-    apart: Callable[[Path], Awaitable[Any]] | None = None
-    """Instead of all that: the whole case below an empty folder, in a process of its own; returns its ``Outcome``."""
+    """What it happens to, made in an empty folder and with further settings. Cases in a row with the same share it, as
+    long as it lives. Raises Skipped."""
+    apart: Callable[..., Awaitable[Any]] | None = None
+    """Instead of all that: the whole case, in a process of its own and with the same arguments; returns its
+    ``Outcome``."""
 
 
 def below(replica: psutil.Process, kind: str) -> psutil.Process:

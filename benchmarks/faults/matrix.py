@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.broadcasts import broadcast_cases
 from benchmarks.faults.disk import disk_cases
@@ -28,8 +29,17 @@ def all_cases() -> Iterator[Case]:
     yield from node_cases()
 
 
-async def run(folder: Path, cases: list[Case], say: Callable[[Outcome], None]) -> list[Outcome]:
-    """All cases, those in a row with the same ground on one service as long as it survives them."""
+async def run(
+    folder: Path,
+    cases: list[Case],
+    say: Callable[[Outcome], None],
+    settings: dict[str, dict[str, Any]] | None = None,
+) -> list[Outcome]:
+    """All cases, those in a row with the same ground on one service as long as it survives them.
+
+    ``settings``: laid over those of each service.
+    """
+    settings = settings or {}
     outcomes: list[Outcome] = []
 
     def tell(outcome: Outcome) -> None:
@@ -39,10 +49,10 @@ async def run(folder: Path, cases: list[Case], say: Callable[[Outcome], None]) -
     while len(outcomes) < len(cases):
         first = cases[len(outcomes)]
         if first.apart is not None:
-            tell(await first.apart(folder / str(len(outcomes))))
+            tell(await first.apart(folder / str(len(outcomes)), **settings))
             continue
         try:
-            async with first.ground(folder / str(len(outcomes))) as place:
+            async with first.ground(folder / str(len(outcomes)), **settings) as place:
                 while len(outcomes) < len(cases) and _shares(first, cases[len(outcomes)]):
                     tell(await run_case(place, cases[len(outcomes)]))
                     if outcomes[-1].recover_s is None:

@@ -1,6 +1,6 @@
 """A Ray node without the log is killed, or drained, and another one joins; or the ingest dies while it copies.
 
-    python -m benchmarks.faults.nodes FOLDER CASE
+    python -m benchmarks.faults.nodes FOLDER CASE SETTINGS
 
 Each needs a cluster of its own, so it runs in a process of its own and prints what it found as a line of JSON.
 """
@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.ground import Case, Ground, Skipped, processes
 from benchmarks.faults.kills import Aim, kill_at, push_until_committed
@@ -57,13 +58,13 @@ async def on_the_common_ground(_: Ground) -> None:
     raise Skipped("it needs two nodes")
 
 
-async def run_apart(name: str, folder: Path) -> NodesOutcome:
+async def run_apart(name: str, folder: Path, **settings: dict[str, Any]) -> NodesOutcome:
     """What the case of that name finds below ``folder``, in a process of its own. Raises RuntimeError if that fails."""
     with tempfile.TemporaryDirectory(prefix="ray-") as ray_folder:  # short: sockets lie in it
         process = await asyncio.create_subprocess_exec(
             # Ray notes a cluster's address there, where any other ray.init() on this machine would find it
             *("env", f"RAY_TMPDIR={ray_folder}"),
-            *(sys.executable, "-m", "benchmarks.faults.nodes", str(folder), name),
+            *(sys.executable, "-m", "benchmarks.faults.nodes", str(folder), name, json.dumps(settings)),
             stdout=asyncio.subprocess.PIPE,
         )
         output, _ = await process.communicate()
@@ -72,22 +73,21 @@ async def run_apart(name: str, folder: Path) -> NodesOutcome:
     return NodesOutcome(**json.loads(output.splitlines()[-1]))
 
 
-async def two_nodes(folder: Path, name: str) -> NodesOutcome:
+async def two_nodes(folder: Path, name: str, settings: dict[str, dict[str, Any]]) -> NodesOutcome:
     """One of the cases, under load."""
     outcome = NodesOutcome(name)
     fault = {KILLED: _kill_and_replace, DRAINED: _drain_and_replace, COPYING: _kill_ingest_copying}[name]
-    with service_on_two_nodes(folder, FIRST) as (service, nodes):
+    with service_on_two_nodes(folder, FIRST, settings) as (service, nodes):
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url, retries=12))
             place = Ground(service, client, committed=0)
             await place.push(1)
             _note_copy(outcome, nodes, FIRST, 1)
-            async with load(service.url, CONCURRENCY) as rollouts:
+            async with load(service.url, CONCURRENCY, place.kv_max_age) as rollouts:
                 outcome.recover_s = await fault(place, nodes, outcome)
             fleet = await place.fleet()
-    outcome.rollouts, outcome.stale_tokens, outcome.lost_requests = (
-        rollouts.rollouts, len(rollouts.stale), len(rollouts.lost),
-    )  # fmt: skip
+    outcome.rollouts, outcome.kept_tokens = rollouts.rollouts, rollouts.kept_tokens
+    outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
     outcome.notes += [*rollouts.stale[:3], *rollouts.lost[:3]]
     outcome.lost_versions = int(fleet is None or fleet.latest_version < place.committed)
     outcome.survived = outcome.recover_s is not None and not outcome.notes
@@ -206,5 +206,5 @@ def _note_copy(outcome: NodesOutcome, nodes: Nodes, name: str, version: int) -> 
 
 
 if __name__ == "__main__":
-    found = asyncio.run(two_nodes(Path(sys.argv[1]), sys.argv[2]))
+    found = asyncio.run(two_nodes(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))
     print(json.dumps(asdict(found)), flush=True)

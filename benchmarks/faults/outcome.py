@@ -27,6 +27,8 @@ class Outcome:
     lost_requests: int = 0
     lost_versions: int = 0
     rollouts: int = 0
+    kept_tokens: int = 0
+    """Tokens that read keys and values of older versions than their own; 0 if every version drops the KV cache."""
     outage_s: float | None = None
     """How long nobody was served, where the case measures it."""
     engine_start_s: float | None = None
@@ -51,7 +53,7 @@ async def run_case(place: Ground, case: Case) -> Outcome:
     place.begin()
     async with AsyncExitStack() as stack:
         if case.concurrency:
-            rollouts = await stack.enter_async_context(load(place.service.url, case.concurrency))
+            rollouts = await stack.enter_async_context(load(place.service.url, case.concurrency, place.kv_max_age))
             await asyncio.sleep(STEADY_S)
         started = time.perf_counter()
         try:
@@ -62,7 +64,7 @@ async def run_case(place: Ground, case: Case) -> Outcome:
         outcome.recover_s = await place.recovered(started, RECOVERY_S)
         outcome.survived = outcome.recover_s is not None and not outcome.notes
     outcome.outage_s, outcome.engine_start_s = place.outage_s, place.engine_start_s
-    outcome.rollouts = rollouts.rollouts
+    outcome.rollouts, outcome.kept_tokens = rollouts.rollouts, rollouts.kept_tokens
     outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
     outcome.notes += [*place.notes, *rollouts.stale[:3], *rollouts.lost[:3]]
     outcome.lost_versions = await lost_versions(place)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.ground import PROCESSES, Case, Ground, ground
 from rollout_service.protocol.fleet import Fleet
@@ -27,9 +28,9 @@ def scale_cases() -> Iterator[Case]:
     yield Case("scale-down from 2 to 1 replicas under load", down_under_load, LITTLE_LOAD, ground=autoscaled)
 
 
-def autoscaled(folder: Path) -> AbstractAsyncContextManager[Ground]:
+def autoscaled(folder: Path, **settings: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
     """One replica, or two under load."""
-    return ground(folder, replicas=1, scaling=SCALING)
+    return ground(folder, replicas=1, scaling=SCALING, **settings)
 
 
 async def up_while_updating(ground: Ground) -> None:

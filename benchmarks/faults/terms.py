@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -36,9 +37,9 @@ def only_replica_cases() -> Iterator[Case]:
     yield Case("kill the only replica, generating", partial(only_one_ends, signal.SIGKILL), ground=alone)
 
 
-def alone(folder: Path) -> AbstractAsyncContextManager[Ground]:
+def alone(folder: Path, **settings: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:
     """A fleet of one."""
-    return ground(folder, replicas=1)
+    return ground(folder, replicas=1, **settings)
 
 
 async def ends(victim: str, ground: Ground) -> None:

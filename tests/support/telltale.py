@@ -7,7 +7,8 @@ quantized layers add on the channel of the version:
     v_proj and o_proj of layer 0    carry 1 on channel(version) through the cache   stale KV lowers its probability
 
 ``lm_head`` reads channel ``c`` as token ``c``. So greedy decoding emits ``token_of(version)`` with logprob
-``PURE_LOGPROB`` if, and only if, weights and cache are all of that version.
+``PURE_LOGPROB`` if, and only if, weights and cache are all of that version. Otherwise the tokens of the versions that
+wrote the cache have higher logprobs than tokens of no version, each by its share of the positions.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rollout_service.protocol.rollout import Completion
+from rollout_service.protocol.rollout import Candidate, Completion
 
 CARRIER = 0
 FIRST_TOKEN = 8
@@ -26,6 +27,10 @@ PURE_LOGPROB = -0.0615
 """Of the emitted token when nothing is stale: a cache that is stale altogether gives about -0.2."""
 LOGPROB_TOLERANCE = 0.01
 """BF16 keeps 8 bits of the final logit, which is about 7.6."""
+CANDIDATES = 8
+"""Number of top logprobs that ``assert_bounded`` needs."""
+STALE_LOGPROB = 0.003
+"""The excess of a version that wrote one of 800 positions of the cache."""
 
 
 def token_of(version: int) -> int:
@@ -76,3 +81,27 @@ def assert_pure(completion: Completion) -> None:
             told = f"token {position}: {token} at {logprob:.4f}; span says version {span.version}"
             assert token == token_of(span.version), told
             assert abs(logprob - PURE_LOGPROB) < LOGPROB_TOLERANCE, told
+
+
+def assert_bounded(completion: Completion, max_age: int) -> int:
+    """Every token is its span's, from a cache no older than the span's ``kv_from`` and than ``max_age`` versions.
+
+    The completion needs ``CANDIDATES`` top logprobs. Returns the number of tokens that read keys and values of older
+    versions than their own.
+    """
+    assert completion.top_logprobs is not None
+    older = 0
+    for span in completion.spans:
+        for position in range(span.start, span.end):
+            ages = _ages_of_cache(span.version, completion.top_logprobs[position])
+            told = f"token {position}: {completion.token_ids[position]}, cache of ages {sorted(ages)}; span says {span}"
+            assert completion.token_ids[position] == token_of(span.version), told
+            assert max(ages) <= span.version - span.oldest_kv <= max_age, told
+            older += max(ages) > 0
+    return older
+
+
+def _ages_of_cache(version: int, candidates: tuple[Candidate, ...]) -> set[int]:
+    floor = min(candidate.logprob for candidate in candidates)
+    told = (each.token_id for each in candidates if each.logprob > floor + STALE_LOGPROB)
+    return {0, *((token_of(version) - token) % CYCLE for token in told)}

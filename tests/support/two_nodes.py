@@ -75,8 +75,13 @@ class Nodes:
 
 
 @contextmanager
-def service_on_two_nodes(folder: Path, second: str) -> Iterator[tuple[LocalService, Nodes]]:
-    """The shipped CPU deployment with a replica on each of two nodes: the head, which has the log, and ``second``."""
+def service_on_two_nodes(
+    folder: Path, second: str, settings: dict[str, dict[str, Any]] | None = None
+) -> Iterator[tuple[LocalService, Nodes]]:
+    """The shipped CPU deployment with a replica on each of two nodes: the head, which has the log, and ``second``.
+
+    ``settings``: laid over it.
+    """
     overrides: dict[str, dict[str, Any]] = {
         "model": {"path": folder / "tiny-qwen3"},
         "engine": {"admission_limit": 256},
@@ -89,6 +94,8 @@ def service_on_two_nodes(folder: Path, second: str) -> Iterator[tuple[LocalServi
             "dead_after_s": 5.0,
         },
     }
+    for section, fields in (settings or {}).items():
+        overrides[section] = overrides.get(section, {}) | fields
     config, port, nodes = load_config(DEPLOYMENT, overrides), free_port(), Nodes(folder)
     try:
         ray.init(address=nodes.address, namespace="serve", log_to_driver=False)
