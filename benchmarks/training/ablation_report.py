@@ -24,6 +24,9 @@ PAIRS = (
     ("fp8_tis", "fp8"),
     ("fp8_icepop", "fp8"),
     ("coarse_tis", "coarse"),
+    ("fp8_keep1", "fp8_drop"),
+    ("fp8_keep2", "fp8_drop"),
+    ("fp8_keep4", "fp8_drop"),
 )
 """Arms whose difference is reported, by seed."""
 COMPARED = ("final_reward", "reward", "trainer_accuracy", "service_accuracy")
@@ -36,6 +39,10 @@ STYLES = {
     "coarse": ("#e69f00", "--"),
     "linear": ("#009e73", "--"),
     "as_engine": ("#009e73", "-"),
+    "fp8_drop": ("black", "--"),
+    "fp8_keep1": ("#56b4e9", "-"),
+    "fp8_keep2": ("#0072b2", "-"),
+    "fp8_keep4": ("#d55e00", "-"),
 }
 """Colors of Okabe and Ito; dashed: neither TIS nor a policy in the engine's FP8."""
 PANELS = {
@@ -64,7 +71,7 @@ class Run:
     suspect; seconds of the step, its rollouts and its update."""
     end: dict[str, Any] = field(default_factory=dict)
     """After the last step: ``trainer_accuracy`` and ``service_accuracy`` on held-out questions, ``wall_s``, and why the
-    run ``ended``; empty if it did not."""
+    run ``ended``; empty if it did not. ``kv_ages``, rows like ``KVAgeRow``, if batches were sampled ahead."""
 
     @property
     def ended(self) -> bool:
@@ -185,7 +192,27 @@ def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
         values = [", ".join(f"{value:+.3f}" for value in each) for each in by_column.values()]
         rows.append([f"{titles[one]} − {titles[other]}", *values])
     heading = ("difference, per seed", "final reward", "mean reward", "accuracy: trainer", "service")
-    return f"{tables}\n{markdown_table(heading, rows)}" if rows else tables
+    if rows:
+        tables += f"\n{markdown_table(heading, rows)}"
+    if rows := [row for run in runs for row in _age_rows(run, titles)]:
+        tables += "\n" + markdown_table(
+            ("rollouts", "seed", "age of keys and values", "tokens", "k3", "probability error"), rows
+        )
+    return tables
+
+
+def _age_rows(run: Run, titles: dict[str, str]) -> list[list[str]]:
+    return [
+        [
+            titles[run.arm],
+            str(run.seed),
+            str(row["age"]),
+            str(row["tokens"]),
+            f"{row['k3']:.2g}",
+            f"{row['prob_error']:.4f}",
+        ]
+        for row in run.end.get("kv_ages", ())
+    ]
 
 
 def _plus_minus(value: dict[str, float]) -> str:

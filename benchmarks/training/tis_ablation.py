@@ -11,6 +11,7 @@ with the same engine, whose weight versions go on from run to run. Every step is
 ``--resume`` goes on with the runs that have not ended. docs/tis_ablation.md has the results.
 """
 
+import functools
 import shutil
 import tempfile
 import time
@@ -34,8 +35,10 @@ from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT, SHARED_MEMORY
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.trainers.addition import Size
 from benchmarks.trainers.pretraining import prepare
+from benchmarks.training import overlapped
 from benchmarks.training.ablation_report import Run, RunFile, differences, draw, load_run, markdown, run_file, summarize
 from benchmarks.training.coarse import coarse_weights
+from benchmarks.training.overlapped import MismatchByAge, OverlappedStep
 from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits, Setup, accuracy, held_out
 from examples import grpo
 from examples.as_engine import AsEngine
@@ -53,10 +56,21 @@ PARTS = {
 """Of the page, by task."""
 FIGURES = {"digits": PROJECT / "docs/tis_ablation.png", "addition": PROJECT / "docs/tis_ablation_addition.png"}
 
+AHEAD = 4
+"""Batches under way beside the one that is trained on, in the arms about a kept KV cache."""
+
+
+def _overlapped(weights: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings with which all batches under way are sampled at once, by unchanging KV scales."""
+    return {"weights": weights, "engine": {"max_num_seqs": 1024}, "kv_cache": {"scales_policy": "unit"}}
+
+
 SERVICES: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"quant": {"weights": "none"}, "kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
     "fp8": {},
     "fp8_linear": {"kv_cache": {"dtype": "bfloat16", "scales_policy": "unit"}},
+    "fp8_drop": _overlapped({"kv_cache_on_update": "drop"}),
+    **{f"fp8_keep{age}": _overlapped({"kv_cache_on_update": "keep", "kv_max_age": age}) for age in (1, 2, 4)},
 }
 """Laid over the deployment's YAML and the task's settings."""
 COARSE_LEVELS = 5
@@ -70,13 +84,16 @@ class Arm:
     """One way to train."""
 
     title: str
-    service: Literal["bf16", "fp8", "fp8_linear"]
+    service: str
+    """A key of ``SERVICES``."""
     correction: str
     """A preset of ``rollout_service.correction``."""
     coarse_levels: int | None = None
     """None: the service quantizes. Otherwise the trainer pushes codes of ``coarse`` with so many levels."""
     as_engine: bool = False
     """The policy is computed as the engines do, and not in the trainer's own precision."""
+    ahead: int = 0
+    """Batches under way beside the one that is trained on; with more than 0, rollouts run over updates."""
 
 
 ARMS = {
@@ -88,6 +105,13 @@ ARMS = {
     "coarse": Arm(f"FP8, weights of {COARSE_LEVELS} levels", "fp8", "metrics_only", COARSE_LEVELS),
     "linear": Arm("FP8, BF16 KV cache", "fp8_linear", "metrics_only"),
     "as_engine": Arm("FP8, BF16 KV cache, policy in FP8", "fp8_linear", "metrics_only", as_engine=True),
+    "fp8_drop": Arm(f"{AHEAD} batches ahead, KV cache dropped", "fp8_drop", "token_tis", ahead=AHEAD),
+    **{
+        f"fp8_keep{age}": Arm(
+            f"{AHEAD} batches ahead, KV cache kept, age ≤ {age}", f"fp8_keep{age}", "token_tis", ahead=AHEAD
+        )
+        for age in (1, 2, 4)
+    },
 }
 TITLES = {name: arm.title for name, arm in ARMS.items()}
 
@@ -103,7 +127,7 @@ class AblationOptions(Options):
     """GRPO steps of a run."""
     seeds: int = Field(default=3, ge=1)
     """Runs of an arm: seeds 0 to N − 1."""
-    arms: str = ",".join(name for name in ARMS if name != "fp8_icepop")
+    arms: str = ",".join(name for name, arm in ARMS.items() if name != "fp8_icepop" and not arm.ahead)
     """Which, separated by commas."""
     limit_s: float = Field(default=float("inf"), gt=0)
     """Seconds of a run, after which the steps made so far are its result."""
@@ -236,6 +260,7 @@ class Ablation:
         """Train once, and write each step as it ends."""
         began = time.perf_counter()
         settings = settings_of(arm, self._options.steps, self._setup)
+        self._by_age = MismatchByAge()
         with RunFile(self._options.runs, Run(arm, seed, settings, self._origin)) as file:
             model = self._setup.start(self._model_path, seed)
             try:
@@ -250,6 +275,8 @@ class Ablation:
                 "wall_s": round(time.perf_counter() - began, 1),
                 "ended": ended,
             }
+            if ARMS[arm].ahead:
+                end["kv_ages"] = self._by_age.rows()
             file.write(end)
         say(f"{end}")
 
@@ -257,7 +284,9 @@ class Ablation:
         versions = Changes(self._pushed(arm))
         chosen = AsEngine(model, self._recipe) if ARMS[arm].as_engine else self._setup.policy(model)
         with chosen as policy:
-            training = grpo.train(
+            ahead = ARMS[arm].ahead
+            train = functools.partial(overlapped.train, ahead=ahead) if ahead else grpo.train
+            training = train(
                 self._client,
                 model,
                 self._tokenizer,
@@ -274,6 +303,8 @@ class Ablation:
                 measured = {name: float(f"{value:.6g}") for name, value in self._measure(step, now - last).items()}
                 measured["changed"] = float(f"{versions.share:.6g}")
                 file.write(measured)
+                if isinstance(step, OverlappedStep):
+                    self._by_age.add(step)
                 if step_is_told(count, self._options.steps):
                     say(f"step {count}/{self._options.steps}  {told(measured)}")
                 if now - began > self._options.limit_s:

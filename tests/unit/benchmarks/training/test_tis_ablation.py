@@ -39,7 +39,7 @@ def test_each_service_is_a_configuration(service: str, deployment: Path, additio
     config = load_config(deployment, laid_over(addition.sections, SERVICES[service]))
     assert config.model.path == addition.folder and config.scaling.max_replicas == 1
     assert (config.quant.weights == "none") == (service == "bf16")
-    assert (config.kv_cache.dtype == "bfloat16") == (service != "fp8")
+    assert (config.kv_cache.dtype == "bfloat16") == (service in ("bf16", "fp8_linear"))
     digits = load_config(deployment, laid_over(DIGITS.sections, SERVICES[service]))
     assert digits.kv_cache.scales_policy == "unit"
 

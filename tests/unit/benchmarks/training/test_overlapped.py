@@ -1,0 +1,79 @@
+"""The mismatch of tokens that several versions sampled."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.training.overlapped import (
+    MismatchByAge,
+    OverlappedStep,
+    logprobs_of_versions,
+    of_tokens,
+    snapshot,
+)
+from examples import grpo
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from tests.support.models import config_of
+
+PROMPT, TOKENS = (5, 6, 7), (11, 12, 13, 14)
+SPANS = (Span(version=3, start=0, end=1), Span(version=4, start=1, end=4, kv_from=3))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config_of("qwen3"), dtype=torch.float32)
+    return made
+
+
+@pytest.fixture
+def rollouts() -> list[Rollout]:
+    def completion(index: int, count: int) -> Completion:
+        spans = tuple(span.model_copy(update={"end": min(span.end, count)}) for span in SPANS if span.start < count)
+        logprobs = (-5.0,) * count
+        return Completion(
+            index=index, token_ids=TOKENS[:count], logprobs=logprobs, finish_reason="stop", spans=spans, text=""
+        )
+
+    def rollout(prompt: tuple[int, ...]) -> Rollout:
+        made = (completion(0, 4), completion(1, 1))
+        return Rollout(request_id="a", replica_id="r", prompt_token_ids=prompt, completions=made)
+
+    return [rollout(PROMPT), rollout((9, *PROMPT))]
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+
+def batch_of(rollouts: list[Rollout]) -> grpo.Batch:
+    task = grpo.Task(lambda rng, count: [], lambda prompt, text: 0.0, 2, 2, 4, 1e-3)
+    return grpo.make_batch(task, ["", ""], rollouts, Tokenizer())  # type: ignore[arg-type]
+
+
+def test_each_token_is_scored_by_the_weights_that_sampled_it(model: PreTrainedModel, rollouts: list[Rollout]) -> None:
+    batch, weights, expected = batch_of(rollouts), {}, {}
+    for version in (3, 4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_((parameter + 0.01 * torch.randn_like(parameter)).bfloat16())
+            logits = model(torch.tensor([[*PROMPT, *TOKENS]])).logits[0, len(PROMPT) - 1 : -1]
+            expected[version] = logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS)[:, None])[:, 0]
+        weights[version] = snapshot(model)
+    found = grpo.of_completions(logprobs_of_versions(model, weights, rollouts, batch, torch.float32), batch)
+    whole = torch.cat([expected[3][:1], expected[4][1:]])
+    assert torch.allclose(found[0], whole, atol=1e-4) and torch.allclose(found[1], whole[:1], atol=1e-4)
+    assert not torch.allclose(found[0], expected[4], atol=1e-2)
+
+
+def test_mismatch_is_split_by_the_age_of_keys_and_values(rollouts: list[Rollout]) -> None:
+    batch = batch_of(rollouts)
+    ages = of_tokens(rollouts, batch, lambda span: span.version - span.oldest_kv)
+    logprobs = torch.where(ages == 1, torch.tensor(-5.0 + 0.5), torch.tensor(-5.0))
+    mismatch = MismatchByAge()
+    for _ in range(2):
+        mismatch.add(OverlappedStep(4, batch, logprobs, {}, 0.0, 0.0, ages))
+    fresh, older = mismatch.rows()
+    assert (fresh["age"], fresh["tokens"], fresh["k3"], fresh["prob_error"]) == (0, 8, 0.0, 1.0)
+    assert (older["age"], older["tokens"]) == (1, 12)
+    assert older["k3"] == pytest.approx(0.148721, abs=1e-5) and older["prob_error"] == pytest.approx(1.648721, abs=1e-5)
