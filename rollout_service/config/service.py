@@ -255,7 +255,7 @@ class WeightsConfig(Config):
 
     kv_cache_on_update: Literal["drop", "keep"] = "drop"
     """``drop``: every update empties the KV cache, and running rollouts compute theirs again. ``keep``: running
-    rollouts and sessions continue with keys and values of older weights. See docs/versions.md."""
+    rollouts and sessions continue with keys and values of older weights. See docs/kv_cache.md."""
 
     kv_max_age: int | None = Field(default=8, ge=0)
     """Maximum age of kept keys and values, as a difference of version numbers. An update recomputes those of running

@@ -18,7 +18,10 @@ _OTHER_FILES = "all processes read the model that model.path and model.revision 
 _PARALLEL = "which GPU holds which weights is what updates are planned by: set engine.tensor_parallel_size"
 _NODES = "an engine lives in one replica on one node: set engine.tensor_parallel_size and scaling.max_replicas"
 _ON_THE_DEVICE = "versions are copied into parameters on the device, which stay there"
-_OLD_KV = "keys and values kept outside of the engine would outlive the weights that made them"
+_OLD_KV = (
+    "vLLM can neither drop nor salt keys and values that a request is loading from outside of the engine: an update "
+    "meanwhile would end the replica. Raise engine.gpu_memory_utilization, or run fewer sessions at once"
+)
 _DRAFT = "give speculative_config"
 _LOGS = "vLLM's lines go where Ray Serve's go: set Serve's logging_config"
 

@@ -29,7 +29,7 @@ class UpdateWeightsFromDisk(Frozen):
     abort_all_requests: bool = False
     """True to return running completions with their tokens so far. False: they continue with the new weights."""
     flush_cache: bool = True
-    """Ignored: the KV cache is always dropped."""
+    """Ignored: ``weights.kv_cache_on_update`` decides."""
     keep_pause: Literal[True] | None = None
     """Ignored: a pause always lasts until ``/continue_generation``."""
 

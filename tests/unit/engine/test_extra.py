@@ -67,7 +67,7 @@ class TestExtra:
             ("quantization", "set quant.weights"),
             ("data_parallel_size", "scaling.max_replicas"),
             ("trust_remote_code", "code that comes with a model is not run here"),
-            ("kv_transfer_config", "would outlive the weights"),
+            ("kv_transfer_config", "neither drop nor salt"),
         ],
     )
     def test_what_the_service_decides_is_refused(self, name: str, instead: str) -> None:
