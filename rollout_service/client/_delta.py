@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import httpx
 
@@ -31,16 +32,19 @@ from rollout_service.errors import (
     NotFound,
     QuantizationError,
     RolloutServiceError,
+    VersionConflict,
 )
 from rollout_service.model.convert import Named
-from rollout_service.protocol.base import NewVersion
-from rollout_service.protocol.upload import Announcement, CommitUpload, UploadTensor
+from rollout_service.protocol.base import NEXT, NewVersion
+from rollout_service.protocol.upload import Announcement, CommitUpload, Delta, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.memory import memory
 
 if TYPE_CHECKING:
     import torch
+
+    from rollout_service.model.convert import Converter
 
 logger = logging.getLogger("rollout_service.client")
 
@@ -63,7 +67,7 @@ class Push:
         self,
         announced: Announcement,
         cut: Cut,
-        committed: Callable[[int], None],
+        committed: Callable[[int, str], None],
     ) -> WeightStatus:
         """Upload and commit the version. ``committed``: see ``commit_sent``."""
         number, sent = await self.uploader.send_stream(
@@ -74,18 +78,27 @@ class Push:
         self.laps.end("commit")
         return status
 
-    async def commit_sent(self, number: int, sent: str, committed: Callable[[int], None]) -> WeightStatus:
+    async def commit_sent(self, number: int, sent: str, committed: Callable[[int, str], None]) -> WeightStatus:
         """Commit an upload whose digest is ``sent``.
 
-        ``committed`` is called with the version's number, even if replicas do not serve it in time.
+        ``committed`` is called with the version's number and ``sent``, even if replicas do not serve it in time.
         """
         try:
             status = await self.uploader.commit(number, self.commit.model_copy(update={"upload_digest": sent}))
         except CommitTimeout:
-            committed(number)
+            committed(number, sent)
             raise
-        committed(number)
+        committed(number, sent)
         return status
+
+
+class _Pushed(NamedTuple):
+    """The last committed push."""
+
+    version: int
+    delta: Delta | None
+    """As it was announced; None: as a whole."""
+    upload_digest: str
 
 
 class DeltaPushes:
@@ -96,6 +109,7 @@ class DeltaPushes:
         self._sent: SentWeights | None = None
         """The last sent weights. None while their bytes change, so that an interrupted push leaves no half-changed
         base."""
+        self._pushed: _Pushed | None = None
         self._applying: Future[None] | None = None
         """The task that applies the last committed changes to the kept weights, while the trainer computes."""
         self._preparing: Future[None] | None = None
@@ -132,8 +146,10 @@ class DeltaPushes:
             tensors = gathering.begin(own_memory=True)
             await self.wait_until_settled()
             sent, self._sent = self._sent, None
-            if sent is not None:
-                await push.thread.call(sent.become_newer, version)
+            if sent is not None and sent.version == version:
+                self._sent = sent
+                if (again := await self._commit_again(push, announced, sent, converter, tensors)) is not None:
+                    return again
             if sent is None or not sent.may_be_base_of(version, table):
                 sent = sent if sent is not None and sent.table == table else SentWeights(table)
                 stored = converter.convert(tensors, to_cpu=False)
@@ -169,8 +185,41 @@ class DeltaPushes:
             if error is not None:
                 logger.warning("the next push sends all, since what was sent last could not be kept: %r", error)
 
-    def _apply_newer(self, sent: SentWeights) -> None:
-        self._applying = _in_thread("delta-base", sent.apply_newer)
+    async def _commit_again(
+        self,
+        push: Push,
+        announced: Announcement,
+        sent: SentWeights,
+        converter: Converter,
+        tensors: Iterable[Named],
+    ) -> WeightStatus | None:
+        """Commit the last pushed version again if the weights are the same. Return None if the service has lost it.
+
+        Raises VersionConflict for other weights.
+        """
+        pushed = self._pushed
+        assert pushed is not None and pushed.version == announced.version, "sent has its number"
+        plan = await push.uploader.begin(announced.model_copy(update={"delta": pushed.delta}))
+        self._sent = None
+        if plan.state != "committed":
+            with suppress(NotFound):
+                await push.uploader.discard(plan.version)
+            return None
+        checks = DeferredChecks()
+        stored = converter.convert(tensors, to_cpu=False, checks=checks)
+        changes = await push.thread.call(sent.changes_to, stored, checks)
+        self._sent = sent
+        if changes is None or nbytes_of(changes):
+            raise VersionConflict(
+                f"version {pushed.version} was pushed with other weights: push the changed ones as a newer version, "
+                f"such as {NEXT!r}",
+                {"version": pushed.version},
+            )
+        if push.progress is not None:
+            push.progress(sent.nbytes, sent.nbytes)
+        return await push.uploader.commit(
+            pushed.version, push.commit.model_copy(update={"upload_digest": pushed.upload_digest})
+        )
 
     async def _push_changes(
         self, push: Push, sender: PartSender, sent: SentWeights, stored: Iterable[Named], checks: DeferredChecks
@@ -180,7 +229,7 @@ class DeltaPushes:
         Returns None if the changes are too large for a delta. ``sent`` then holds the new weights, without a version
         number.
         """
-        parts = PartsAsMade()
+        base, parts = sent.as_base(), PartsAsMade()
         sending = asyncio.create_task(sender.send(parts, push.parallel_parts))
         changes = await self._compare(push, sender, sent, sending, partial(sent.changes_to, stored, checks, parts.add))
         if changes is None:
@@ -189,9 +238,10 @@ class DeltaPushes:
         push.laps.end("compare")
         self._sent = sent  # unchanged until the next push begins
 
-        def committed(number: int) -> None:
-            sent.note_newer(number, changes)
-            self._apply_newer(sent)
+        def committed(number: int, digest: str) -> None:
+            self._pushed = _Pushed(number, base, digest)
+            # while the trainer computes
+            self._applying = _in_thread("delta-base", partial(sent.become, number, changes))
 
         try:
             digest = await sending
@@ -254,8 +304,8 @@ class DeltaPushes:
     ) -> WeightStatus:
         """Send ``stream``, the bytes of ``sent``. Once committed, ``sent`` becomes the base of the next push."""
 
-        def committed(number: int) -> None:
-            sent.version, self._sent = number, sent
+        def committed(number: int, digest: str) -> None:
+            sent.version, self._sent, self._pushed = number, sent, _Pushed(number, None, digest)
 
         # the kept weights stay unchanged until the next push
         status = await push.send(announced, partial(cut_parts, stream, held=True), committed)

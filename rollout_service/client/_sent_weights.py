@@ -6,8 +6,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -45,20 +43,6 @@ _SpanSegment = tuple[Span, delta.Segment]
 _Job = tuple[int, list[_SpanSegment | Elements]]
 """The index of a piece and its changes."""
 
-_Replaced = dict[tuple[int, int], bytes]
-"""Old bytes, by piece index and start offset in the piece."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Older:
-    """An older version, with the data to restore it."""
-
-    version: int | None
-    digests: list[str]
-    changes: Changes
-    """The changes that produced the newer version."""
-    replaced: _Replaced = field(default_factory=dict)
-
 
 def nbytes_of(changes: Changes) -> int:
     """Return the encoded size of the changes in bytes."""
@@ -72,10 +56,6 @@ class SentWeights:
         self.table = table
         self.version: int | None = None
         """The version number. None: these weights are not known to be committed."""
-        self._newer: tuple[int, Changes] | None = None
-        """A committed newer version, and its changes to this one."""
-        self._older: _Older | None = None
-        """The older version to restore if the current one is pushed again."""
         self._pieces = pieces_of(table)
         self._batches = batches_of(self._pieces)
         self._batch_of = {index: number for number, batch in enumerate(self._batches) for index in batch.pieces}
@@ -109,7 +89,7 @@ class SentWeights:
 
         Threads allocate memory ahead, pinned for the GPU of the first tensor, and hash the copied bytes.
         """
-        self._become_none()
+        self.version = None  # before any byte changes
         laps = laps or Laps()
         laps.end("announce")
         memory, hashing = (ThreadPoolExecutor(io_threads(), name) for name in ("delta-memory", "delta-digests"))
@@ -203,49 +183,8 @@ class SentWeights:
         return Delta(base=self.version, base_digest=base_digest(self._digests))
 
     def change(self, changes: Changes) -> None:
-        """Apply ``changes`` to the kept tensors. The result has no version number yet."""
-        self._become_none()
-        self._in_threads(self._change, changes)
-        self._digests = _digests_after(self._digests, changes)
-
-    def note_newer(self, version: int, changes: Changes) -> None:
-        """Record that a delta of this version was committed as ``version``."""
-        self._newer = version, changes
-
-    def apply_newer(self) -> None:
-        """Change the kept weights to the last committed version before the next push. ``become_newer`` can undo it.
-
-        If this fails, the kept weights have no version number.
-        """
-        if self._newer is None:
-            return
-        version, changes = self._newer
-        older = _Older(self.version, self._digests, changes)
-        self._become_none()
-        self._in_threads(partial(self._change, replaced=older.replaced), changes)
-        self._digests = _digests_after(older.digests, changes)
-        self.version, self._older = version, older
-
-    def become_newer(self, pushed: NewVersion) -> None:
-        """Change the kept weights to the last committed version. If ``pushed`` is that version, keep its base for the
-        same delta."""
-        if self._newer is not None and self._newer[0] != pushed:
-            version, changes = self._newer
-            self.change(changes)
-            self.version = version
-        elif self._older is not None and self.version == pushed:
-            older, version = self._older, self.version
-            self._become_none()
-            self._in_threads(partial(self._change_back, replaced=older.replaced), older.changes)
-            self.version, self._digests, self._newer = older.version, older.digests, (version, older.changes)
-        self._older = None
-
-    def _become_none(self) -> None:
-        """Forget the version number before the bytes are modified."""
-        self.version = self._newer = self._older = None
-
-    def _in_threads(self, change: Callable[[_Job], None], changes: Changes) -> None:
-        """Call ``change`` in threads with the changes of each piece."""
+        """Apply ``changes`` to the kept tensors, in threads. The result has no version number yet."""
+        self.version = None  # before any byte changes
         jobs: dict[int, list[_SpanSegment | Elements]] = defaultdict(list)
         for number, changed in enumerate(changes):
             if changed is None:
@@ -256,8 +195,16 @@ class SentWeights:
                 continue
             for index, span, segment in self._segments(number, changed):
                 jobs[index].append((span, segment))
-        for _ in in_threads(change, list(jobs.items())):
+        for _ in in_threads(self._change, list(jobs.items())):
             pass
+        self._digests = [
+            old if changed is None else changed.digest for old, changed in zip(self._digests, changes, strict=True)
+        ]
+
+    def become(self, version: int, changes: Changes) -> None:
+        """Change the kept weights to the committed ``version``. If this fails, they have no version number."""
+        self.change(changes)
+        self.version = version
 
     def _bytes_of(self, number: int) -> Iterator[torch.Tensor]:
         for index, span in self._spans[number]:
@@ -326,41 +273,19 @@ class SentWeights:
                 index, span = next(spans)
             yield index, span, segment
 
-    def _change(self, job: _Job, replaced: _Replaced | None = None) -> None:
-        """Apply the changes of one piece. Overwritten bytes that differences cannot restore go to ``replaced``."""
-        for index, kept, numbers, change in self._changed(job):
-            if isinstance(change, Elements):
-                numbers[change.positions] += change.differences.view(numbers.dtype)
-                continue
-            span, segment = change
-            place = _place_of(span, segment)
-            if replaced is not None and delta.new_bytes(segment) is not None:
-                replaced[index, place.start] = bytes(kept[place])
-            delta.apply_segment(segment, kept[place], numbers.itemsize)
-
-    def _change_back(self, job: _Job, replaced: _Replaced) -> None:
-        """Undo ``_change``."""
-        for index, kept, numbers, change in self._changed(job):
-            if isinstance(change, Elements):
-                numbers[change.positions] -= change.differences.view(numbers.dtype)
-                continue
-            span, segment = change
-            place = _place_of(span, segment)
-            if (old := replaced.get((index, place.start))) is not None:
-                kept[place] = old
-                continue
-            positions, differences = delta.decode_changes(segment, place.stop - place.start, numbers.itemsize)
-            np.frombuffer(kept[place], numbers.dtype)[positions] -= differences
-
-    def _changed(self, job: _Job) -> Iterator[tuple[int, memoryview, delta.Array, _SpanSegment | Elements]]:
-        """Yield each change with the piece's index, bytes, and elements as unsigned integers."""
+    def _change(self, job: _Job) -> None:
+        """Apply the changes of one piece."""
         index, changes = job
         kept = self._kept[index]
         assert kept is not None, "nothing was taken yet"
         data = view_of(kept)
         numbers = np.frombuffer(data, delta.UNSIGNED[self._pieces[index].itemsize])
         for change in changes:
-            yield index, data, numbers, change
+            if isinstance(change, Elements):
+                numbers[change.positions] += change.differences.view(numbers.dtype)
+            else:
+                span, segment = change
+                delta.apply_segment(segment, data[_place_of(span, segment)], numbers.itemsize)
 
 
 def prepare(gpu: torch.device | None) -> None:
@@ -391,8 +316,3 @@ def _place_of(span: Span, segment: delta.Segment) -> slice:
     """Return the byte range of a segment in the span's piece."""
     start = span.place.start - span.part.start
     return slice(start + segment.place.start, start + segment.place.stop)
-
-
-def _digests_after(digests: list[str], changes: Changes) -> list[str]:
-    """Return each tensor's digest after ``changes``, as ``StoredTensor.digest``."""
-    return [old if changed is None else changed.digest for old, changed in zip(digests, changes, strict=True)]

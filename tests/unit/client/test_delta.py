@@ -525,7 +525,7 @@ class TestFailures:
             raise MemoryError
 
         with monkeypatch.context() as failing:
-            failing.setattr(SentWeights, "_in_threads", fails)
+            failing.setattr(SentWeights, "_change", fails)
             await push(client, 2, stepped(weights, 2))
             await push(client, 3, stepped(weights, 3))
         await push(client, 4, stepped(weights, 4))
@@ -538,16 +538,16 @@ class TestFailures:
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch, then: str
     ) -> None:
         may_end, ended = threading.Event(), threading.Event()
-        apply_newer = SentWeights.apply_newer
+        become = SentWeights.become
 
-        def late(sent: SentWeights) -> None:
+        def late(*arguments: object) -> None:
             assert may_end.wait(60)
-            apply_newer(sent)
+            become(*arguments)
             ended.set()
 
         await push(client, 1, weights)
         with monkeypatch.context() as patch:
-            patch.setattr(SentWeights, "apply_newer", late)
+            patch.setattr(SentWeights, "become", late)
             await push(client, 2, stepped(weights, 2))
         if then == "closed":
             following: asyncio.Task[object] = asyncio.create_task(client.aclose())
@@ -564,11 +564,11 @@ class TestFailures:
         self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         may_end, waits = threading.Event(), asyncio.Event()
-        apply_newer, wait_until_settled = SentWeights.apply_newer, DeltaPushes.wait_until_settled
+        become, wait_until_settled = SentWeights.become, DeltaPushes.wait_until_settled
 
-        def late(sent: SentWeights) -> None:
+        def late(*arguments: object) -> None:
             assert may_end.wait(60)
-            apply_newer(sent)
+            become(*arguments)
 
         async def watched(pushes: DeltaPushes) -> None:
             waits.set()
@@ -576,7 +576,7 @@ class TestFailures:
 
         await push(client, 1, weights)
         with monkeypatch.context() as patch:
-            patch.setattr(SentWeights, "apply_newer", late)
+            patch.setattr(SentWeights, "become", late)
             await push(client, 2, stepped(weights, 2))
             patch.setattr(DeltaPushes, "wait_until_settled", watched)
             pushing = asyncio.create_task(push(client, 3, stepped(weights, 3)))
@@ -594,9 +594,24 @@ class TestFailures:
             status = await push(client, version, stepped(weights, version))
             assert status.digest == service.log.manifest(version).digest
         assert [status.version for status in await client.weights()] == [0, 1, 2]
-        with pytest.raises(VersionConflict):
-            await push(client, 1, stepped(weights, 5))
+        with pytest.raises(VersionConflict, match="version 2 was pushed with other weights"):
+            await push(client, 2, stepped(weights, 5))
         await push(client, 3, stepped(weights, 3))
+        assert base_of(service, 3) == 2
+        await require_the_same_as_whole(service, 3, stepped(weights, 3))
+        with pytest.raises(VersionConflict, match="of version 1 was uploaded with other bytes"):
+            await push(client, 1, stepped(weights, 5))
+
+    async def test_the_same_push_to_a_service_that_has_lost_it_is_whole(
+        self, service: RealIngest, client: RolloutClient, weights: Tensors
+    ) -> None:
+        await push(client, 1, weights)
+        await push(client, 2, stepped(weights, 2))
+        deltas = client._deltas
+        await deltas.wait_until_settled()
+        deltas._sent.version, deltas._pushed = 3, deltas._pushed._replace(version=3, delta=None)
+        await push(client, 3, stepped(weights, 3))
+        assert base_of(service, 3) is None
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
 
 

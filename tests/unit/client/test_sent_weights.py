@@ -155,49 +155,16 @@ def test_tensors_that_cannot_be_compared_leave_it_what_it_was(tensors: Tensors) 
     assert held(weights) == bytes_of(tensors) and weights.version == 3
 
 
-@pytest.mark.parametrize("is_applied_before", [False, True])
-def test_it_becomes_what_was_committed_since_unless_that_is_pushed_again(
-    tensors: Tensors, is_applied_before: bool
-) -> None:
+def test_a_committed_version_is_the_next_base(tensors: Tensors) -> None:
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None
-    digests = weights.as_base().base_digest
-    for pushed_again in range(2):
-        if not pushed_again:
-            weights.note_newer(5, changes)
-        if is_applied_before:
-            weights.apply_newer()
-            assert held(weights) == bytes_of(new) and weights.version == 5
-            assert weights.as_base().base_digest != digests
-        weights.become_newer(5)
-        assert held(weights) == bytes_of(tensors) and weights.version == 3
-        assert weights.as_base().base_digest == digests
-    assert held(weights) == bytes_of(tensors) and weights.version == 3
-    assert weights.may_be_base_of(5, weights.table) and not weights.may_be_base_of(3, weights.table)
-    if is_applied_before:
-        weights.apply_newer()
-    weights.become_newer("next")
+    weights.become(5, changes)
     assert held(weights) == bytes_of(new) and weights.version == 5
     assert weights.may_be_base_of("next", weights.table) and not weights.may_be_base_of("next", weights.table[1:])
+    assert weights.may_be_base_of(6, weights.table) and not weights.may_be_base_of(5, weights.table)
     again = weights.changes_to(new.items())
     assert again is not None and nbytes_of(again) == 0
-
-
-@pytest.mark.parametrize("share", [1 / 16, 0.0], ids=["elements", "encoded alone"])
-def test_what_was_applied_before_is_taken_back(tensors: Tensors, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    monkeypatch.setattr("rollout_service.client._compare.ELEMENTS_SHARE", share)
-    monkeypatch.setattr("rollout_service.client._sent_weights.LARGEST_SHARE", 1)
-    weights, new = sent(tensors), stepped(tensors)
-    new["norm"].view(torch.int16)[3:1200:20] += 1
-    changes = weights.changes_to(new.items())
-    assert changes is not None
-    weights.note_newer(5, changes)
-    weights.apply_newer()
-    assert held(weights) == bytes_of(new)
-    weights.become_newer(5)
-    assert held(weights) == bytes_of(tensors)
-    assert weights.changes_to(new.items()) == changes
 
 
 def test_what_fails_while_it_is_applied_leaves_no_version(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +172,6 @@ def test_what_fails_while_it_is_applied_leaves_no_version(tensors: Tensors, monk
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None
-    weights.note_newer(5, changes)
 
     def fails(*_: object) -> None:
         raise MemoryError
@@ -213,6 +179,5 @@ def test_what_fails_while_it_is_applied_leaves_no_version(tensors: Tensors, monk
     with monkeypatch.context() as failing:
         failing.setattr(delta, "apply_segment", fails)
         with pytest.raises(MemoryError):
-            weights.apply_newer()
-    weights.become_newer("next")
+            weights.become(5, changes)
     assert weights.version is None and not weights.may_be_base_of("next", weights.table)
