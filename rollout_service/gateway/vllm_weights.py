@@ -9,6 +9,7 @@ During a broadcast no route answers 503 or 500, because TRL would repeat the cal
 reply.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from fastapi import APIRouter
@@ -32,6 +33,7 @@ from rollout_service.gateway.sglang.info import server_info as sglang_server_inf
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.weight_transfer import FinishUpdate, StartUpdate, TransferInit
+from rollout_service.protocol.weights import TensorDigests
 from rollout_service.web.errors import documented
 
 router = APIRouter(tags=["weights"], route_class=GuardedRoute)
@@ -194,6 +196,15 @@ async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object
         raise InvalidRequest("weight_checker: reset is not implemented: weights change by a new version alone")
     if body.action == "compare" and body.baseline is None:
         raise InvalidRequest("weight_checker: compare needs a baseline: the checksums of another request")
+    found = await loaded_digests(services)
+    if body.baseline is None or body.action == "checksum":
+        return {"checksums": found.digests}
+    mismatches = different(found.digests, body.baseline)
+    return {"match": not mismatches, "mismatches": mismatches}
+
+
+async def loaded_digests(services: Services) -> TensorDigests:
+    """Return the digests of the newest version. Raises WeightTransferFailed unless all replicas serve it."""
     fleet = await known_fleet(services.ingest, services.not_running)
     found = await services.ingest.tensor_digests()
     if behind := sorted({*_served(fleet)} - {found.version}):
@@ -201,11 +212,12 @@ async def weight_checker(body: CheckWeights, services: Here) -> dict[str, object
             f"replicas serve the versions {behind} beside {found.version}: ask again when all serve the newest",
             {"versions": behind, "latest_version": found.version},
         )
-    if body.baseline is None or body.action == "checksum":
-        return {"checksums": found.digests}
-    names = found.digests.keys() | body.baseline.keys()
-    mismatches = sorted(name for name in names if found.digests.get(name) != body.baseline.get(name))
-    return {"match": not mismatches, "mismatches": mismatches}
+    return found
+
+
+def different(digests: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Return the names of tensors that differ, or that one side does not have, sorted."""
+    return sorted(name for name in digests.keys() | others.keys() if digests.get(name) != others.get(name))
 
 
 def _served(fleet: Fleet) -> list[int]:

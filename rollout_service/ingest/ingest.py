@@ -76,6 +76,8 @@ _INTEGER = re.compile("[0-9]{1,16}")
 class Ingest:
     """Receives versions, commits them, and reports the fleet's state to replicas and callers."""
 
+    _snapshot: TensorDigests | None = None
+
     def __init__(self, config: ServiceConfig, place: LogPlace | None = None) -> None:
         """``place``: location of the log; None: ``weights.root``, which is not ``auto``."""
         self._config = config
@@ -391,6 +393,11 @@ class Ingest:
         version = (await self.fleet()).latest_version
         manifest = await asyncio.to_thread(self._log.manifest, version)
         return TensorDigests(version=version, digests={tensor.name: tensor.digest for tensor in manifest.tensors})
+
+    async def snapshot(self, taken: TensorDigests | None = None) -> TensorDigests | None:
+        """Keep digests for a later comparison; None: return those that are kept."""
+        self._snapshot = taken or self._snapshot
+        return self._snapshot
 
     # --- operators
 

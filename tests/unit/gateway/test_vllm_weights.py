@@ -25,6 +25,12 @@ class Ingest:
     serving: list[int] = field(default_factory=lambda: [4, 4])
     asked: list[Any] = field(default_factory=list)
     failing: RolloutServiceError | None = None
+    digests: dict[str, str] = field(default_factory=lambda: {"a": "1", "b": "2"})
+    kept: TensorDigests | None = None
+
+    async def snapshot(self, taken: TensorDigests | None = None) -> TensorDigests | None:
+        self.kept = taken or self.kept
+        return self.kept
 
     async def init_weight_transfer(self, init: TransferInit) -> None:
         self._note(init)
@@ -49,7 +55,7 @@ class Ingest:
         return TransferStatus(backend="nccl", state="no group", error="the trainer has gone")
 
     async def tensor_digests(self) -> TensorDigests:
-        return TensorDigests(version=4, digests={"a": "1", "b": "2"})
+        return TensorDigests(version=4, digests=self.digests)
 
     async def fleet(self) -> Fleet:
         replicas = tuple(
@@ -181,3 +187,42 @@ async def test_checksums_are_compared_with_a_baseline(http: httpx.AsyncClient) -
     assert same.json() == {"match": True, "mismatches": []}
     other = await http.post("/weight_checker", json={"action": "compare", "baseline": {"a": "0", "c": "2"}})
     assert other.json() == {"match": False, "mismatches": ["a", "b", "c"]}
+
+
+async def check(http: httpx.AsyncClient, action: str, **options: object) -> tuple[int, dict[str, Any]]:
+    """Call SGLang's route, with miles's fields."""
+    body = {"action": action, "allow_quant_error": False, "selector": "all", **options}
+    reply = await http.post("/weights_checker", json=body)
+    return reply.status_code, dict(reply.json())
+
+
+async def test_sglang_s_checker_compares_with_a_snapshot(http: httpx.AsyncClient, ingest: Ingest) -> None:
+    status, reply = await check(http, "compare")
+    assert status == 400 and "call snapshot first" in reply["message"]
+    assert (await check(http, "snapshot"))[0] == 200
+    assert (await check(http, "compare")) == (
+        200,
+        {"success": True, "message": "version 4 equals the snapshot of version 4"},
+    )
+    ingest.digests = {"a": "1", "b": "3"}
+    status, reply = await check(http, "compare")
+    assert status == 400 and reply["success"] is False
+    assert "differs from the snapshot of version 4 in 1 tensors: b" in reply["message"]
+    assert (await check(http, "compare", skip_tensor_list=["b"]))[0] == 200
+    ingest.serving = [4, 3]
+    assert "replicas serve the versions [3] beside 4" in (await check(http, "compare"))[1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("action", "options", "problem"),
+    [
+        ("reset_tensors", {}, "reset_tensors is not implemented"),
+        ("compare", {"allow_quant_error": True}, "allow_quant_error"),
+        ("compare", {"selector": "experts"}, "selector"),
+    ],
+)
+async def test_sglang_s_checker_refuses_by_name(
+    http: httpx.AsyncClient, action: str, options: dict[str, object], problem: str
+) -> None:
+    status, reply = await check(http, action, **options)
+    assert status == 400 and problem in reply["message"]
