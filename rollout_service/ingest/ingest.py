@@ -151,8 +151,8 @@ class Ingest:
             raise
         self._expiring = asyncio.create_task(self._expire_staged())
         self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
-        if (watch := self._config.weights.watch) is not None:
-            self._background.append(asyncio.create_task(self.pulls.follow(watch, self._config.weights.poll_s)))
+        if self._config.weights.watch is not None:
+            self.pulls.begin_following(self._config.weights.watch, self._config.weights.poll_s)
 
     async def stop(self) -> None:
         """Release the log; staged versions stay on disk. A started commit is finished first.
@@ -162,6 +162,7 @@ class Ingest:
         self._stopped.set()
         for task in self._background:
             task.cancel()
+        self.pulls.end_following()
         await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
@@ -174,6 +175,7 @@ class Ingest:
         """Raise RolloutServiceError if a background task has ended."""
         if self._expiring is not None and self._expiring.done():
             raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
+        self.pulls.check()
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._uploads.open)

@@ -13,6 +13,8 @@ from rollout_service.protocol.upload import CommitUpload, PullWeights
 from rollout_service.protocol.weights import WeightStatus
 
 logger = logging.getLogger(__name__)
+_LONGEST_WAIT = 64
+"""Maximum wait after failures to follow a store, in polls."""
 
 
 class Versions(Protocol):
@@ -30,6 +32,7 @@ class Pulls:
     def __init__(self, ingest: Versions, weights: TrainerWeights) -> None:
         self._ingest, self.weights = ingest, weights
         self._settling: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self.problem: Exception | None = None
         """Why the newest version of the followed store is not served."""
 
@@ -60,11 +63,21 @@ class Pulls:
             await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
         return version
 
-    async def follow(self, store: str, poll_s: float) -> None:
-        """Serve the newest version of a store, looking for one every ``poll_s`` seconds, until cancelled.
+    def begin_following(self, store: str, poll_s: float) -> None:
+        """Serve the newest version of a store, looking for one every ``poll_s`` seconds."""
+        self._following = asyncio.create_task(self._follow(store, poll_s))
 
-        After failures, it waits up to 64 times as long.
-        """
+    def end_following(self) -> None:
+        """Stop looking for new versions."""
+        if self._following is not None:
+            self._following.cancel()
+
+    def check(self) -> None:
+        """Raise RolloutServiceError if the store is not followed any more."""
+        if self._following is not None and self._following.done():
+            raise RolloutServiceError("weights.watch is not followed any more: the task for that has ended")
+
+    async def _follow(self, store: str, poll_s: float) -> None:
         served, wait_s = None, poll_s
         while True:
             try:
@@ -78,7 +91,7 @@ class Pulls:
             except (RolloutServiceError, OSError) as error:  # the next turn tries again
                 if str(error) != str(self.problem):
                     logger.warning("weights.watch=%s: the version before stays: %s", store, error)
-                self.problem, wait_s = error, min(2 * wait_s, 64 * poll_s)
+                self.problem, wait_s = error, min(2 * wait_s, _LONGEST_WAIT * poll_s)
             await asyncio.sleep(wait_s)
 
     def begin_settling(self, folder: Path) -> None:

@@ -29,20 +29,12 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
 from tests.support.checkpoints import save_checkpoint
-from tests.support.delta_writer import publish
+from tests.support.delta_writer import publish, stepped
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Weights, changed, config_of
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
-
-
-def step(weights: Weights, number: int) -> dict[str, torch.Tensor]:
-    """The weights after a step, in which few elements change."""
-    found = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in found.values():
-        tensor.view(-1)[number :: 100 + number] += 0.25
-    return found
 
 
 @pytest.fixture
@@ -62,7 +54,7 @@ def steps(weights: Weights) -> list[Weights]:
     """The weights of versions 0 to 5."""
     found = [weights]
     for number in range(1, 6):
-        found.append(step(found[-1], number))
+        found.append(stepped(found[-1], number))
     return found
 
 
@@ -137,7 +129,7 @@ async def test_twenty_steps_have_a_whole_push_s_digests(
     assert await pull(ingest, store, 0, local_checkpoint_dir="/nvme/checkpoint") == 0
     old = weights
     for version in range(1, 21):
-        new = step(old, version)
+        new = stepped(old, version)
         publish(store, version, old, new)
         await pull(ingest, store, version, local_checkpoint_dir="/nvme/checkpoint")
         assert (await ingest.status(version)).state == "staged"
@@ -550,3 +542,25 @@ async def test_a_store_that_is_not_reached_says_so(remote: Ingest, url: str) -> 
         await asyncio.to_thread(weights.newest, "http://127.0.0.1:1/run")
     with pytest.raises(InvalidRequest, match="install the package for its scheme"):
         weights.newest("unknown://bucket/run")
+
+
+async def test_a_follower_that_ends_fails_the_health_check(
+    config: ServiceConfig, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newest(_: str) -> int:
+        raise ZeroDivisionError
+
+    weights = config.weights.model_copy(update={"watch": str(store)})
+    follower = Ingest(config.model_copy(update={"weights": weights}))
+    monkeypatch.setattr(follower.pulls.weights, "newest", newest)
+    await follower.start()
+    try:
+        while True:
+            try:
+                follower.check_tasks()
+            except RolloutServiceError as error:
+                assert "is not followed any more" in str(error)
+                break
+            await asyncio.sleep(0.01)
+    finally:
+        await follower.stop()
