@@ -9,11 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import free_port
 from tests.clients.conftest import PROJECT, Push, folder_of
 from tests.support.checkpoints import save_checkpoint
+from tests.support.delta_writer import publish
 from tests.support.native_route import assert_as_native
 from tests.support.telltale import canary_weights, token_of
 
@@ -122,6 +125,39 @@ async def test_an_update_by_disk_returns_what_it_aborts(
     assert len(aborted["output_ids"]) < LONG and set(aborted["output_ids"]) == {token_of(old)}
     rest = await generate(router, [8, 9, 10, *aborted["output_ids"]])
     assert rest["output_ids"] == [token_of(new)] * 8 and rest["meta_info"]["weight_version"] == str(new)
+
+
+async def test_deltas_are_pulled_beside_rollouts_and_served(
+    router: httpx.AsyncClient, service_url: str, client: RolloutClient, model: Path, sources: Path
+) -> None:
+    """As slime's update_weight_from_disk_delta.py asks, whose numbers begin at 1."""
+    store, checkpoint = sources / "deltas", "/local/nvme/checkpoint"
+    pull = {"local_checkpoint_dir": checkpoint, "source_dir": str(store)}
+    old: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
+    store.mkdir()
+    async with httpx.AsyncClient(base_url=service_url, timeout=120) as engine:
+        (await engine.post("/pull_weights", json={**pull, "target_version": 0})).raise_for_status()
+        for version in (1, 2):
+            new = canary_weights(model, version)
+            publish(store, version, old, new)
+            rollout = asyncio.create_task(generate(router, [8, 9, 10], max_new_tokens=LONG))
+            await runs(client)
+            served = (await client.fleet()).latest_version
+            (await engine.post("/pull_weights", json={**pull, "target_version": version})).raise_for_status()
+            assert (await client.fleet()).latest_version == served and not rollout.done()
+            (await engine.post("/pause_generation", json={})).raise_for_status()
+            assert (await rollout)["meta_info"]["finish_reason"]["type"] == "abort"
+            (await engine.get("/flush_cache")).raise_for_status()
+            body = {"model_path": checkpoint, "weight_version": str(version)}
+            updated = await engine.post("/update_weights_from_disk", json=body)
+            (await engine.post("/continue_generation", json={})).raise_for_status()
+            reply = await generate(router, [8, 9, 10])
+            assert reply["output_ids"] == [token_of(version)] * 8
+            assert reply["meta_info"]["weight_version"] == str(updated.json()["version"])
+            old = new
+        refused = await engine.post("/pull_weights", json={**pull, "target_version": 4})
+    assert refused.status_code == 400 and refused.json()["success"] is False
+    assert "version 4 is not published" in refused.json()["message"]
 
 
 async def test_aborting_all_ends_what_the_router_awaits(router: httpx.AsyncClient, client: RolloutClient) -> None:
