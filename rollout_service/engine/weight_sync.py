@@ -43,7 +43,7 @@ from rollout_service.protocol.fleet import (
     Staging,
     UpdateTimings,
 )
-from rollout_service.protocol.weight_log import DesiredState, Head
+from rollout_service.protocol.weight_log import DesiredState, Head, Origin
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
 
@@ -135,6 +135,8 @@ class WeightSync:
         """True if the next version is staged but lacks its KV scales."""
         self._served_scales: dict[str, float] | None = None
         """KV scales of the served version, if its manifest has none."""
+        self._cached_of: Origin | None = None
+        """The log of the served version, and its writer then."""
         self._cached_with: dict[str, float] | None = None
         """KV scales of the served version, and of the codes in the KV cache."""
         self._corrupt = _CorruptVersion(2 * config.poll_s)
@@ -374,6 +376,7 @@ class WeightSync:
             await self._go_back()
             raise
         self._awaits_scales = False
+        self._cached_of = self._log.origin
         self._cached_with = manifest.kv_scales if self._served_scales is None else self._served_scales
         self._life.loaded()
         await self._pausing.open()
@@ -391,13 +394,15 @@ class WeightSync:
 
         ``kv_scales``: measured scales of the version. The codes of an FP8 cache are only read with the scales that
         wrote them, so a version with other scales, or with scales that are measured after its load, drops the cache. A
-        rollback drops it, because the keys and values may be of weights that were withdrawn.
+        rollback and a restored log drop it, because the keys and values may be of weights that were withdrawn.
         """
         served = self._life.served
         if self._config.kv_cache_on_update == "drop" or served is None or head.version <= served.version:
             return False
         if head.rolled_back_at is not None and head.rolled_back_at > served.version:
             why = f"version {head.rolled_back_at} has restored older weights"
+        elif self._log.origin != self._cached_of:
+            why = "another ingest writes the log, and may have restored it from a backup"
         elif manifest.awaits_kv_scales and kv_scales is None:
             why = "its KV scales are measured after its load"
         elif (manifest.kv_scales if kv_scales is None else kv_scales) != self._cached_with:

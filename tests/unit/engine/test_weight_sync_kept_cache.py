@@ -135,6 +135,23 @@ async def test_rollback_drops_the_cache(
     assert engine.calls == ["pause keep and keep the cache", "load 4 and keep the cache", "resume"]
 
 
+async def test_restored_log_drops_the_cache(
+    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    with restored(log):
+        await push(log, ingest, 1)
+        await serving(keeping, ingest, 1)
+        engine.calls.clear()
+    commit(log, 1, content=7)  # of which the replica does not hear
+    await push(log, ingest, 2)
+    await serving(keeping, ingest, 2)
+    assert engine.calls == ["pause keep", "load 2", "resume"]
+    engine.calls.clear()
+    await push(log, ingest, 3)
+    await serving(keeping, ingest, 3)
+    assert engine.calls == ["pause keep and keep the cache", "load 3 and keep the cache", "resume"]
+
+
 async def test_wake_up_loads_without_a_cache(
     keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
 ) -> None:

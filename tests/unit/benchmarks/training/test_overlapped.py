@@ -19,10 +19,10 @@ PROMPT, TOKENS = (5, 6, 7), (11, 12, 13, 14)
 SPANS = (Span(version=3, start=0, end=1), Span(version=4, start=1, end=4, kv_from=3))
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config_of("qwen3"), dtype=torch.float32)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(request.param), dtype=torch.float32)
     return made
 
 
