@@ -31,6 +31,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_kept_caches_outlive_updates_and_a_replica(tmp_path: Path) -> None:
     # in a process of its own: this one may have the session's service
     process = await asyncio.create_subprocess_exec(
