@@ -1,11 +1,7 @@
 """Find the changes between two versions, with threads or on the GPU that holds the new tensors.
 
-``_gpu_compare`` finds changes on a GPU, and threads encode them while another thread queues GPU work. The encoding uses
-numba (``protocol/compiled_planes.py``), because threads that hold the GIL would delay that thread. If too much of a
-piece has changed, or the GPU has no room, threads compare the piece from its differences.
-
-A small set of positions and differences is kept beside its encoding, as ``Changed.elements``. It turns the old bytes
-into the new ones without decoding.
+``_gpu_compare`` finds changes on a GPU, and threads encode them while another thread queues GPU work. If too
+much of a piece has changed, or the GPU has no room, threads compare the piece from its differences.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -40,25 +36,7 @@ logger = logging.getLogger("rollout_service.client")
 AT_ONCE_BYTES = 256 << 20
 """Maximum host memory in bytes of the pieces being compared and encoded."""
 
-ELEMENTS_SHARE = 1 / 16
-"""Maximum memory of all ``Changed.elements`` of one comparison, as a share of all bytes. One training step needs 1 to
-3%."""
-
 _POSITION_BYTES = 4
-
-
-class Elements(NamedTuple):
-    """The changed elements of a piece."""
-
-    positions: npt.NDArray[np.int32]
-    """Element indices in the piece, ascending."""
-    differences: npt.NDArray[Any]
-    """New bits minus old bits, with wrap-around, as integers of the elements' size."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of both arrays in bytes."""
-        return self.positions.nbytes + self.differences.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +47,6 @@ class Changed:
     """The encoded change, see ``rollout_service.protocol.delta``."""
     digest: str
     """Digest of the new tensor, as ``StoredTensor.digest``."""
-    elements: tuple[Elements, ...] | None = field(default=None, compare=False, repr=False)
-    """The change as elements of each of the tensor's spans. None: the change is only in ``encoded``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +55,6 @@ class _SpanChange:
     """Encoded segments, in order."""
     digest: str | None
     """Digest of the new tensor. None: nothing has changed, or the span is not the whole tensor."""
-    elements: Elements | None = field(compare=False, repr=False)
-    """The changed elements. None: there are so many that whole segments are sent."""
 
 
 def view_of(flat: torch.Tensor) -> memoryview:
@@ -142,9 +116,6 @@ class Comparison:
         """Encoded segments of tensors whose comparison is unfinished. The dictionaries below hold the finished
         tensors."""
         self._encode: dict[int, bytes] = {}
-        self._elements: dict[int, list[Elements | None]] = defaultdict(list)
-        self._elements_bytes = 0
-        self._max_elements_bytes = ELEMENTS_SHARE * sum(batch.nbytes for batch in old.batches)
         self._digests: dict[int, Callable[[], str]] = {}
         self.waiting: dict[int, torch.Tensor] = {}
         """Added tensors whose piece is not complete yet."""
@@ -219,10 +190,8 @@ class Comparison:
         encoded = self._encode.get(tensor)
         if not encoded:
             return lambda: None
-        elements = [each for each in self._elements[tensor] if each is not None]
-        all_of_them = tuple(elements) if len(elements) == len(self._elements[tensor]) else None
         digest = self._digests[tensor]
-        return lambda: Changed(encoded, digest(), all_of_them)
+        return lambda: Changed(encoded, digest())
 
     def _begin(self, index: int) -> None:
         piece = self._pieces[index]
@@ -338,7 +307,6 @@ class Comparison:
         for span, change in zip(piece.spans, future.result(), strict=True):
             self._segments[span.tensor] += change.segments
             self.changed_bytes += sum(map(len, change.segments))
-            self._elements[span.tensor].append(self._if_few(change.elements))
             if change.digest is not None:
                 self._digests[span.tensor] = partial(str, change.digest)
             if span.part.stop == self._ends[span.tensor]:  # here, while a GPU has work
@@ -350,12 +318,6 @@ class Comparison:
         self._lacking[part] -= 1
         if not self._lacking[part]:
             self._begin_telling(part)
-
-    def _if_few(self, elements: Elements | None) -> Elements | None:
-        if elements is None or self._elements_bytes + elements.nbytes > self._max_elements_bytes:
-            return None
-        self._elements_bytes += elements.nbytes
-        return elements
 
 
 def _digest_in(made: Future[dict[int, str]], tensor: int) -> str:
@@ -375,38 +337,22 @@ def _compare_piece(old: torch.Tensor, new: list[torch.Tensor], piece: Piece) -> 
     found = []
     for span, flat in zip(piece.spans, new, strict=True):
         was, now = view_of(old[span.place]), view_of(flat)
-        segments, elements = _compare_span(was, now, piece.itemsize, span.place.start // piece.itemsize)
-        found.append(_change(piece, segments, elements, partial(digest_of, now)))
+        segments = _compare_span(was, now, piece.itemsize)
+        changed = any(segment != delta.NOTHING for segment in segments)
+        found.append(_SpanChange(segments, digest_of(now) if changed and not piece.is_part else None))
     return found
 
 
-def _compare_span(was: memoryview, now: memoryview, itemsize: int, first: int) -> tuple[list[bytes], Elements | None]:
-    """Compare one span; ``first`` is the index of its first element in the piece."""
-    segments: list[bytes] = []
-    positions: list[npt.NDArray[np.int32]] = []
-    differences: list[delta.Array] = []
-    is_whole = False
+def _compare_span(was: memoryview, now: memoryview, itemsize: int) -> list[bytes]:
+    """Return the encoded segments of one span."""
     places = list(delta.segments(now.nbytes))
     if delta.is_small_and_equal(was, now):
-        return [delta.NOTHING] * len(places), _elements_of(positions, differences, itemsize)
+        return [delta.NOTHING] * len(places)
+    segments = []
     for place in places:
-        at, by = delta.changed_elements(was[place], now[place], itemsize)
-        encoded = delta.encode_changes(at, by, _length(place))
-        if encoded is None:
-            is_whole, encoded = True, delta.encode_whole(now[place])
-        elif at.size:
-            positions.append((at + (first + place.start // itemsize)).astype(np.int32))
-            differences.append(by)
-        segments.append(encoded)
-    return segments, None if is_whole else _elements_of(positions, differences, itemsize)
-
-
-def _elements_of(positions: list[npt.NDArray[np.int32]], differences: list[delta.Array], itemsize: int) -> Elements:
-    if not positions:
-        return Elements(np.empty(0, np.int32), np.empty(0, delta.UNSIGNED[itemsize]))
-    if len(positions) == 1:
-        return Elements(positions[0], differences[0])
-    return Elements(np.concatenate(positions), np.concatenate(differences))
+        encoded = delta.encode_changes(*delta.changed_elements(was[place], now[place], itemsize), _length(place))
+        segments.append(delta.encode_whole(now[place]) if encoded is None else encoded)
+    return segments
 
 
 def _compare_by_difference(
@@ -447,46 +393,39 @@ def _encode(old: torch.Tensor, found: Found, changes: slice, first: int, piece: 
     for number, plane in enumerate(planes[: delta.GAP_PLANES]):
         plane[at] = (gaps >> (8 * number)) & 0xFF
     within = itertools.pairwise(edges.tolist())
-    nothing = _elements_of([], [], itemsize)
     changed = []
     for number, span in enumerate(piece.spans):
         if number not in segments:
             same = [delta.NOTHING] * -(-_length(span.place) // delta.SEGMENT_BYTES)
-            changed.append(_SpanChange(same, None, nothing))
+            changed.append(_SpanChange(same, None))
             continue
         places = segments[number]
         parts = list(itertools.islice(within, len(places)))
         encoded = [
-            _encode_segment(old, place, Elements(positions[start:end], differences[start:end]), planes[:, start:end])
+            _encode_segment(old, place, positions[start:end], differences[start:end], planes[:, start:end])
             for place, (start, end) in zip(places, parts, strict=True)
         ]
-        all_of_it = slice(parts[0][0], parts[-1][1])
-        is_whole = any(delta.is_whole(segment) for segment in encoded)
-        elements = None if is_whole else Elements(positions[all_of_it], differences[all_of_it])
-        changed.append(_SpanChange(encoded, None, elements))
+        changed.append(_SpanChange(encoded, None))
     return changed
 
 
-def _encode_segment(old: torch.Tensor, place: slice, elements: Elements, planes: npt.NDArray[np.uint8]) -> bytes:
-    """Return the encoded segment at ``place`` in a piece."""
-    count, itemsize, nbytes = elements.positions.size, elements.differences.itemsize, _length(place)
-    if not count:
+def _encode_segment(
+    old: torch.Tensor,
+    place: slice,
+    positions: npt.NDArray[np.int32],
+    differences: npt.NDArray[Any],
+    planes: npt.NDArray[np.uint8],
+) -> bytes:
+    """Return the encoded segment at ``place`` in a piece. ``positions``: the changed elements' indices in the piece."""
+    itemsize, nbytes = differences.itemsize, _length(place)
+    if not positions.size:
         return delta.NOTHING
-    encoded = delta.encode_planes(planes, nbytes) if delta.is_sparse(count, itemsize, nbytes) else None
-    return encoded or delta.encode_whole(_changed_bytes(old[place], elements, place.start // itemsize))
-
-
-def _changed_bytes(old: torch.Tensor, elements: Elements, first: int) -> memoryview:
-    """Return the new bytes of a part of a piece; ``first`` is the index of its first element."""
-    new = bytearray(view_of(old))
-    numbers = np.frombuffer(new, elements.differences.dtype)
-    numbers[elements.positions - first] += elements.differences
-    return memoryview(new)
-
-
-def _change(piece: Piece, segments: list[bytes], elements: Elements | None, digest: Callable[[], str]) -> _SpanChange:
-    changed = any(segment != delta.NOTHING for segment in segments)
-    return _SpanChange(segments, digest() if changed and not piece.is_part else None, elements)
+    encoded = delta.encode_planes(planes, nbytes) if delta.is_sparse(positions.size, itemsize, nbytes) else None
+    if encoded is None:
+        new = bytearray(view_of(old[place]))
+        np.frombuffer(new, differences.dtype)[positions - place.start // itemsize] += differences
+        encoded = delta.encode_whole(memoryview(new))
+    return encoded
 
 
 def _length(part: slice) -> int:

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 import xxhash
 
-from rollout_service.client._compare import Changed, Comparison, Elements, OldBytes, view_of
+from rollout_service.client._compare import Changed, Comparison, OldBytes, view_of
 from rollout_service.client._delta_parts import part_of
 from rollout_service.client._laps import Laps
 from rollout_service.client._parts import Part, warn_of_pageable_memory
@@ -40,7 +39,7 @@ _SpanSegment = tuple[Span, delta.Segment]
 """A span and one encoded segment of its change."""
 
 
-_Job = tuple[int, list[_SpanSegment | Elements]]
+_Job = tuple[int, list[_SpanSegment]]
 """The index of a piece and its changes."""
 
 
@@ -185,15 +184,9 @@ class SentWeights:
     def change(self, changes: Changes) -> None:
         """Apply ``changes`` to the kept tensors, in threads. The result has no version number yet."""
         self.version = None  # before any byte changes
-        jobs: dict[int, list[_SpanSegment | Elements]] = defaultdict(list)
+        jobs: dict[int, list[_SpanSegment]] = defaultdict(list)
         for number, changed in enumerate(changes):
-            if changed is None:
-                continue
-            if changed.elements is not None:
-                for (index, _), elements in zip(self._spans[number], changed.elements, strict=True):
-                    jobs[index].append(elements)
-                continue
-            for index, span, segment in self._segments(number, changed):
+            for index, span, segment in () if changed is None else self._segments(number, changed):
                 jobs[index].append((span, segment))
         for _ in in_threads(self._change, list(jobs.items())):
             pass
@@ -278,14 +271,9 @@ class SentWeights:
         index, changes = job
         kept = self._kept[index]
         assert kept is not None, "nothing was taken yet"
-        data = view_of(kept)
-        numbers = np.frombuffer(data, delta.UNSIGNED[self._pieces[index].itemsize])
-        for change in changes:
-            if isinstance(change, Elements):
-                numbers[change.positions] += change.differences.view(numbers.dtype)
-            else:
-                span, segment = change
-                delta.apply_segment(segment, data[_place_of(span, segment)], numbers.itemsize)
+        data, itemsize = view_of(kept), self._pieces[index].itemsize
+        for span, segment in changes:
+            delta.apply_segment(segment, data[_place_of(span, segment)], itemsize)
 
 
 def prepare(gpu: torch.device | None) -> None:

@@ -132,11 +132,6 @@ def encode_whole(new: memoryview) -> bytes:
     return bytes([_WHOLE]) + bytes(new)
 
 
-def is_whole(encoded: bytes) -> bool:
-    """Return True if the encoded segment holds all of its new bytes."""
-    return encoded[0] == _WHOLE
-
-
 def encode(base: memoryview, new: memoryview, itemsize: int) -> bytes:
     """Encode the changes of a whole tensor; empty if nothing changed. Raises ValueError for tensors of different
     sizes."""

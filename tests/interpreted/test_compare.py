@@ -36,7 +36,6 @@ def tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_pieces, "BATCH_BYTES", batch_bytes)
     for module in (manifest, _gpu_compare):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(_compare, "ELEMENTS_SHARE", 1)
     generator = torch.Generator().manual_seed(0)
     wide = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
     return {name: tensor.to(DTYPES.get(name, torch.bfloat16)) for name, tensor in wide.items()}

@@ -99,16 +99,10 @@ def test_digests_of_tensors_in_pieces_are_those_of_wholes() -> None:
     assert weights.as_base().base_digest == base_digest([tensor_digests(tensor_bytes(tensor))[0]])
 
 
-@pytest.mark.parametrize("share", [1 / 16, 0.0], ids=["elements", "encoded alone"])
-def test_changes_make_the_new_tensors_of_the_old_ones(
-    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    monkeypatch.setattr("rollout_service.client._compare.ELEMENTS_SHARE", share)
+def test_changes_make_the_new_tensors_of_the_old_ones(tensors: Tensors) -> None:
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None
-    # all scales change, which are sent as a whole
-    assert [change and change.elements is not None for change in changes[:2]] == [share > 0, False]
     assert [change is not None for change in changes] == [True, True, False, False, False]
     assert held(weights) == bytes_of(tensors) and weights.version == 3
     digests = [tensor_digests(tensor_bytes(tensor))[0] for tensor in tensors.values()]
@@ -118,19 +112,6 @@ def test_changes_make_the_new_tensors_of_the_old_ones(
         assert change is None or change.digest == tensor_digests(tensor_bytes(tensor))[0]
     weights.change(changes)
     assert held(weights) == bytes_of(new) and weights.version is None
-
-
-def test_no_more_elements_are_kept_than_may_be(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, new = sent(tensors), {name: tensor.clone() for name, tensor in tensors.items()}
-    new["codes"].view(torch.uint8)[[7, 32], 3] ^= 1
-    new["norm"].view(torch.int16)[[1, 500, 1199]] ^= 1
-    # positions and differences of two codes have 10 bytes, and of three numbers of the norm 18
-    monkeypatch.setattr("rollout_service.client._compare.ELEMENTS_SHARE", 12 / weights.nbytes)
-    changes = weights.changes_to(new.items())
-    assert changes is not None
-    assert [change and change.elements is not None for change in changes] == [True, None, None, False, None]
-    weights.change(changes)
-    assert held(weights) == bytes_of(new)
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
@@ -168,7 +149,6 @@ def test_a_committed_version_is_the_next_base(tensors: Tensors) -> None:
 
 
 def test_what_fails_while_it_is_applied_leaves_no_version(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_service.client._compare.ELEMENTS_SHARE", 0)
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None
