@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 TABLE = "model/families.py, as in vLLM 0.32"
 """Source of the engine's layout of a family's layers, if vLLM was not asked."""
-DISPENSABLE = ("in BF16", "count", "shape", "shard")
-"""Columns that a narrow terminal leaves out, in order."""
 
 
 class TensorKind(Frozen):
@@ -108,38 +106,23 @@ def inspect_model(
 
 
 def print_report(report: ModelReport, console: "Console") -> None:
-    """Print the widest table that fits, and below it the columns that were left out."""
-    from rich.measure import Measurement
-
-    for left_out in range(len(DISPENSABLE) + 1):
-        table = _table(report, DISPENSABLE[:left_out])
-        if Measurement.get(console, console.options.update(width=1000), table).minimum <= console.width:
-            break
-    console.print(table)
+    """Print a table, and what holds for the whole model below it."""
+    console.print(_table(report))
     console.print(f"How the engine fuses and cuts layers: {report.layout}.", style="dim")
     [kernels] = report.attention.backends
     console.print(f"Attention on a Hopper GPU: {kernels}: {report.attention.why}.", style="dim", markup=False)
-    if left_out:
-        missing = ", ".join(DISPENSABLE[:left_out])
-        console.print(f"The terminal is too narrow for: {missing}. Widen it, or see --json.", style="dim")
 
 
-def _table(report: ModelReport, hidden: tuple[str, ...]) -> "Table":
+def _table(report: ModelReport) -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=_title(report), title_justify="left", box=None, padding=(0, 2, 0, 0), show_footer=True)
     table.header_style = table.footer_style = "bold"
-    columns = [column for column in _columns(report) if column[0] not in hidden]
-    for name, total, cells in columns:
-        words = name == "stored as"  # only this column may be folded
-        table.add_column(
-            name,
-            footer=total,
-            justify="left" if words or name == "tensors" else "right",
-            no_wrap=not words,
-            min_width=len(total) if words else max(map(len, (name, total, *cells))),
-        )
+    columns = _columns(report)
+    for name, total, _ in columns:
+        justify: Literal["left", "right"] = "left" if name in ("tensors", "stored as") else "right"
+        table.add_column(name, footer=total, justify=justify, overflow="fold")
     for row in zip(*(cells for _, _, cells in columns), strict=True):
         table.add_row(*map(escape, row))
     return table

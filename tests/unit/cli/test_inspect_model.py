@@ -1,4 +1,4 @@
-"""The report of ``rollout-service inspect``: its sums, and what is left of it in a narrow terminal."""
+"""The report of ``rollout-service inspect``: its sums, and what it says of a model."""
 
 import io
 import json
@@ -86,17 +86,11 @@ def test_what_must_stay_in_fp32_is_counted_with_four_bytes(tmp_path: Path) -> No
     assert row.name == "mlp.gate.e_score_correction_bias" and row.stored_bytes == 2 * row.bf16_bytes == 4 * 8
 
 
-@pytest.mark.parametrize("ways", [1, 2])
-@pytest.mark.parametrize("width", [200, 60])
-def test_no_terminal_is_so_narrow_that_words_are_cut(qwen3_30b_a3b: Path, width: int, ways: int) -> None:
-    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), ways)
-    lines = printed(report, width)
-    text = " ".join(" ".join(lines).split())
-    assert max(map(len, lines)) <= width and "…" not in text
-    for row in report.kinds:
-        assert any(line.startswith(f"{row.name} ") for line in lines)
-    assert f"{report.stored_bytes / report.bf16_bytes:.1%} of BF16" in text and "embedding" in text
-    assert ("in BF16" in lines[1]) is ("too narrow for: in BF16" not in text)
+def test_a_narrow_terminal_folds_cells_and_cuts_none(qwen3_30b_a3b: Path) -> None:
+    report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
+    for width in (200, 60):
+        lines = printed(report, width)
+        assert max(map(len, lines)) <= width and "…" not in "".join(lines)
 
 
 def test_whole_experts_on_each_gpu_are_counted_and_not_cut(qwen3_30b_a3b: Path) -> None:
