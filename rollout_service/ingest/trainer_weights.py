@@ -15,7 +15,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import InvalidDelta, NotFound, RolloutServiceError
-from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta, version_name
+from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta, version_name, whole_check
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path, safetensors_files
 from rollout_service.ingest.sources.foreign_file import Header
 from rollout_service.ingest.stores import Stores, is_url
@@ -63,7 +63,12 @@ class _Plan(NamedTuple):
     stamp: str | None = None
     """The stamp of a delta."""
 
+    check: Callable[[str, memoryview], None] | None = None
+    """Compares the whole tensors with their checksums."""
+
     def apply(self, name: str, room: memoryview) -> None:
+        if self.check is not None:
+            self.check(name, room)
         for link in self.links:
             link.apply(name, room)
 
@@ -101,6 +106,9 @@ class TrainerWeights:
             else:
                 folder = allowed_path(Path(store) / name, self._roots)
             self._stores.fetch(folder)
+            if folder.is_dir() and is_url(store):
+                self._load()
+                self._plan(folder)  # reads older versions that it needs, while other weights may still be pushed
         if folder.is_dir():
             return folder
         if version == 0:
@@ -142,17 +150,14 @@ class TrainerWeights:
         ``keep``: also keep a whole folder, for later deltas. Raises InvalidDelta for a version that lacks an older one,
         InvalidManifest, Forbidden, NotFound.
         """
+        if not keep and not is_delta(folder):
+            return FolderSource(folder, self._roots_of(folder), self._ignored)
         with self._lock:
             self._load()
-            if is_delta(folder):
-                plan = self._plan(folder)
-            elif keep:
-                plan = _Plan(str(folder.parent), _version_of(folder), folder)
-            else:
-                return FolderSource(folder, self._roots_of(folder), self._ignored)
+            plan = self._plan(folder)
             self._plans = {folder: plan}
             read = self._kept if plan.seed is None else plan.seed
-            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply if plan.links else None)
+            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply)
             self._require_changes_of(source, plan)
             source.stamp = plan.stamp or source.stamp
             return source
@@ -177,38 +182,44 @@ class TrainerWeights:
                 raise
 
     def _plan(self, folder: Path) -> _Plan:
-        store, links = folder.parent, [DeltaFolder(folder, self._roots_of(folder))]
-        source, target = str(store), links[0].version
-        if self._is_kept(source, target):
-            return _Plan(source, target, None, (), links[0].stamp)
+        source = str(folder.parent)
+        if not is_delta(folder):
+            return _Plan(source, _version_of(folder), folder, check=self._check_of(folder))
+        newest = DeltaFolder(folder, self._roots_of(folder))
+        if self._is_kept(source, newest.version):
+            return _Plan(source, newest.version, None, (), newest.stamp)
+        links, seed = self._chain(newest)
+        check = None if seed in (None, self._model) else self._check_of(seed)
+        return _Plan(source, newest.version, seed, tuple(links), newest.stamp, check)
 
-        def plan(seed: Path | None) -> _Plan:
-            return _Plan(source, target, seed, tuple(reversed(links)), links[0].stamp)
-
-        while True:
-            newest = links[-1]
-            if self._is_kept(source, newest.base):
-                return plan(None)
-            base = store / folder_name(newest.base)
-            self._stores.fetch(base)
-            if not base.is_dir():
-                if newest.base.isdecimal() and newest.base != "0":
+    def _chain(self, newest: DeltaFolder) -> tuple[list[DeltaFolder], Path | None]:
+        """Return the changes up to ``newest``, oldest first, and the whole folder below them; None: the kept files."""
+        links, store, target = [newest], newest.folder.parent, f"version {newest.version} in {newest.folder}"
+        while not self._is_kept(str(store), base := links[0].base):
+            folder = store / folder_name(base)
+            self._stores.fetch(folder)
+            if not folder.is_dir():
+                if base.isdecimal() and base != "0":
                     raise InvalidDelta(
-                        f"version {target} in {folder} needs version {newest.base}, which is neither kept "
-                        f"({self._kept_version}) nor in {store}: publish a whole folder",
-                        {"version": target, "missing": newest.base},
+                        f"{target} needs version {base}, which is neither kept ({self._kept_version}) nor in {store}: "
+                        "publish a whole folder",
+                        {"version": newest.version, "missing": base},
                     )
-                return plan(self._model)
-            if not is_delta(base):
-                return plan(base)
+                return links, self._model
+            if not is_delta(folder):
+                return links, folder
             if len(links) == MAX_LINKS:
                 raise InvalidDelta(
-                    f"version {target} in {folder} needs more than {MAX_LINKS} deltas: publish a whole folder",
-                    {"version": target, "max_links": MAX_LINKS},
+                    f"{target} needs more than {MAX_LINKS} deltas: publish a whole folder",
+                    {"version": newest.version, "max_links": MAX_LINKS},
                 )
-            links.append(DeltaFolder(base, self._roots_of(base)))
-            if links[-1].version != newest.base:
-                raise InvalidDelta(f"{base} is version {links[-1].version} by its index, and not {newest.base}")
+            links.insert(0, DeltaFolder(folder, self._roots_of(folder)))
+            if links[0].version != base:
+                raise InvalidDelta(f"{folder} is version {links[0].version} by its index, and not {base}")
+        return links, None
+
+    def _check_of(self, folder: Path) -> Callable[[str, memoryview], None] | None:
+        return whole_check(folder, safetensors_files(folder, self._roots_of(folder)))
 
     def _require_changes_of(self, source: FolderSource, plan: _Plan) -> None:
         for link in plan.links:

@@ -12,7 +12,7 @@ their positions as uint32, and their new values. A folder whose index has no ``d
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +113,37 @@ def is_delta(folder: Path) -> bool:
     return index is not None and "delta_encoding" in index.get("metadata", {})
 
 
+def whole_check(folder: Path, files: Iterable[Path]) -> Callable[[str, memoryview], None] | None:
+    """Return a function that compares a tensor of a whole folder with its checksum; None: the index announces none.
+
+    ModelExpress writes them, into the files' ``__metadata__``. Raises InvalidManifest, also from the function.
+    """
+    said = (index_of(folder) or {}).get("metadata", {})
+    if "checksum_format" not in said:
+        return None
+    checksum = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
+    sums = {name: text for file in files for name, text in Header.of(file).metadata.items()}
+
+    def check(name: str, room: memoryview) -> None:
+        if (found := checksum(room)) != sums.get(name):
+            raise InvalidManifest(
+                f"{name} in {folder} has the checksum {found}, and not {sums.get(name)}: publish it again"
+            )
+
+    return check
+
+
+def _known(folder: Path, field: str, said: Mapping[str, object], known: tuple[str, ...]) -> str:
+    value = said.get(field)
+    if value not in known:
+        raise InvalidManifest(
+            f"version {version_name(said.get('version', ''))} in {folder} has {field} {value!r}: the service reads "
+            f"{', '.join(known)}",
+            {"version": said.get("version"), field: value},
+        )
+    return str(value)
+
+
 class DeltaFolder:
     """The changes of one version. Raises InvalidManifest or InvalidDelta for an unusable folder."""
 
@@ -132,9 +163,9 @@ class DeltaFolder:
             self.version.isdecimal() and self.base.isdecimal() and int(self.version) < int(self.base)
         ):
             raise InvalidDelta(f"{folder} is version {self.version}, and cannot be a delta of version {self.base}")
-        self._apply = _ENCODINGS[self._known("delta_encoding", said, tuple(_ENCODINGS))]
-        self._known("compression_format", said, _CODECS)
-        self._checksum = _CHECKSUMS[self._known("checksum_format", said, tuple(_CHECKSUMS))]
+        self._apply = _ENCODINGS[_known(folder, "delta_encoding", said, tuple(_ENCODINGS))]
+        _known(folder, "compression_format", said, _CODECS)
+        self._checksum = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
         self._changes = dict(self._read(index))
         content = [said, sorted((name, change.checksum) for name, change in self._changes.items())]
         self.stamp = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
@@ -176,15 +207,6 @@ class DeltaFolder:
             "again, or a whole folder",
             {"version": self.version, "base_version": self.base, "tensor": name},
         )
-
-    def _known(self, field: str, said: dict[str, object], known: tuple[str, ...]) -> str:
-        value = said.get(field)
-        if value not in known:
-            raise InvalidManifest(
-                f"version {self.version} in {self.folder} has {field} {value!r}: the service reads {', '.join(known)}",
-                {"version": self.version, field: value},
-            )
-        return str(value)
 
     def _read(self, index: dict[str, Any]) -> Iterator[tuple[str, _Change]]:
         listed = index.get("weight_map")

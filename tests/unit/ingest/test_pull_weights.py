@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
@@ -29,7 +30,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
 from tests.support.checkpoints import save_checkpoint
-from tests.support.delta_writer import publish, stepped
+from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Weights, changed, config_of
 
@@ -183,6 +184,27 @@ async def test_a_whole_folder_on_the_way_ends_the_replay(
     publish(store, 4, steps[3], steps[4])
     assert await pull(ingest, store, 4) == 4
     await require(ingest, 4, steps[4], model)
+
+
+@pytest.mark.parametrize("checksum", ["adler32", "md5"])
+async def test_a_whole_folder_with_checksums_is_checked(
+    ingest: Ingest, store: Path, steps: list[Weights], model: Path, checksum: str
+) -> None:
+    """ModelExpress writes checksums of whole tensors, too."""
+    folder = save_checkpoint(store / "weight_v000001", steps[1])
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["metadata"]["checksum_format"] = checksum
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidManifest, match="has the checksum .* and not None" if checksum == "adler32" else "md5"):
+        await pull(ingest, store, 1)
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        save_file(held, file, metadata={name: CHECKSUMS["adler32"](raw(tensor)) for name, tensor in held.items()})
+    if checksum == "adler32":
+        assert await pull(ingest, store, 1) == 1
+        publish(store, 2, steps[1], steps[2])
+        assert await pull(ingest, store, 2) == 2
+        await require(ingest, 2, steps[2], model)
 
 
 async def test_push_path_takes_a_folder_of_changes(
