@@ -94,7 +94,7 @@ def main(
     if kv_cache == "keep":
         kept_tokens = sum(outcome.kept_tokens for outcome in record.outcomes)
         console.print(f"{kept_tokens} tokens read keys and values of older versions")
-        is_clean &= kept_tokens > 0 or all(outcome.rollouts == 0 for outcome in record.outcomes)
+        is_clean &= kept_tokens > 0 or bool(only)  # some cases push no versions
     raise typer.Exit(0 if is_clean else 1)
 
 
