@@ -40,6 +40,7 @@ TITLES = {
     "openai.sessions": "Chats and sessions",
     "models": "Models and health",
     "weights": "Weights",
+    "adapters": "Adapters",
     "update_weights": "vLLM's and prime-rl's updates",
     "vllm_weights": "vLLM's and prime-rl's updates",
     "mismatch": "Mismatch",

@@ -288,7 +288,7 @@ def _fleet_table(fleet: "Fleet") -> "Table":
     table.add_column("error")
     for replica in fleet.replicas:
         table.add_row(*_fleet_row(replica))
-    lines = [*_groups(fleet), *_attention(fleet), *_kv_caches(fleet), *_failed_starts(fleet)]
+    lines = [*_groups(fleet), *_adapters(fleet), *_attention(fleet), *_kv_caches(fleet), *_failed_starts(fleet)]
     table.caption = escape("\n".join(lines))
     return table
 
@@ -303,6 +303,21 @@ def _groups(fleet: "Fleet") -> list[str]:
         f"group {name} is pinned to {pin.pinned_to}: "
         + ("no such version, it follows the newest" if pin.version is None else f"version {pin.version}")
         for name, pin in fleet.groups.items()
+    ]
+
+
+def _adapters(fleet: "Fleet") -> list[str]:
+    """Return a line for each adapter version that a replica holds, and for each that it could not load."""
+    reports = [(replica.replica_id, held) for replica in fleet.replicas for held in replica.adapters]
+    versions = {(held.name, held.version) for _, held in reports if held.error is None}
+    lines = []
+    for name, version in sorted(versions):
+        running = [h.running for _, h in reports if (h.name, h.version, h.error) == (name, version, None)]
+        lines.append(f"adapter {name}@{version}: on {len(running)} replicas, {sum(running)} rollouts")
+    failed = [(replica, held) for replica, held in reports if held.error is not None]
+    return [
+        *lines,
+        *(f"adapter {held.name}@{held.version}: not on {replica}: {held.error}" for replica, held in failed),
     ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import httpx
 
+from rollout_service.client._adapters import AdapterCalls
 from rollout_service.client._batch import Failures, Group, first_groups
 from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S, ControlCalls
 from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_from, rollout_of, split_options
@@ -43,7 +44,7 @@ MAX_CONNECTIONS = 4096
 """Default of ``max_connections``. It keeps sixteen engines with 256 sequences each busy at ``n=1``."""
 
 
-class RolloutClient(ControlCalls, MismatchCalls):
+class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
     """Client of one rollout service. Use it as ``async with RolloutClient(url) as client:``, in one event loop.
 
     Generation calls and control calls use separate connection pools and do not wait for each other. Cancelling a call
@@ -157,6 +158,9 @@ class RolloutClient(ControlCalls, MismatchCalls):
                 service waits a limited time for the version. A label costs one query to the ingest per request.
             weight_version: ``{"exact_version": V}`` to sample every token from this version, by number or label.
                 ``{"min_version": V}`` means the same as ``min_weight_version``.
+            adapter: Name of a LoRA adapter (``push_adapter``). ``run-a`` means its newest version, ``run-a@3`` exactly
+                that one. Spans name the version.
+            min_adapter_version: Sample from this version of the adapter or a newer one.
             session_id: Calls with the same id go to one replica while it lives, so that they share its prefix cache.
             priority: Requests with lower values are scheduled earlier.
             on_abort: The action when an update, a pause or a lost replica interrupts a completion. ``continue``:

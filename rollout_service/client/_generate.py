@@ -35,6 +35,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int
     min_weight_version: int | str | None
     weight_version: WantedVersion | Mapping[str, int | str | None] | None
+    adapter: str | None
+    min_adapter_version: int | None
     session_id: str | None
     priority: int
     on_abort: OnAbort
@@ -46,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
 _ABOUT_THE_REQUEST = (
     "min_weight_version",
     "weight_version",
+    "adapter",
+    "min_adapter_version",
     "session_id",
     "priority",
     "on_abort",

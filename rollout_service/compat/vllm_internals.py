@@ -35,6 +35,7 @@ from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group as join_nccl_by_id
 from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.forward_context import set_forward_context
+from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
 from vllm.model_executor.kernels.linear import (
     Fp8BlockScaledMMLinearKernel,
     FP8ScaledMMLinearLayerConfig,
@@ -98,6 +99,7 @@ __all__ = [
     "NCCL_UNIQUE_ID_KEY",
     "Attention",
     "BaseKVCacheMethod",
+    "BaseLayerWithLoRA",
     "BlockQuantScaleParameter",
     "ChannelQuantScaleParameter",
     "ColumnParallelLinear",
@@ -129,6 +131,7 @@ __all__ = [
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
     "WeightsMapper",
+    "adapter_targets",
     "create_fp8_scale_parameter",
     "create_fp8_weight_parameter",
     "finalize_layerwise_reload",
@@ -140,6 +143,7 @@ __all__ = [
     "memory_allocator",
     "nccl_unique_id",
     "register_weight_loader_v2_supported_method",
+    "select_no_adapter",
     "set_forward_context",
     "set_weight_attrs",
     "validate_fp8_block_shape",
@@ -372,6 +376,21 @@ def packed_modules(model: torch.nn.Module) -> Mapping[str, tuple[str, ...]]:
     """Return the last part of a fused module's name → those of its parts, as vLLM uses them for quantization."""
     mapping = getattr(model, "packed_modules_mapping", None) or {}
     return {fused: tuple(parts) for fused, parts in mapping.items()}
+
+
+def adapter_targets(model: torch.nn.Module) -> set[str]:
+    """Return the last part of the name of each layer that computes with LoRA adapters, as adapters name them."""
+    manager: Any = model.lora_manager
+    leaves = {name.rpartition(".")[2] for name in manager.modules}
+    return {part for leaf in leaves for part in manager.packed_modules_mapping.get(leaf, (leaf,))}
+
+
+def select_no_adapter(model: torch.nn.Module, rows: int, tokens: int) -> None:
+    """Make the next forward pass, of ``tokens`` in ``rows``, compute without an adapter. vLLM itself does so for each
+    step."""
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is not None:
+        manager.set_adapter_mapping(LoRAMapping((0,) * tokens, (0,) * rows, is_prefill=True))
 
 
 def forget_kernel(method: FusedMoEMethodBase) -> None:

@@ -1,6 +1,6 @@
 """The configuration of the service: the content of ``args:`` in a deployment YAML."""
 
-from rollout_service.config.engine import EngineConfig, KVCacheConfig, QuantConfig
+from rollout_service.config.engine import AdaptersConfig, EngineConfig, KVCacheConfig, QuantConfig
 from rollout_service.config.service import (
     AuthConfig,
     ChatConfig,
@@ -12,6 +12,7 @@ from rollout_service.config.service import (
 )
 
 __all__ = [
+    "AdaptersConfig",
     "AuthConfig",
     "ChatConfig",
     "EngineConfig",

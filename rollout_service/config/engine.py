@@ -82,6 +82,18 @@ class KVCacheConfig(Config):
         return self
 
 
+class AdaptersConfig(Config):
+    """LoRA adapters (docs/adapters.md)."""
+
+    max_live: int = Field(default=0, ge=0, le=256)
+    """Maximum number of adapter versions in an engine, over all names. An update needs a free one, since rollouts
+    finish under the version that they began with. 0: none; the engine then has no LoRA layers, which cost speed and
+    memory even when unused."""
+
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 32
+    """The largest rank. Engines reserve memory for ``max_live`` adapters of this rank in all linear layers."""
+
+
 class EngineConfig(Config):
     """One vLLM engine, and limits of a replica."""
 
@@ -157,6 +169,8 @@ class EngineConfig(Config):
     can route each token to the same experts. Engines then record them for all tokens, including cached prompts. Host
     memory in bytes: the KV cache's tokens times layers and experts per token. Only for mixtures of experts; not on the
     CPU."""
+
+    adapters: AdaptersConfig = AdaptersConfig()
 
     extra: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of vLLM, by the names of its AsyncEngineArgs: docs/vllm_settings.md. Arguments that the service

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from safetensors import safe_open
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,14 +30,23 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rollout_service.compat.vllm_internals import environment_as_it_is, pause_scheduler, tokens_since
 from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, begin_version
+from rollout_service.engine.adapters import LoadedAdapter
 from rollout_service.engine.kv_versions import KVVersions
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, stage_at
 from rollout_service.engine.partial_penalties import with_partial_penalties
-from rollout_service.errors import EngineFailed, InvalidRequest, LogCorrupt, MemoryTaken, NonFiniteLogprob
+from rollout_service.errors import (
+    EngineFailed,
+    InvalidManifest,
+    InvalidRequest,
+    LogCorrupt,
+    MemoryTaken,
+    NonFiniteLogprob,
+)
 from rollout_service.fleet.continuation import of_version
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
+from rollout_service.protocol.adapters import TENSORS_FILE
 from rollout_service.protocol.fleet import PauseMode, Staging
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
@@ -75,6 +86,10 @@ class EngineAdapter:
         self._generating: set[asyncio.Task[RequestOutput]] = set()
         self._exact: dict[str, int] = {}
         """Running requests that accept tokens of one weight version only, with that version."""
+        self._adapters: dict[str, LoadedAdapter] = {}
+        """Running requests with an adapter."""
+        self._adapter_targets: frozenset[str] | None = None
+        """The layers that compute with adapters, by the last part of their names; None: not asked yet."""
         self._has_kv = True
         """False if the KV cache was dropped, and nothing ran since."""
         settings = args.additional_config
@@ -141,13 +156,14 @@ class EngineAdapter:
         exact_version: int | None = None,
         session_id: str | None = None,
         note_cached: Callable[[int], None] | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> tuple[Completion, ...]:
         """Return the ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
         ``partial_tokens``, ``session_id``: see ``GenerateCall``. ``exact_version``: the only weight version whose
         tokens are returned. A completion that another version would continue ends with "abort". Such a request reads no
         keys and values of its session's earlier versions. ``note_cached``: called with the number of the prompt's
-        tokens that the prefix cache had.
+        tokens that the prefix cache had. ``adapter``: samples the tokens; None: the model itself.
 
         Raises EngineFailed if the engine is dead or broken, InvalidRequest if vLLM refuses the request, and
         NonFiniteLogprob.
@@ -157,20 +173,25 @@ class EngineAdapter:
         parameters = vllm_sampling(sampling, len(prompt), partial_tokens)
         if exact_version is not None:
             self._exact[request_id], session_id = exact_version, None
+        if adapter is not None:
+            self._adapters[request_id] = adapter
         kv = nullcontext(cache_salt) if self._kv is None else self._kv.follow(request_id, session_id, cache_salt)
         try:
             with kv as salt:
-                stream = self._stream(request_id, prompt, parameters, priority, salt, reasoning)
+                stream = self._stream(request_id, prompt, parameters, priority, salt, reasoning, adapter)
                 made = completions(await self._output(request_id, stream, note_cached), sampling)
                 return tuple(self._with_versions(request_id, made))
         finally:
             self._exact.pop(request_id, None)
+            self._adapters.pop(request_id, None)
 
     def _with_versions(self, request_id: str, made: Iterable[Completion]) -> Iterable[Completion]:
-        """Return a running request's completions with ``kv_from`` in their spans, up to its exact version's last
-        token."""
+        """Return a running request's completions with ``kv_from`` and the adapter in their spans, up to its exact
+        version's last token."""
         if self._kv is not None:
             made = self._kv.on(request_id, made)
+        if (adapter := self._adapters.get(request_id)) is not None:
+            made = [each.with_adapter(adapter.adapter.name, adapter.adapter.version) for each in made]
         exact = self._exact.get(request_id)
         return made if exact is None else [of_version(each, exact) for each in made]
 
@@ -252,18 +273,43 @@ class EngineAdapter:
         priority: int = 0,
         cache_salt: str | None = None,
         reasoning: Reasoning | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         tokens = tokens_input(list(prompt), cache_salt=cache_salt)
+        lora = None if adapter is None else _lora_request(adapter)
         if reasoning is None:
-            return self._llm.generate(tokens, sampling, request_id, priority=priority)
+            return self._llm.generate(tokens, sampling, request_id, priority=priority, lora_request=lora)
         return self._llm.generate(
             tokens,
             sampling,
             request_id,
             priority=priority,
+            lora_request=lora,
             reasoning_ended=reasoning.ended,
             reasoning_parser_kwargs=reasoning.parser_kwargs or None,
         )
+
+    async def add_adapter(self, loaded: LoadedAdapter) -> None:
+        """Load an adapter while the engine serves. Raises InvalidManifest if vLLM cannot load it, or EngineFailed."""
+        self._require_sound()
+        try:
+            if self._adapter_targets is None:
+                self._adapter_targets = frozenset((await self.ask_workers("adapter_targets"))[0])
+            # vLLM ignores matrices of a layer that has no adapters
+            if missing := await asyncio.to_thread(_targets_of, loaded) - self._adapter_targets:
+                raise InvalidManifest(f"vLLM has no LoRA for {sorted(missing)}: leave them out of target_modules")
+            await self._llm.add_lora(_lora_request(loaded))
+        except (InvalidManifest, OSError):
+            raise
+        except EngineDeadError as error:
+            raise EngineFailed("the engine's process is dead") from error
+        except Exception as error:  # vLLM raises a plain Exception with the worker's message
+            raise InvalidManifest(f"vLLM cannot load adapter {loaded.adapter}: {error}") from error
+
+    async def remove_adapter(self, loaded: LoadedAdapter) -> None:
+        """Remove an adapter that no request uses."""
+        self._require_sound()
+        await self._llm.remove_lora(loaded.number)
 
     async def abort(self) -> None:
         """End every running completion with its tokens so far, in any engine state. They end with "abort"."""
@@ -462,6 +508,17 @@ class EngineAdapter:
     def _require_sound(self) -> None:
         if self.broken is not None:
             raise EngineFailed(f"this replica is being replaced: {self.broken}")
+
+
+def _lora_request(loaded: LoadedAdapter) -> LoRARequest:
+    # keys of the prefix cache contain the name, and a removed adapter's name and version may be given again
+    name = f"{loaded.adapter}:{loaded.adapter.digest}"
+    return LoRARequest(lora_name=name, lora_int_id=loaded.number, lora_path=str(loaded.folder))
+
+
+def _targets_of(loaded: LoadedAdapter) -> set[str]:
+    with safe_open(loaded.folder / TENSORS_FILE, framework="pt") as reader:
+        return {name.partition(".lora_")[0].rpartition(".")[2] for name in reader.keys()}  # noqa: SIM118
 
 
 def _cancelled_by_caller() -> bool:

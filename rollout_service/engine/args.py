@@ -96,10 +96,27 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         scheduler_cls=f"{keeping_scheduler.__module__}.{keeping_scheduler.__qualname__}" if _kv_age(config) else None,
         scheduling_policy="priority",  # with equal priorities it schedules in order of arrival, like the default policy
         disable_log_stats=True,
+        **_adapters(config),
         **_attention(config),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
     )
     return AsyncEngineArgs(**with_extra(owned, config, on_cpu))
+
+
+def _adapters(config: ServiceConfig) -> dict[str, object]:
+    adapters = config.engine.adapters
+    if not adapters.max_live:
+        return {}
+    linears = ServedModel.of(config.model).linears
+    return {
+        "enable_lora": True,
+        # as many places as versions, so that vLLM never evicts one
+        "max_loras": adapters.max_live,
+        "max_cpu_loras": adapters.max_live,
+        "max_lora_rank": adapters.max_rank,
+        # without embeddings, output head and experts, whose adapters are refused
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in linears if ".experts." not in name}),
+    }
 
 
 def _named(**arguments: object) -> dict[str, object]:

@@ -90,7 +90,9 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("offload_params", "offload_prefetch_step"), _ON_THE_DEVICE),
     **dict.fromkeys(("kv_offloading_backend", "kv_offloading_size", "kv_transfer_config"), _OLD_KV),
     "convert": "engines generate",
-    "enable_lora": "a version is whole: merge adapters before they are pushed",
+    **dict.fromkeys(("enable_lora", "max_cpu_loras", "max_loras"), "set engine.adapters.max_live"),
+    "max_lora_rank": "set engine.adapters.max_rank",
+    "lora_target_modules": "adapters may have all linear layers but experts",
     "runner": "engines generate",
     "worker_cls": "the worker is vLLM's own, with the service's extension",
 }

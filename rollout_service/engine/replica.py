@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.engine.adapters import ReplicaAdapters
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.args import attention_of, engine_args, not_converted
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
@@ -43,6 +44,7 @@ from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.drain import Drain, end_process
 from rollout_service.runtime.logs import log_with_serve
 from rollout_service.runtime.rpc import EngineCalls, ingest_client
+from rollout_service.store.adapters import AdapterStore
 from rollout_service.store.node_cache import NodeCache, find_log
 from rollout_service.tracing import describe
 
@@ -122,6 +124,15 @@ class EngineReplica:
         self._sessions = SessionAdmission(self._engine.kv_cache_tokens, self._engine.scheduler)
         try:
             await self._engine.connect()
+            limits, serves_adapters = config.engine.adapters, self._group is None
+            root = config.weights.root_here() if copies is None else copies.log.root
+            self._adapters = ReplicaAdapters(
+                self._engine,
+                AdapterStore(root),
+                limits.max_live if serves_adapters else 0,
+                lambda: self._weight_sync.digest,
+                None if copies is None else self._ingest,
+            )
             self._weight_sync = WeightSync(
                 self._replica_id,
                 self._engine,
@@ -135,6 +146,7 @@ class EngineReplica:
                 self._load,
                 AttentionStatus(backends=self._engine.attention_backends, why=why),
                 self._group,
+                self._adapters if limits.max_live and serves_adapters else None,
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()
@@ -162,12 +174,15 @@ class EngineReplica:
         self._hand_over.asked()
         try:
             self._require_sound()
+            if call.adapter is not None:
+                await self._adapters.wait_for(call.adapter, self._wait_s)  # ``use`` refuses the call otherwise
             await self._wait_version(call)  # a waiting call holds no place, because the version may never come
             returns = self._weight_sync.returns
             with (
                 self._admission.admit(call.sampling.n, call.origin),
                 self._sessions.admit(call) as turn,
                 self._progress.follow(call) as engine_id,
+                self._adapters.use(call.adapter) as adapter,
             ):
                 completions = await self._engine.generate(
                     engine_id,
@@ -180,6 +195,7 @@ class EngineReplica:
                     call.exact_weight_version,
                     call.session_id,
                     turn.note_cached,
+                    adapter,
                 )
                 turn.end(completions)
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:
@@ -221,7 +237,14 @@ class EngineReplica:
         status = self._weight_sync.status()
         show_load(status, self._engine.scheduler)
         running, capacity = self._admission.by_origin(), self._config.engine.max_num_seqs
-        return {"version": status.version, "state": status.state, "running": running, "capacity": capacity}
+        adapters = {held.name: held.version for held in status.adapters if held.error is None}  # the newest is last
+        return {
+            "version": status.version,
+            "state": status.state,
+            "running": running,
+            "capacity": capacity,
+            "adapters": adapters,
+        }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the data for the autoscaling policy. Serve calls this."""
@@ -280,13 +303,16 @@ class EngineReplica:
         if self._engine.broken is not None:
             raise NotReady(f"replica {self._replica_id} is being replaced: {self._engine.broken}")
 
+    @property
+    def _wait_s(self) -> float:
+        return min(VERSION_WAIT_S, self._config.engine.version_wait_s)
+
     async def _wait_version(self, call: GenerateCall) -> None:
         exact = call.exact_weight_version
         version = call.min_weight_version if exact is None else exact
         if version is None:
             return
-        wait_s = min(VERSION_WAIT_S, self._config.engine.version_wait_s)
-        if not await self._weight_sync.wait_version(version, wait_s, exact=exact is not None):
+        if not await self._weight_sync.wait_version(version, self._wait_s, exact=exact is not None):
             here = self._weight_sync.version
             why = f"which is behind min_weight_version={version}" if exact is None else f"not exact_version={exact}"
             raise TooEarly(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollout_service.config import WeightsConfig
+from rollout_service.engine.adapters import ReplicaAdapters
 from rollout_service.engine.followed_log import FollowedLog
 from rollout_service.engine.pausing import Pausing
 from rollout_service.engine.replica_state import ReplicaLife
@@ -103,6 +104,7 @@ class WeightSync:
         load: Callable[[], EngineLoad] | None = None,
         attention: AttentionStatus | None = None,
         group: str | None = None,
+        adapters: ReplicaAdapters | None = None,
     ) -> None:
         """Create the follower.
 
@@ -116,11 +118,12 @@ class WeightSync:
             load: returns the engine's load, for reports.
             attention: the engine's attention status, for reports.
             group: this replica's group in ``scaling.groups``, which is pinned to a version. None: it has no group.
+            adapters: this replica's adapters. None: it serves none.
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._running, self._draining, self._load, self._attention = running, draining, load, attention
         self._kv_scales = kv_scales or NoKVScales()
-        self._group = group
+        self._group, self._adapters = group, adapters
         find_pin = None if group is None else functools.partial(ingest.pinned, group)
         self._log = FollowedLog(config.root_here(), copies, fingerprint, find_pin)
         self._life = ReplicaLife()
@@ -177,7 +180,27 @@ class WeightSync:
                     raise
                 failed = head
                 logger.warning("version %s is read again, or a newer one: %s", head and head.version, error)
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._act())]
+        following = [self._listen(), self._act()]
+        if self._adapters is not None:
+            await self._hold_adapters(self._adapters)
+            following.append(self._follow_adapters(self._adapters))
+        self._tasks = [asyncio.create_task(each) for each in following]
+
+    async def _hold_adapters(self, adapters: ReplicaAdapters) -> None:
+        """Load the adapters that the ingest names; waits for the ingest."""
+        while True:
+            try:
+                adapters.want((await self._ingest.sync(self.status(), None)).adapters)
+                break
+            except NotReady as error:
+                if self._unreadable.is_news(str(error)):
+                    logger.warning("waiting for the ingest to name the adapters: %s", error)
+                await asyncio.sleep(self._config.poll_s)
+        await adapters.settle()
+
+    async def _follow_adapters(self, adapters: ReplicaAdapters) -> None:
+        async for _ in adapters.follow():
+            await self._report()
 
     async def _look_at_start(self) -> None:
         with suppress(NotReady):  # the next turn reports it
@@ -191,7 +214,7 @@ class WeightSync:
             group=self._group,
             sequence=next(REPORTS),
             version=self.version,
-            digest=None if life.served is None else life.served.digest,
+            digest=self.digest,
             label=None if life.served is None else life.served.label,
             log=None if origin is None else origin.log,
             state="failed" if broken else "draining" if self._draining() else life.state,
@@ -206,6 +229,7 @@ class WeightSync:
             kv_cache=self._kv_scales.status,
             attention=self._attention,
             load=None if self._load is None else self._load(),
+            adapters=() if self._adapters is None else self._adapters.status(),
         )
 
     async def wait_version(self, version: int, timeout_s: float, *, exact: bool = False) -> bool:
@@ -248,6 +272,11 @@ class WeightSync:
             if task.done():
                 raise EngineFailed(f"replica {self._replica_id} stopped following the log: {task.exception()}")
 
+    @property
+    def digest(self) -> str | None:
+        """The digest of the served version."""
+        return None if self._life.served is None else self._life.served.digest
+
     def stop(self) -> None:
         """Stop following the log."""
         for task in self._tasks:
@@ -273,6 +302,8 @@ class WeightSync:
                 continue
             self._desired, self._answers = desired, self._answers + 1
             self._woken.set()
+            if self._adapters is not None:
+                self._adapters.want(desired.adapters)
 
     async def _act(self) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from rollout_service.compat.vllm_internals import adapter_targets
 from rollout_service.engine.attention.worker import AttentionWorker
 from rollout_service.engine.sleeping import SleepingWorker
 from rollout_service.kv_scales.worker import KVScalesWorker
@@ -24,6 +25,10 @@ class VersionStaging(KVScalesWorker, SleepingWorker, AttentionWorker):
     def staging_kind(self) -> "tuple[Staging, str | None]":
         """Return the kind of staging buffer. The second value is the reason, if the kind was chosen automatically."""
         return self.weight_transfer_engine.staging, self.weight_transfer_engine.why_there
+
+    def adapter_targets(self) -> list[str]:
+        """Return the layers that compute with LoRA adapters, by the last part of their names."""
+        return sorted(adapter_targets(self.weight_transfer_engine.model))
 
     def load_report(self) -> "LoadReport":
         """Return how the last version was loaded, see ``LogWeightTransferEngine.report``."""

@@ -8,6 +8,7 @@ import xxhash
 from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import TooEarly
 from rollout_service.fleet.detokenizer import Decode, Detokenizer
+from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.rollout import Completion, Rollout, merge_spans
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -23,8 +24,8 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
     """Return the request for the tokens that ``partial``, one of the call's completions, still lacks.
 
     Its ``min_weight_version`` is at least the version of the last token of ``partial``, unless the call has an exact
-    version, which stays. Routed experts are requested from the last token on, which no engine has read, or from the
-    call's start if ``partial`` has none.
+    version, which stays. An adapter stays at the version that made the tokens. Routed experts are requested from the
+    last token on, which no engine has read, or from the call's start if ``partial`` has none.
     """
     done = len(partial.token_ids)
     sampling, is_exact = call.sampling, call.exact_weight_version is not None
@@ -39,9 +40,16 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
             "prompt_token_ids": call.prompt_token_ids + partial.token_ids,
             "partial_tokens": call.partial_tokens + done,
             "min_weight_version": None if is_exact else min_version_of_rest(call.min_weight_version, partial),
+            "adapter": _adapter_of_rest(call, partial),
             "sampling": sampling_of_the_rest(sampling, partial.index, done).model_copy(update=changes),
         }
     )
+
+
+def _adapter_of_rest(call: GenerateCall, partial: Completion) -> WantedAdapter | None:
+    if call.adapter is None or not partial.spans:
+        return call.adapter
+    return WantedAdapter(name=call.adapter.name, exact_version=partial.spans[-1].adapter_version)
 
 
 def min_version_of_rest(asked: int | None, partial: Completion) -> int | None:

@@ -11,6 +11,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.errors import Asleep, CommitTimeout, LogCorrupt, NotReady, Overtaken, RolloutServiceError
 from rollout_service.fleet.registry import FleetTable
 from rollout_service.metrics.state import FleetHistory
+from rollout_service.protocol.adapters import AdapterVersion
 from rollout_service.protocol.fleet import Fleet, LogPlace, PauseMode, Pin, ReplicaStatus, SleepTag
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.weight_log import Control, DesiredState, Head, Origin
@@ -35,10 +36,11 @@ class FleetCoordinator:
         changes: ChangeNotifier,
         place: LogPlace | None = None,
         pins: Callable[[], dict[str, Pin]] = dict,
+        adapters: Callable[[], tuple[AdapterVersion, ...]] = tuple,
     ) -> None:
         """``changes``: notified of reports, and of each change of the desired state. ``place``: location of the log.
-        ``pins``: returns the versions of pinned groups."""
-        self._place, self._pins = place, pins
+        ``pins``: returns the versions of pinned groups. ``adapters``: returns the adapter versions to hold."""
+        self._place, self._pins, self._adapters = place, pins, adapters
         self._log, self._history, self._changes = log, history, changes
         self._poll_s = config.weights.poll_s
         self.table = FleetTable(config.weights.dead_after_s, may_be_empty=config.scaling.min_replicas == 0)
@@ -87,7 +89,14 @@ class FleetCoordinator:
             origin=self._origin,
             label=head.label,
             abort=0 if self._desired is None else self._desired.abort,
+            adapters=self._adapters(),
         )
+
+    async def follow_adapters(self) -> None:
+        """Have replicas hold the adapter versions that are committed now."""
+        if self._head is not None:
+            self.follow(self._head)
+        await self._changes.notify()
 
     def require_followed(self) -> None:
         """Raise LogCorrupt if the log was replaced, or replicas follow another log, so that a commit would have no
@@ -257,6 +266,38 @@ class FleetCoordinator:
             raise CommitTimeout(
                 f"version {version} is committed, but after {timeout_s} s not all replicas serve it; they go on trying",
                 {"version": version, "replicas": [s.model_dump(mode="json") for s in self.table.live()]},
+            )
+
+    async def wait_adapter(self, adapter: AdapterVersion, timeout_s: float) -> None:
+        """Return once every live replica holds an adapter version. Sleeping replicas load it when they wake.
+
+        Raises LogCorrupt if a replica cannot load it, or CommitTimeout with the table of replicas.
+        """
+
+        def errors() -> dict[str, str]:
+            found = {name: held.error for name, held in self.table.adapter(adapter).items() if held is not None}
+            return {name: error for name, error in found.items() if error is not None}
+
+        def is_held() -> bool:
+            reports = self.table.adapter(adapter)
+            if self._require_desired().asleep or adapter not in self._adapters():  # a newer one has taken its place
+                return True
+            has_replicas = bool(reports) or self.table.may_be_empty
+            return self.table.is_complete() and has_replicas and None not in reports.values()
+
+        is_known = await self._changes.wait(lambda: bool(errors()) or is_held(), timeout_s)
+        if failed := errors():
+            name, why = next(iter(failed.items()))
+            raise LogCorrupt(
+                f"adapter {adapter} is committed, and {len(failed)} replicas cannot load it, among them {name}: {why}. "
+                "They go on with the version before: push another one",
+                {"adapter": str(adapter), "errors": failed},
+            )
+        if not is_known:
+            raise CommitTimeout(
+                f"adapter {adapter} is committed, but after {timeout_s} s not all replicas hold it. If they have no "
+                "free place until rollouts of older versions end, raise engine.adapters.max_live",
+                {"adapter": str(adapter), "replicas": [s.model_dump(mode="json") for s in self.table.live()]},
             )
 
     # --- inside

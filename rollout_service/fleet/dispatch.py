@@ -261,11 +261,11 @@ class Dispatcher:
                         turn.is_full = not lacks_memory and all(isinstance(each, Overloaded) for each in answer)
             except TimeoutError:
                 if version_until != math.inf:
-                    raise await self._too_early(call) from None
+                    raise await self._too_early(call, refusals) from None
                 raise self._not_placed(call, refusals) from None
             rounds, refusals = rounds + 1, answer
             if all(_has_passed(refusal, call) for refusal in refusals):
-                raise await self._too_early(call)
+                raise await self._too_early(call, refusals)
             if not all(isinstance(refusal, TooEarly) for refusal in refusals):
                 version_until = math.inf
             elif version_until == math.inf:
@@ -386,7 +386,11 @@ class Dispatcher:
             f"{self._limits.replica_wait_s:g} s: add replicas, or raise it"
         )
 
-    async def _too_early(self, call: GenerateCall) -> RolloutServiceError:
+    async def _too_early(self, call: GenerateCall, refusals: list[RolloutServiceError]) -> RolloutServiceError:
+        for refusal in refusals:
+            if "adapters" in refusal.detail:
+                waited = f"no replica holds adapter {call.adapter} after {self._limits.version_wait_s} s: "
+                return TooEarly(f"{waited}{refusal.message}", refusal.detail)
         live, latest = dict[str, int | None](), None
         with suppress(RolloutServiceError, TimeoutError):
             async with asyncio.timeout(_FLEET_ANSWERS_S):

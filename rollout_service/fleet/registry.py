@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from rollout_service.protocol.adapters import AdapterVersion, HeldAdapter
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, ReplicaStatus
 from rollout_service.protocol.weight_log import Head
 
@@ -42,7 +43,7 @@ class FleetTable:
 
     def __init__(self, dead_after_s: float, may_be_empty: bool = False) -> None:
         """``may_be_empty``: True if no live replica is a valid state; otherwise one must be expected."""
-        self._dead_after_s, self._may_be_empty = dead_after_s, may_be_empty
+        self._dead_after_s, self.may_be_empty = dead_after_s, may_be_empty
         self._reports: dict[str, tuple[float, ReplicaStatus]] = {}
         self._left: dict[str, float] = {}
         self._awaited: frozenset[str] = frozenset()
@@ -104,7 +105,7 @@ class FleetTable:
         following = [status for status in self.live() if status.state != "draining" and status.group is None]
         serving = [status for status in following if status.version is not None]
         served = all(self._serves(status, Head(version=version, digest=digest or "")) for status in serving)
-        return self.is_complete() and bool(serving or self._may_be_empty) and served
+        return self.is_complete() and bool(serving or self.may_be_empty) and served
 
     def _serves(self, status: ReplicaStatus, wanted: Head) -> bool:
         if status.version is None or status.version < wanted.version or status.log not in (None, self._log):
@@ -127,7 +128,15 @@ class FleetTable:
 
     def _all_have_served_and(self, is_so: Callable[[ReplicaStatus], bool]) -> bool:
         found = [is_so(status) for status in self.live() if status.version is not None or status.state == "asleep"]
-        return self.is_complete() and bool(found or self._may_be_empty) and all(found)
+        return self.is_complete() and bool(found or self.may_be_empty) and all(found)
+
+    def adapter(self, adapter: AdapterVersion) -> dict[str, HeldAdapter | None]:
+        """Return what each replica that takes requests reports of an adapter version; None: nothing yet."""
+        return {
+            status.replica_id: next((each for each in status.adapters if each.digest == adapter.digest), None)
+            for status in self.live()
+            if status.state != "draining" and status.group is None and status.version is not None
+        }
 
     def in_use(self) -> set[int]:
         """Return the versions that a live replica serves or is loading: their files must stay."""

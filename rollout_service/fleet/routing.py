@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -56,6 +56,8 @@ class Candidate:
     """Number of the choice in which it was last chosen."""
     capacity: int = 0
     """Maximum number of sequences that it decodes at once; 0: unknown."""
+    has_adapter: bool = True
+    """False if it lacks the call's adapter."""
     is_full: bool = False
     """True if it would refuse a call, since it holds its maximum number of sequences."""
 
@@ -72,9 +74,10 @@ def rank_replicas(
 ) -> list[str]:
     """Return the ids of all candidates, the best first. ``sequences``: number of the call's sequences.
 
-    Criteria, in order: a healthy replica, one that the call has not failed on, one with the version, one that is not
-    full, the session's, the one that had the prompt's prefix (if it has room to decode the call at once), the lowest
-    load, the one chosen longest ago. The last criterion spreads sessions that begin on an idle fleet.
+    Criteria, in order: a healthy replica, one that the call has not failed on, one with the version, one with the
+    adapter, one that is not full, the session's, the one that had the prompt's prefix (if it has room to decode the
+    call at once), the lowest load, the one chosen longest ago. The last criterion spreads sessions that begin on an
+    idle fleet.
     """
     least = min((candidate.load for candidate in candidates), default=0)
 
@@ -83,7 +86,7 @@ def rank_replicas(
         is_even = candidate.load <= least + candidate.capacity // UNEVEN_SHARE
         return candidate.replica_id == prefix_replica and has_room and is_even
 
-    def cost(candidate: Candidate) -> tuple[bool, bool, bool, int, bool, bool, bool, int, int, str]:
+    def cost(candidate: Candidate) -> tuple[bool, bool, bool, bool, int, bool, bool, bool, int, int, str]:
         version = candidate.version
         behind = min_version is not None and version is not None and version < min_version
         differs = exact_version is not None and version is not None and version != exact_version
@@ -91,6 +94,7 @@ def rank_replicas(
             candidate.state == "failed",
             candidate.replica_id in avoid,
             behind or differs,
+            not candidate.has_adapter,
             _LAST_RESORT.get(candidate.state, 0),
             candidate.is_full,
             candidate.replica_id != session_replica,
@@ -259,9 +263,19 @@ class RolloutRouter(RequestRouter):
         call = _call(pending_request)
         session = getattr(call, "session_id", None)
         self._ledger.origin = getattr(call, "origin", self._ledger.origin)
-        begins = () if call is None else prefixes(call.prompt_token_ids, call.cache_salt)
+        adapter = None if call is None else call.adapter
+        salt = None if call is None else f"{adapter} {call.cache_salt}" if adapter else call.cache_salt
+        begins = () if call is None else prefixes(call.prompt_token_ids, salt)
+        candidates = [self._candidate(replica) for replica in candidate_replicas]
+        if adapter is not None:
+            held = {each.replica_id.unique_id: each.routing_stats.get("adapters") for each in candidate_replicas}
+            candidates = [
+                replace(each, has_adapter=own is None or adapter.accepts(own.get(adapter.name, -1)))
+                for each in candidates
+                for own in [held[each.replica_id]]  # None: nothing is published yet, and it starts with all
+            ]
         order = rank_replicas(
-            [self._candidate(replica) for replica in candidate_replicas],
+            candidates,
             min_version=getattr(call, "min_weight_version", None),
             exact_version=getattr(call, "exact_weight_version", None),
             session_replica=self._ledger.replica_of(session),

@@ -24,7 +24,7 @@ from rollout_service.gateway.generate import (
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
     check_prompts,
-    model_name,
+    model_and_adapter,
     read_prompts,
     roll_out_all,
 )
@@ -180,9 +180,9 @@ async def completions(
     body: CompletionRequest, services: Here, x_session_id: SessionHeader = None
 ) -> dict[str, object] | Response:
     """Complete all prompts. Choice ``i * n + j`` is completion ``j`` of prompt ``i``."""
-    model = model_name(body.model, services)
+    model, adapter = await model_and_adapter(body.model, body.adapter, services)
     identity = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-    sampling, options = body.sampling(), body.options(x_session_id)
+    sampling, options = body.sampling(), body.options(x_session_id).model_copy(update={"adapter": adapter})
     prompts = await read_prompts(body.prompt, body.n, services, body.add_special_tokens)
     check_prompts(prompts, sampling, services)
     common = {"id": identity, "object": "text_completion", "created": int(time.time()), "model": model}

@@ -12,13 +12,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from transformers import PreTrainedTokenizerBase
 
-from rollout_service.config import ServiceConfig
+from rollout_service.config import AdaptersConfig, ServiceConfig
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import routed_fleet
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.model.served_model import ServedModel
 from rollout_service.monitor.feed import RolloutFeed
+from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.runtime.connections import ManyConnections
 from rollout_service.runtime.rpc import (
     EngineClient,
@@ -35,6 +36,13 @@ from rollout_service.web.auth import Authorizer
 
 MAX_FORWARDED_PARTS = 64
 """Maximum number of concurrent part uploads to the ingest; more wait."""
+
+
+class FindsAdapters(Protocol):
+    """The interface of ``KnownAdapters`` in ``gateway/adapters.py``, which imports this file."""
+
+    async def find(self, asked: str, min_version: int | None = None) -> WantedAdapter | None: ...
+    async def names(self) -> tuple[str, ...]: ...
 
 
 class Chats(Protocol):
@@ -68,6 +76,10 @@ class Services:
     """Additional names of the model."""
     chats: "Chats | None" = None
     """Answers chat requests. None: chats are not available."""
+    adapters: FindsAdapters | None = None
+    """The committed adapters. None: no adapters are served."""
+    adapter_limits: AdaptersConfig = field(default_factory=AdaptersConfig)
+    """The settings ``engine.adapters``."""
     sessions: SessionCalls = field(default_factory=SessionStore)
     """The sessions of agents."""
     returns_masks: bool = False
@@ -142,6 +154,7 @@ class Services:
             keeps_kv_cache=config.weights.kv_cache_on_update == "keep",
             not_running=partial(not_running, serve.get_replica_context().app_name),
             tensor_parallel_size=config.engine.tensor_parallel_size,
+            adapter_limits=config.engine.adapters,
             node_id=ray.get_runtime_context().get_node_id(),
         )
 

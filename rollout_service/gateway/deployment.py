@@ -12,6 +12,7 @@ from rollout_service import __version__
 from rollout_service.config import ServiceConfig
 from rollout_service.fleet.controller_watch import watch_controller
 from rollout_service.gateway import (
+    adapters,
     areal,
     completions,
     control,
@@ -38,7 +39,7 @@ from rollout_service.web.errors import install_error_handlers
 logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, completions, openai, sessions, models),
-    *(weights, update_weights, vllm_weights, mismatch, control, metrics),
+    *(weights, adapters, update_weights, vllm_weights, mismatch, control, metrics),
     *(sglang, areal),
 )
 """All route modules: data routes, routes that need authorization, metrics, and the APIs of other servers."""
@@ -79,7 +80,8 @@ class GatewayReplica:
         config = with_model_here(config)
         chats = LazyServing(config)
         made = Services.create(config, engine, ingest, monitor, sessions, groups)
-        self._services = replace(made, chats=chats)
+        known = adapters.KnownAdapters(made.ingest) if config.engine.adapters.max_live else None
+        self._services = replace(made, chats=chats, adapters=known)
         chats.make_if_configured(self._services)
         self._open = OpenRequests()
         self._removal = Removal(self._open, self._drain.work_s)

@@ -14,7 +14,7 @@ from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.prompts import (
     DATA_ERRORS,
-    model_name,
+    model_and_adapter,
     roll_out,
     text_of,
     tokenize,
@@ -43,11 +43,11 @@ async def generate(
     body: GenerateRequest, services: Here, x_session_id: SessionHeader = None
 ) -> dict[str, object] | Response:
     """Complete one prompt. The reply has the logprob and the weight version of every token."""
-    model = model_name(body.model, services)
+    model, adapter = await model_and_adapter(body.model, body.adapter, services)
     prompt = body.token_ids or ()
     if body.prompt is not None:
         [prompt] = await tokenize([body.prompt], services, body.add_special_tokens)
-    options = body.options(x_session_id)
+    options = body.options(x_session_id).model_copy(update={"adapter": adapter})
     if body.stream:
         return await event_stream(_chunks(prompt, body, services, options))
     return await _reply(prompt, body, services, options, model)
@@ -192,12 +192,13 @@ def prompt_logprobs(rollout: Rollout) -> list[dict[str, dict[str, float]] | None
 
 
 def spans(completion: Completion) -> list[dict[str, object]]:
-    """Return the spans in vLLM's format, with versions as strings. Adds each span's replica, and its label and
-    ``kv_from`` if it has them."""
+    """Return the spans in vLLM's format, with versions as strings. Adds each span's replica, and its label,
+    ``kv_from`` and adapter if it has them."""
     return [
         {"version": str(s.version), "start": s.start, "end": s.end, "replica_id": s.replica_id}
         | ({} if s.label is None else {"label": s.label})
         | ({} if s.kv_from is None else {"kv_from": str(s.kv_from)})
+        | ({} if s.adapter is None else {"adapter": s.adapter, "adapter_version": s.adapter_version})
         for s in completion.spans
     ]
 

@@ -14,8 +14,9 @@ _STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def models(services: Here) -> dict[str, object]:
-    """List the served model under each of its names, in OpenAI's format."""
-    data = [
+    """List the served model under each of its names, and its adapters, in OpenAI's format."""
+    adapters = () if services.adapters is None else await services.adapters.names()
+    data: list[dict[str, object]] = [
         {
             "id": name,
             "object": "model",
@@ -24,8 +25,10 @@ async def models(services: Here) -> dict[str, object]:
             "root": services.name,
             "max_model_len": services.max_model_len,
         }
-        for name in (services.name, *services.aliases)
+        for name in (services.name, *services.aliases, *adapters)
     ]
+    for adapter in data[len(data) - len(adapters) :]:
+        adapter["parent"] = services.name
     return {"object": "list", "data": data}
 
 

@@ -23,6 +23,7 @@ from rollout_service.fleet.progress import RolloutProgress
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.text import TextStream
 from rollout_service.metrics.process import counted_rollout
+from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import FEW, MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling
@@ -41,17 +42,39 @@ megabytes. Only a text of long runs of one character could be longer and still f
 _tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
 
 
-def model_name(asked: str | None, services: Services) -> str:
-    """Return the model name in the request, or the default name. Raises NotFound for another model."""
+async def model_and_adapter(model: str | None, adapter: str | None, services: Services) -> tuple[str, str | None]:
+    """Return the model's name for the reply, and the adapter that the request names in either field.
+
+    Raises NotFound for another model, and InvalidRequest for two adapters.
+    """
     served = (services.name, *services.aliases)
-    if asked is not None and asked not in served:
+    if model is None or model in served:
+        return model or services.name, adapter
+    if services.adapters is None or await services.adapters.find(model) is None:
         names = " and ".join(map(repr, served))
         instead = "use one of those" if services.aliases else "use that"
         raise NotFound(
-            f"model {asked!r} is not served here; {names} is: {instead}, or add it to model.aliases",
+            f"model {model!r} is not served here; {names} is: {instead}, or add it to model.aliases",
             {"served": list(served)},
         )
-    return asked or services.name
+    if adapter not in (None, model):
+        raise InvalidRequest(f"model={model!r} and adapter={adapter!r} are two adapters: send one")
+    return model, model
+
+
+async def find_adapter(options: RolloutOptions, services: Services) -> WantedAdapter | None:
+    """Return the adapter that a request names, or None. Raises NotFound."""
+    if options.adapter is None:
+        return None
+    found = None
+    if services.adapters is not None:
+        found = await services.adapters.find(options.adapter, options.min_adapter_version)
+    if found is None:
+        known = () if services.adapters is None else await services.adapters.names()
+        raise NotFound(
+            f"there is no adapter {options.adapter!r}; there are {list(known)}: push it", {"adapters": list(known)}
+        )
+    return found
 
 
 async def tokenize(
@@ -314,6 +337,7 @@ async def roll_out(
         partial_tokens=len(partial),
         min_weight_version=await _number_of(options.min_version, services),
         exact_weight_version=await _number_of(options.exact_version, services),
+        adapter=await find_adapter(options, services),
         session_id=options.session_id,
         priority=options.priority,
         cache_salt=options.cache_salt,
@@ -322,6 +346,7 @@ async def roll_out(
     try:
         rollout = await services.dispatcher.complete(request, options.on_abort, progress)
     except TooEarly as error:
+        await find_adapter(options, services)  # it may have been removed meanwhile
         if options.weight_version is None:
             raise
         raise VersionNotServed(error.message, error.detail) from error

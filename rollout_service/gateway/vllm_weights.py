@@ -14,6 +14,7 @@ from typing import Literal
 
 from fastapi import APIRouter
 
+from rollout_service.config import AdaptersConfig
 from rollout_service.errors import (
     CommitTimeout,
     InsufficientStorage,
@@ -147,7 +148,7 @@ async def server_info(services: Here, config_format: Literal["text", "json"] | N
     vllm_config = {
         "model_config": model,
         "weight_transfer_config": {"backend": transfer.backend},
-        "lora_config": None,
+        "lora_config": _lora_config(services.adapter_limits),
         # to a trainer the service is one server, whose replicas are not addressed separately
         "parallel_config": {"world_size": 1, "data_parallel_size": 1},
     }
@@ -157,6 +158,12 @@ async def server_info(services: Here, config_format: Literal["text", "json"] | N
         "system_env": {},
         "weight_transfer": transfer.model_dump(mode="json"),
     }
+
+
+def _lora_config(limits: AdaptersConfig) -> dict[str, int] | None:
+    if not limits.max_live:
+        return None
+    return {"max_lora_rank": limits.max_rank, "max_loras": limits.max_live, "max_cpu_loras": limits.max_live}
 
 
 @router.get("/weight_info")

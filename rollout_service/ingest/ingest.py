@@ -24,6 +24,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.fleet.coordinator import FleetCoordinator
+from rollout_service.ingest.adapters import AdapterIngest
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.pulls import Pulls
 from rollout_service.ingest.sources.folder import FolderSource
@@ -39,6 +40,7 @@ from rollout_service.metrics.process import count_received, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.adapters import AdapterVersion
 from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
 from rollout_service.protocol.fleet import LogPlace, PauseMode, Pin
 from rollout_service.protocol.ignored import IgnoredTensors
@@ -111,7 +113,10 @@ class Ingest:
         # a started commit must finish although its caller disconnects
         self._shielded = ShieldedTasks()
         self._history = FleetHistory(self._log, config.scaling)
-        self._fleet = FleetCoordinator(config, self._log, self._history, self._changes, place, self._pins)
+        self._fleet = FleetCoordinator(
+            config, self._log, self._history, self._changes, place, self._pins, lambda: self.adapter_versions
+        )
+        self._adapters = AdapterIngest(config, self._log, self._model, self._fleet, self._labels, self._writing)
         self._kv_scales = VersionScales(config, self._model, self._log)
         self._background: list[asyncio.Task[None]] = []
         self._expiring: asyncio.Task[None] | None = None
@@ -125,7 +130,10 @@ class Ingest:
         """Versions that a trainer publishes."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
         """KV scales: the measurements of replicas, and the dtype of the KV cache."""
-        # other processes call these methods of the parts through this object, see ``IngestCalls``
+        self._add_calls()
+
+    def _add_calls(self) -> None:
+        """Make the methods of the parts methods of this object, which other processes call: see ``IngestCalls``."""
         self.take_shared = self._uploads.take_shared
         self.set_paused, self.is_paused = self._fleet.set_paused, self._fleet.is_paused
         self.sleep, self.wake_up, self.is_sleeping = self._fleet.sleep, self._fleet.wake_up, self._fleet.is_sleeping
@@ -137,6 +145,9 @@ class Ingest:
         self.update_weights, self.pull_weights = self.transfer.update, self.pulls.pull_weights
         self.measured_kv_scales, self.publish_kv_scales = self.kv.measured, self.kv.publish_result
         self.choose_kv_cache, self.until_awake = self.kv.choose_kv_cache, self._fleet.until_awake
+        adapters = self._adapters
+        self.begin_adapter, self.adapter_part, self.adapter_file = adapters.begin, adapters.part, adapters.file
+        self.commit_adapter, self.remove_adapter, self.adapters = adapters.commit, adapters.remove, adapters.all
 
     async def start(self) -> None:
         """Check the log, recover staged versions, and create version 0 from the configured model if the log is empty.
@@ -188,7 +199,8 @@ class Ingest:
             await self._uploads.stage(BeginUpload(version=0, source=PathSource(path=path)), folder)
             await self._commit(0, CommitUpload())
             return
-        _, manifest = newest
+        head, manifest = newest
+        await asyncio.to_thread(self._adapters.versions.open, head)
         self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._labels.load)
         await asyncio.to_thread(self._log.remove_uncommitted)
@@ -223,6 +235,8 @@ class Ingest:
         self._kv_scales.check(begin.kv_scales)
         async with self._writing:
             self._fleet.require_followed()
+            if begin.version not in self._log.versions():
+                self._adapters.versions.require_none()
             return await self._uploads.begin(begin, objects)
 
     async def push_refs(
@@ -281,6 +295,11 @@ class Ingest:
     def check_broadcast(self, tensors: Sequence[UploadTensor], *, whole: bool) -> None:
         """Compare tensors of a broadcast, or the ``whole`` of it, with the served model. Raises InvalidManifest."""
         self._model.check_table(tensors, self._plan, whole=whole)
+
+    @property
+    def adapter_versions(self) -> tuple[AdapterVersion, ...]:
+        """Return the adapter versions that replicas should hold, oldest first."""
+        return self._adapters.versions.live
 
     @property
     def ignored(self) -> IgnoredTensors:
@@ -524,6 +543,7 @@ class Ingest:
             return version
 
     async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> None:
+        self._adapters.versions.require_none()
         try:
             head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
         except OSError as error:

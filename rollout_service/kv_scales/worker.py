@@ -24,6 +24,7 @@ from rollout_service.compat.vllm_internals import (
     is_quantized_kv_cache,
     kv_scale,
     kv_scale_copies,
+    select_no_adapter,
     set_forward_context,
 )
 from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
@@ -147,6 +148,7 @@ def _forward(
     positions = torch.arange(longest, device=device).expand(len(rows), -1)
     for watch in watches.values():
         watch.counts = positions < lengths[:, None]
+    select_no_adapter(model, len(rows), ids.numel())
     with set_forward_context(None, vllm_config, num_tokens=ids.numel(), skip_compiled=True):
         model(input_ids=ids.flatten(), positions=positions.flatten())
 

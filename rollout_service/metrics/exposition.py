@@ -34,6 +34,7 @@ def exposition(state: ServiceState, mismatch: Iterable[MismatchRow] = (), trunca
     _service(samples, state)
     for status in state.fleet.replicas:
         _replica(samples, status, state)
+    _adapters(samples, state.fleet.replicas)
     for version in state.versions:
         _version(samples, version, state)
     _kv_caches(samples, {status.replica_id: status.kv_cache for status in state.fleet.replicas if status.kv_cache})
@@ -107,6 +108,16 @@ def _replica(samples: _Samples, status: ReplicaStatus, state: ServiceState) -> N
     for version in state.versions:
         if version.version == status.version:
             samples.add(table.REPLICA_UPDATE_BYTES, version.total_bytes, replica)
+
+
+def _adapters(samples: _Samples, replicas: Iterable[ReplicaStatus]) -> None:
+    running: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for held in (each for status in replicas for each in status.adapters):
+        if held.error is None:
+            running[held.name, held.version].append(held.running)
+    for labels, of_replicas in running.items():
+        samples.add(table.ADAPTER_REPLICAS, len(of_replicas), *labels)
+        samples.add(table.ADAPTER_ROLLOUTS, sum(of_replicas), *labels)
 
 
 def _behind_s(version: int, state: ServiceState) -> float:

@@ -204,6 +204,14 @@ REPLICA_SEQUENCES = _service(
     "replica_sequences", "gauge", "", ("replica",),
     "Sequences it has admitted and not answered.",
 )  # fmt: skip
+ADAPTER_REPLICAS = _service(
+    "adapter_replicas", "gauge", "", ("adapter", "version"),
+    "Replicas that hold a version of an adapter.",
+)  # fmt: skip
+ADAPTER_ROLLOUTS = _service(
+    "adapter_rollouts", "gauge", "", ("adapter", "version"),
+    "Rollouts that it samples now.",
+)  # fmt: skip
 REPLICA_REPORT_AGE = _service(
     "replica_report_age_seconds", "gauge", "seconds", ("replica",),
     "Since its last report.",

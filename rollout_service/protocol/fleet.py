@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from rollout_service.protocol.adapters import HeldAdapter
 from rollout_service.protocol.base import Frozen, KnownVersion
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -113,6 +114,8 @@ class ReplicaStatus(Frozen):
     """None until its engine runs."""
     load: EngineLoad | None = None
     """None until its engine runs."""
+    adapters: tuple[HeldAdapter, ...] = ()
+    """The adapter versions that it holds, or could not load."""
     age_s: float = 0.0
     """Seconds since its last report."""
 

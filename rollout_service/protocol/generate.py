@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.protocol.base import Frozen, KnownVersion
+from rollout_service.protocol.base import Frozen, KnownVersion, WeightVersion
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import CommonSampling, Sampling, refuse_many_unknown, without_idle_nulls
@@ -44,6 +44,12 @@ class RolloutOptions(Frozen):
     for it, then fails with 425. A label that no version has yet is 404."""
     weight_version: WantedVersion | None = None
     """``{"exact_version": …}`` or ``{"min_version": …}``, by number or label. 409 if no replica serves it."""
+    adapter: str | None = Field(default=None, min_length=1, max_length=160)
+    """The LoRA adapter that samples: ``run-a`` is its newest version, ``run-a@3`` exactly that one. An unknown adapter
+    is 404. A completion keeps the version that it begins with."""
+    min_adapter_version: WeightVersion | None = None
+    """The oldest version of the adapter that may answer. The request waits up to ``engine.version_wait_s`` for it, then
+    fails with 425."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Requests of one session go to one replica while it lives. Also accepted as header ``X-Session-Id``."""
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
@@ -68,6 +74,12 @@ class RolloutOptions(Frozen):
     def _one_form_of_the_version(self) -> Self:
         if self.min_weight_version is not None and self.weight_version not in (None, WantedVersion()):
             raise ValueError("min_weight_version and weight_version are given: send one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_has_the_version(self) -> Self:
+        if self.min_adapter_version is not None and (self.adapter is None or "@" in self.adapter):
+            raise ValueError("min_adapter_version needs an adapter without an exact version")
         return self
 
     @property

@@ -31,6 +31,9 @@ class Span(Frozen):
     kv_from: Annotated[WeightVersion | None, WithJsonSchema(_NUMBER_OR_TEXT, mode="serialization")] = None
     """A bound with ``weights.kv_cache_on_update: keep``: the tokens read no keys and values of older versions. None:
     all are of ``version``. Written like ``version``, and left out if None."""
+    adapter: str | None = None
+    """The adapter that sampled them, beside the weights of ``version``; None: none."""
+    adapter_version: int | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Span":
@@ -48,16 +51,18 @@ class Span(Frozen):
         return self.model_copy(update={"start": self.start + by, "end": self.end + by})
 
     def is_continued_by(self, span: "Span") -> bool:
-        """Return True if both spans have the same version, label, replica and ``kv_from``.
+        """Return True if both spans have the same version, label, replica, ``kv_from`` and adapter.
 
         The number alone does not identify weights: a log that was set back may give it again, under another label.
         """
-        mine = self.version, self.label, self.replica_id, self.kv_from
-        return mine == (span.version, span.label, span.replica_id, span.kv_from)
+        mine = self.version, self.label, self.replica_id, self.kv_from, self.adapter, self.adapter_version
+        others = span.version, span.label, span.replica_id, span.kv_from, span.adapter, span.adapter_version
+        return mine == others
 
 
 def merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge adjacent spans of one completion that have the same version, label, replica and ``kv_from``."""
+    """Merge adjacent spans of one completion that have the same version, label, replica, ``kv_from`` and
+    adapter."""
     made: list[Span] = []
     for span in spans:
         if made and made[-1].is_continued_by(span):
@@ -117,6 +122,11 @@ class Completion(Frozen):
         if position != len(self.token_ids):
             raise ValueError(f"spans {self.spans} do not cover {len(self.token_ids)} tokens")
         return self
+
+    def with_adapter(self, name: str, version: int) -> "Completion":
+        """Return the completion with the adapter in its spans."""
+        told = {"adapter": name, "adapter_version": version}
+        return self.model_copy(update={"spans": tuple(span.model_copy(update=told) for span in self.spans)})
 
     @property
     def versions(self) -> tuple[int, ...]:

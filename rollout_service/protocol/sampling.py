@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.base import Frozen, WeightVersion
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -246,6 +247,8 @@ class GenerateCall(Frozen):
     """The oldest weight version that may answer."""
     exact_weight_version: WeightVersion | None = None
     """The only weight version that may answer."""
+    adapter: WantedAdapter | None = None
+    """The adapter that samples; None: the model itself."""
     session_id: str | None = None
     """Calls of one session go to one replica while it lives, to share its prefix cache."""
     priority: int = 0

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rollout_service.protocol.adapters import AdapterVersion
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.fleet import PauseMode, SleepTag
 from rollout_service.protocol.rollout import OnAbort
@@ -85,3 +86,5 @@ class DesiredState(Frozen):
     """Label of that version."""
     abort: int = 0
     """Number of the abort in progress; 0: none. Unlike a pause it is not in the log."""
+    adapters: tuple[AdapterVersion, ...] = ()
+    """The adapter versions to hold, oldest first."""

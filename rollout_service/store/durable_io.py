@@ -74,6 +74,25 @@ class WriterLock:
         self.release()
 
 
+def lock_shared(folder: Path) -> int:
+    """Return a descriptor that holds a shared lock on a folder until it is closed. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def is_unlocked(folder: Path) -> bool:
+    """Return True if no process holds a lock on a folder. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
 def make_private(folder: Path) -> None:
     """Create a folder that only this user can read, if it does not exist. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@
     <root>/FLEET                       {"replicas"}: live replicas, for an ingest that restarts
     <root>/LABELS                      {"through", "labels"}: version of each label, including dropped versions
     <root>/ORIGIN                      {"log", "writer"}: tells a replica if it sees the same log as the ingest
+    <root>/ADAPTERS, adapters/         versions of LoRA adapters: see store/adapters.py
     <root>/spare/                      in a log in memory: files of a dropped version, for reuse
     <root>/copies/<log>/               on a node without the log: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes

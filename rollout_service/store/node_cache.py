@@ -9,7 +9,6 @@ process ends, so unused versions can be found without asking any process.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import shutil
@@ -28,6 +27,8 @@ from rollout_service.store.chunk_server import CHUNK_BYTES
 from rollout_service.store.durable_io import (
     DISK_FULL,
     WriterLock,
+    is_unlocked,
+    lock_shared,
     make_private,
     no_room,
     remove_tree,
@@ -80,9 +81,9 @@ class NodeCache:
         self.log.root.mkdir(parents=True, exist_ok=True)
         require_own(self.log.root)
         self._in_use: dict[int, int] = {}
-        self._fd = _lock_shared(self.log.root)
+        self._fd = lock_shared(self.log.root)
         for other in self.log.root.parent.iterdir():
-            if other != self.log.root and _nobody_holds(other):
+            if other != self.log.root and is_unlocked(other):
                 shutil.rmtree(other, ignore_errors=True)  # of a log that is no more
 
     async def look(self) -> None:
@@ -110,7 +111,7 @@ class NodeCache:
                 await to_thread_and_back(self._remove, head.version)
                 await self._copy(head)
             if head.version not in self._in_use:
-                self._in_use[head.version] = _lock_shared(self.log.folder(head.version))
+                self._in_use[head.version] = lock_shared(self.log.folder(head.version))
             await to_thread_and_back(self._remove_old, max(head.version, self.newest.head.version))
 
     async def forget(self, version: int) -> None:
@@ -227,7 +228,7 @@ class NodeCache:
         back."""
         versions = self.log.versions()
         for version in {*versions[:-_KEPT], *(v for v in versions if v > newest)}:
-            if _nobody_holds(self.log.folder(version)):
+            if is_unlocked(self.log.folder(version)):
                 self._remove(version)
 
 
@@ -240,20 +241,3 @@ def _append(fd: int, chunk: np.ndarray) -> None:
     rest = chunk.data
     while rest.nbytes:
         rest = rest[os.write(fd, rest) :]
-
-
-def _lock_shared(folder: Path) -> int:
-    fd = os.open(folder, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
-
-
-def _nobody_holds(folder: Path) -> bool:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True

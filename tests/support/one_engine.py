@@ -35,7 +35,7 @@ class OneEngine:
     """An engine, and the ingest whose versions it loads."""
 
     def __init__(self, config: ServiceConfig, engine: EngineAdapter, ingest: Ingest) -> None:
-        self.config, self.engine, self._ingest = config, engine, ingest
+        self.config, self.engine, self.ingest = config, engine, ingest
         self.newest = 0
         """The version that was committed last."""
 
@@ -62,17 +62,17 @@ class OneEngine:
         folder.mkdir()
         save_file(weights, folder / "model.safetensors")
         source = PathSource(path=folder)
-        await self._ingest.begin(BeginUpload(version=version, source=source, kv_scales=kv_scales))
+        await self.ingest.begin(BeginUpload(version=version, source=source, kv_scales=kv_scales))
 
     async def commit_begun(self, version: int) -> Path:
         """Commit a version that was begun; returns its folder."""
-        await self._ingest.commit(version, CommitUpload())
+        await self.ingest.commit(version, CommitUpload())
         self.newest = version
         return WeightLog(self.config.weights.root).folder(version)
 
     async def recipe(self) -> TrainerRecipe:
         """What the ingest tells a trainer."""
-        return await self._ingest.recipe()
+        return await self.ingest.recipe()
 
     async def load(self, folder: Path, version: int) -> None:
         await self.engine.stage(folder)

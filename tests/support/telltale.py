@@ -105,3 +105,21 @@ def _ages_of_cache(version: int, candidates: tuple[Candidate, ...]) -> set[int]:
     floor = min(candidate.logprob for candidate in candidates)
     told = (each.token_id for each in candidates if each.logprob > floor + STALE_LOGPROB)
     return {0, *((token_of(version) - token) % CYCLE for token in told)}
+
+
+def telltale_adapter(model_path: Path, number: int) -> dict[str, torch.Tensor]:
+    """Return a LoRA adapter that makes ``canary_weights`` emit ``token_of(number)``, by PEFT's names.
+
+    With a scaling of 2, it writes three times as much as the base on the channel of its number.
+    """
+    config = AutoConfig.from_pretrained(model_path)
+    module = f"base_model.model.model.layers.{config.num_hidden_layers - 1}.mlp.down_proj"
+    a, b = torch.zeros(1, config.intermediate_size), torch.zeros(config.hidden_size, 1)
+    a[0, 0], b[token_of(number), 0] = 1.0, 3 * 2.0 / 128 / 2
+    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+
+
+def assert_made_by(completion: Completion, adapter: str | None, version: int | None, number: int) -> None:
+    """Every token is that of ``number``, and every span names the adapter and its version."""
+    told = {(span.adapter, span.adapter_version) for span in completion.spans}
+    assert told == {(adapter, version)} and set(completion.token_ids) == {token_of(number)}, completion

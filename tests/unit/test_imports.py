@@ -31,8 +31,8 @@ WITHOUT_TORCH = [
 ]
 WITH_TORCH = [".correction"]
 LIGHT = [f"rollout_service{name}" for name in WITHOUT_TORCH + WITH_TORCH]
-OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}}
-"""Folder of a trainer's plugin → what is there because it is the trainer that imports the plugin."""
+OF_A_TRAINER = {"client/verl": {"omegaconf", "ray", "verl"}, "client": {"peft"}}
+"""Folder → what is there because a trainer imports the folder's plugin, or gives objects of that library."""
 WITH_TORCH_FOR_CUDA = {"cuda"}
 """What ``torch`` brings where it uses CUDA, and nobody installs elsewhere."""
 LAYERS = (

@@ -20,7 +20,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rollout_service.compat.vllm_internals import is_deferred_attention_layer, is_of_kv_cache
+from rollout_service.compat.vllm_internals import (
+    BaseLayerWithLoRA,
+    is_deferred_attention_layer,
+    is_of_kv_cache,
+)
 from rollout_service.engine.loading.placement import Placement, Span
 from rollout_service.gpu.grouped_copy import GroupedCopy, Rows
 from rollout_service.store.manifest import Manifest
@@ -232,6 +236,8 @@ def _require_nothing_derived(model: torch.nn.Module) -> None:
     """Raise NoPlan if a module has tensors other than parameters and buffers. They may be derived from weights, like
     latent attention's absorbed matrices."""
     for name, module in model.named_modules():
+        if isinstance(module, BaseLayerWithLoRA):  # holds the matrices of adapters, and wraps a layer
+            continue
         derived = [
             key
             for key, value in vars(module).items()

@@ -328,10 +328,11 @@ def _refuse_state_space(model: torch.nn.Module) -> None:
 
 
 def _names_of_parameters(model: torch.nn.Module) -> dict[str, set[str]]:
-    """Return all names of each parameter. vLLM's Transformers backend has some modules in two places."""
+    """Return all names of each parameter. vLLM's Transformers backend has some modules in two places. LoRA layers wrap
+    others, whose weights are loaded under their own names."""
     by_identity: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), set()).add(name)
+        by_identity.setdefault(id(parameter), set()).update((name, name.replace(".base_layer.", ".")))
     return {name: names for names in by_identity.values() for name in names}
 
 

@@ -85,13 +85,14 @@ class DispatchedEngine(_Refusing):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         trace_headers: object = None,
+        lora_request: object = None,
         **others: object,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield outputs as ``output_kind`` requires: the new tokens each time, or one output when all completions are
         done.
 
         A stream reports the ends of all completions together, with the fields of the whole reply. Tracing headers are
-        not forwarded.
+        not forwarded. The adapter is in the exchange's options.
         """
         exchange = current.get()
         try:

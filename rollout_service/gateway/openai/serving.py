@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollout_service.compat.vllm_serving import (
         AnthropicServingMessages,
         OpenAIServingChat,
+        OpenAIServingModels,
         OpenAIServingResponses,
         ServingTokenization,
     )
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMES = 1000
+"""Maximum number of names of adapters, with and without versions, that vLLM's classes are told."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ class Serving:
     responses: "OpenAIServingResponses"
     messages: "AnthropicServingMessages"
     tokenization: "ServingTokenization"
+    models: "OpenAIServingModels"
+
+    def accept(self, adapter: str) -> None:
+        """Let vLLM's classes accept the name of an adapter as the model of a request."""
+        from vllm.lora.request import LoRARequest
+
+        if adapter not in self.models.lora_requests:
+            if len(self.models.lora_requests) >= MAX_NAMES:
+                self.models.lora_requests.clear()
+            self.models.lora_requests[adapter] = LoRARequest(adapter, 1, "the dispatcher names it")
 
 
 class LazyServing:
@@ -121,6 +135,7 @@ def make(config: ServiceConfig, services: "Services") -> Serving:
         responses=RecordedResponses(engine, models, **common),
         messages=RecordedMessages(engine, models, "assistant", **common),
         tokenization=vllm.ServingTokenization(models, online, request_logger=None, **template, **trusted),
+        models=models,
     )
 
 

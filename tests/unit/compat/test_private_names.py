@@ -41,6 +41,8 @@ DOCUMENTED = {
     "vllm.logprobs",
     "vllm.outputs",
     "vllm.sampling_params",
+    # "LoRA Adapters": https://docs.vllm.ai/en/stable/features/lora/
+    "vllm.lora.request",
     # "Plugin System": https://docs.vllm.ai/en/stable/design/plugin_system/
     "vllm.platforms",
     "vllm.v1.metrics.loggers",

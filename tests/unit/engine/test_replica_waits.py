@@ -1,10 +1,12 @@
 """What a replica holds while a request waits for a weight version."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from rollout_service.config import ServiceConfig
+from rollout_service.engine.adapters import ReplicaAdapters
 from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.engine.handover import HandOver
 from rollout_service.engine.load_statistics import SchedulerLog
@@ -16,6 +18,7 @@ from rollout_service.errors import TooEarly
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.runtime.drain import Drain
+from rollout_service.store.adapters import AdapterStore
 
 
 class WaitingWeightSync:
@@ -62,6 +65,7 @@ class Replica(EngineReplica):
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
         self._sessions = SessionAdmission(1000, SchedulerLog())
         self._progress = ProgressReports(lambda *_: [])
+        self._adapters = ReplicaAdapters(Engine(), AdapterStore(Path("log")), 0, lambda: None)  # type: ignore[arg-type]
         self._drain = Drain(30.0)
         self._hand_over = HandOver(self._drain, self._admission, self._alone)
 

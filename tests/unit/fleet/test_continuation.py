@@ -17,6 +17,7 @@ from rollout_service.fleet.continuation import (
     why_restart,
     without_tokens,
 )
+from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
@@ -42,6 +43,13 @@ def call(**sampling: object) -> GenerateCall:
 CALL = call()
 
 
+def test_a_continuation_keeps_the_adapters_version() -> None:
+    asked = CALL.model_copy(update={"adapter": WantedAdapter(name="a", min_version=1)})
+    assert continuation_call(asked, without_tokens(piece((6,), (4, 1))), 2).adapter == asked.adapter
+    rest = continuation_call(asked, piece((6,), (4, 1)).with_adapter("a", 3), 2)
+    assert rest.adapter == WantedAdapter(name="a", exact_version=3)
+
+
 def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
     rest = piece((8, 9), (5, 2), end="stop").model_copy(update={"stop_reason": 9})
     whole = merge_completions(CALL, piece((6, 7), (4, 2), index=2), rest)
@@ -51,8 +59,10 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
     assert whole.spans == (Span(version=4, start=0, end=2), Span(version=5, start=2, end=4))
 
 
-@pytest.mark.parametrize("change", [{"replica_id": "b"}, {"label": "run-2/step-4"}], ids=str)
-def test_spans_of_another_replica_or_label_stay_apart(change: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"replica_id": "b"}, {"label": "run-2/step-4"}, {"adapter": "a", "adapter_version": 2}], ids=str
+)
+def test_spans_of_another_replica_label_or_adapter_stay_apart(change: dict[str, object]) -> None:
     partial, rest = piece((6, 7), (4, 2)), piece((8,), (4, 1))
     rest = rest.model_copy(update={"spans": (rest.spans[0].model_copy(update=change),)})
     assert [(s.start, s.end) for s in merge_completions(CALL, partial, rest).spans] == [(0, 2), (2, 3)]

@@ -42,6 +42,9 @@ class TestRanked:
         candidates = [Candidate("a", version=3), Candidate("b", version=4, load=50), Candidate("c", version=5)]
         assert rank_replicas(candidates, exact_version=4) == ["b", "a", "c"]
 
+    def test_a_replica_with_the_adapter_ranks_first_at_any_load(self) -> None:
+        assert rank_replicas([Candidate("a", has_adapter=False), Candidate("b", load=50)]) == ["b", "a"]
+
     def test_a_replica_without_a_report_is_taken_for_up_to_date(self) -> None:
         assert rank_replicas([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
 

@@ -18,7 +18,7 @@ from rollout_service.gateway.models import models
 from rollout_service.gateway.prompts import (
     BYTES_PER_TOKEN,
     check_prompt,
-    model_name,
+    model_and_adapter,
     roll_out,
     text_of,
     tokenize,
@@ -39,9 +39,9 @@ class TestModelName:
         reply = await generate(GenerateRequest(token_ids=(5, 6), model=name), services)
         assert reply["model"] == "tiny" and reply["choices"][0]["token_ids"] == (6, 5)
 
-    def test_another_model_is_not_found_and_the_served_one_is_named(self, services: Services) -> None:
+    async def test_another_model_is_not_found_and_the_served_one_is_named(self, services: Services) -> None:
         with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
-            model_name("gpt", services)
+            await model_and_adapter("gpt", None, services)
         assert refused.value.detail == {"served": ["tiny"]}
 
     async def test_an_alias_is_the_served_model_and_is_listed(self, services: Services) -> None:
@@ -50,7 +50,7 @@ class TestModelName:
         assert reply["model"] == "policy"
         assert [card["id"] for card in (await models(services))["data"]] == ["tiny", "org/tiny", "policy"]
         with pytest.raises(NotFound, match="'tiny' and 'org/tiny' and 'policy' is"):
-            model_name("gpt", services)
+            await model_and_adapter("gpt", None, services)
 
 
 def ended(ids: tuple[int, ...], stop: str | None) -> Completion:

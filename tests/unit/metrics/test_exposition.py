@@ -6,6 +6,7 @@ from prometheus_client.samples import Sample
 
 from rollout_service.metrics.exposition import MEASURED_VERSIONS, MismatchRow, exposition
 from rollout_service.metrics.table import OURS
+from rollout_service.protocol.adapters import HeldAdapter
 from rollout_service.protocol.base import Failure
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, KVCacheStatus, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import KVAgeRow, NotJudged
@@ -90,7 +91,8 @@ def full() -> tuple[ServiceState, MismatchRow]:
         WeightStatus(version=9, state="committed", total_bytes=90),
         WeightStatus(version=10, state="staged", total_bytes=100, missing_parts=(1, 2)),
     )
-    one = replica("a", 8, update=timings, running=7, age_s=0.5, kv_cache=kv_cache(8))
+    held = (HeldAdapter(name="run-a", version=3, digest="d", running=2),)
+    one = replica("a", 8, update=timings, running=7, age_s=0.5, kv_cache=kv_cache(8), adapters=held)
     return state(one, versions=versions), row(9, suspect_since=950.0)
 
 
@@ -115,6 +117,13 @@ class TestServiceState:
         assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0, ("old",): NOW - 900.0}
         states = values(found, "rollout_replicas")
         assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
+
+    def test_adapters_are_summed_over_the_replicas_that_hold_them(self) -> None:
+        held = HeldAdapter(name="run-a", version=3, digest="d", running=2)
+        failed = held.model_copy(update={"version": 4, "error": "it hashes to another digest"})
+        found = samples(state(replica("a", 9, adapters=(held, failed)), replica("b", 9, adapters=(held,))))
+        assert values(found, "rollout_adapter_replicas") == {("run-a", "3"): 2}
+        assert values(found, "rollout_adapter_rollouts") == {("run-a", "3"): 4}
 
     def test_pinned_replica_has_a_version_and_no_staleness(self) -> None:
         found = samples(state(replica("new", 9), replica("pinned", 5, group="eval")))

@@ -5,6 +5,7 @@ import re
 from rollout_service.metrics.table import METRICS, OURS
 
 BOUNDED = {
+    "adapter": "engine.adapters.max_live",
     "outcome": "classes in errors.py",
     "finish_reason": "vLLM's, three",
     "reason": "three classes in errors.py",

@@ -1,0 +1,157 @@
+"""Calls that push, list and remove LoRA adapters."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
+
+from rollout_service.client._http import Http, http_timeout, parse
+from rollout_service.client._retry import Repeat
+from rollout_service.errors import InvalidRequest
+from rollout_service.protocol.adapters import (
+    CONFIG_FILE,
+    TENSORS_FILE,
+    AdapterStatus,
+    AdapterUpload,
+    BeginAdapter,
+    CommitAdapter,
+)
+from rollout_service.protocol.base import Frozen, NewVersion
+
+if TYPE_CHECKING:
+    import torch
+
+_PARALLEL_PARTS = 4
+_MARGIN_S = 60.0
+"""Time in seconds that the commit's reply may take beyond ``timeout_s``."""
+
+
+class _Adapters(Frozen):
+    """Reply of ``GET /v1/adapters``."""
+
+    adapters: list[AdapterStatus]
+
+
+class AdapterCalls:
+    """The methods of RolloutClient for adapters."""
+
+    _control: Http
+
+    async def push_adapter(
+        self,
+        name: str,
+        adapter: "str | Path | Mapping[str, torch.Tensor] | Any",
+        *,
+        config: "Mapping[str, object] | Any" = None,
+        version: NewVersion = "next",
+        base_version: int | str | None = None,
+        label: str | None = None,
+        wait: Literal["none", "all"] = "all",
+        timeout_s: float = 600.0,
+    ) -> AdapterStatus:
+        """Make a LoRA adapter the newest version of ``name``, and wait until every live replica holds it.
+
+        Engines do not pause. Running rollouts finish under the version that they began with. Pushing the same adapter
+        again returns the same version.
+
+        Args:
+            name: Requests name the adapter by it: ``generate(..., adapter=name)``.
+            adapter: A PEFT model, a folder that PEFT's ``save_pretrained`` wrote, or tensors by PEFT's names.
+            config: PEFT's LoraConfig, or its fields. Only with tensors.
+            version: A number above the adapter's newest version, such as the training step. ``next``: the following
+                one.
+            base_version: The weight version that the adapter was trained on, by number or label. The push is refused if
+                another one is served. None: the served one.
+            label: A name of the version for people.
+            wait: ``none``: return after the commit.
+            timeout_s: Maximum time in seconds for ``wait``.
+
+        Raises:
+            InvalidManifest: The adapter is not plain LoRA, has a larger rank than ``engine.adapters.max_rank``, or does
+                not fit the served model.
+            VersionConflict: The version is not newer, the base is not served, or too many adapters are live.
+            CommitTimeout: The version is committed, but a replica did not hold it in time.
+            LogCorrupt: The version is committed, but a replica cannot load it.
+        """
+        settings, tensors = await asyncio.to_thread(_files_of, adapter, config)
+        begin = BeginAdapter(config=settings, digest=xxhash.xxh3_128_hexdigest(tensors), nbytes=len(tensors))
+        reply = await self._control.send(
+            "POST", f"/v1/adapters/{name}", json=begin.model_dump(mode="json"), repeat=Repeat.IDEMPOTENT
+        )
+        upload, slots = parse(AdapterUpload, reply), asyncio.Semaphore(_PARALLEL_PARTS)
+
+        async def send(part: int) -> None:
+            async with slots:
+                content = tensors[part * upload.part_bytes : (part + 1) * upload.part_bytes]
+                await self._control.send(
+                    "PUT",
+                    f"/v1/adapters/{name}/uploads/{upload.digest}/parts/{part}",
+                    content=_Once(content),
+                    headers={"Content-Length": str(len(content))},
+                    repeat=Repeat.IDEMPOTENT,
+                )
+
+        await asyncio.gather(*map(send, upload.missing))
+        commit = CommitAdapter(
+            version=version,
+            base_version=base_version,
+            label=label,
+            wait=wait,
+            timeout_s=timeout_s,
+            digest=upload.digest,
+        )
+        reply = await self._control.send(
+            "POST",
+            f"/v1/adapters/{name}/commit",
+            json=commit.model_dump(mode="json", exclude_none=True),
+            repeat=Repeat.IDEMPOTENT,
+            timeout=http_timeout(timeout_s + _MARGIN_S),
+        )
+        return parse(AdapterStatus, reply)
+
+    async def adapters(self) -> list[AdapterStatus]:
+        """Return all adapter versions that the service keeps, oldest first."""
+        return parse(_Adapters, await self._control.send("GET", "/v1/adapters", repeat=Repeat.IDEMPOTENT)).adapters
+
+    async def remove_adapter(self, name: str) -> None:
+        """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
+        await self._control.send("DELETE", f"/v1/adapters/{name}", repeat=Repeat.IF_NOT_ACCEPTED)
+
+
+class _Once:
+    """A body that each attempt reads anew."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._content
+
+
+def _files_of(adapter: Any, config: Any) -> tuple[dict[str, Any], bytes]:
+    """Return PEFT's configuration and the content of the tensors' file. Raises InvalidRequest."""
+    if isinstance(adapter, str | Path):
+        folder = Path(adapter)
+        return json.loads((folder / CONFIG_FILE).read_text()), (folder / TENSORS_FILE).read_bytes()
+    if not isinstance(adapter, Mapping):
+        if not hasattr(adapter, "peft_config"):
+            raise InvalidRequest(f"a {type(adapter).__name__} is no adapter: give a PEFT model, a folder, or tensors")
+        from peft import get_peft_model_state_dict
+
+        config = adapter.peft_config[adapter.active_adapter]
+        adapter = get_peft_model_state_dict(adapter)
+    elif config is None:
+        raise InvalidRequest("tensors do not tell their rank and alpha: give PEFT's configuration as config")
+    from safetensors.torch import save
+
+    settings = config if isinstance(config, Mapping) else config.to_dict()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
+    return json.loads(json.dumps(settings, default=_plain)), save(tensors)
+
+
+def _plain(value: object) -> object:
+    """Return what PEFT writes for a value that JSON does not have: a set of names, an enumeration, a dtype."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))

@@ -1,0 +1,177 @@
+"""LoRA adapters: upload, commit, list and remove; and the routes by which vLLM's and prime-rl's clients load folders.
+
+All need authorization.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from rollout_service.errors import (
+    BadRequest,
+    CommitTimeout,
+    DigestMismatch,
+    Forbidden,
+    InsufficientStorage,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    UploadIncomplete,
+    VersionConflict,
+)
+from rollout_service.gateway.dependencies import Here
+from rollout_service.gateway.routes import GuardedRoute, read_body
+from rollout_service.protocol.adapters import (
+    ADAPTER_PART_BYTES,
+    AdapterName,
+    AdapterStatus,
+    AdapterUpload,
+    BeginAdapter,
+    CommitAdapter,
+    WantedAdapter,
+    read_adapter_name,
+)
+from rollout_service.protocol.base import Frozen
+from rollout_service.runtime.rpc import IngestCalls
+from rollout_service.web.errors import documented
+
+router = APIRouter(tags=["adapters"], route_class=GuardedRoute)
+Name = Annotated[AdapterName, Path()]
+
+_COMMIT_ERRORS = (InvalidManifest, InvalidRequest, NotFound, VersionConflict, CommitTimeout, InsufficientStorage)
+
+
+class Adapters(Frozen):
+    """Every committed adapter version, oldest first."""
+
+    adapters: tuple[AdapterStatus, ...]
+
+
+@router.get("/v1/adapters")
+async def adapters(services: Here) -> Adapters:
+    """List all adapter versions, and the replicas that hold them."""
+    return Adapters(adapters=tuple(await services.ingest.adapters()))
+
+
+@router.post("/v1/adapters/{name}", responses=documented(InvalidManifest, InvalidRequest, InsufficientStorage))
+async def begin(name: Name, body: BeginAdapter, services: Here) -> AdapterUpload:
+    """Start or resume the upload of an adapter."""
+    return await services.ingest.begin_adapter(name, body)
+
+
+@router.put(
+    "/v1/adapters/{name}/uploads/{digest}/parts/{part}",
+    status_code=204,
+    responses=documented(InvalidRequest, NotFound),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def put_part(name: Name, digest: str, part: int, request: Request, services: Here) -> Response:
+    """Store one part of ``adapter_model.safetensors``. The commit compares the digest of the whole file."""
+    content = await read_body(request, ADAPTER_PART_BYTES)
+    await services.ingest.adapter_part(name, digest, part, content)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/v1/adapters/{name}/commit", responses=documented(*_COMMIT_ERRORS, UploadIncomplete, DigestMismatch, Forbidden)
+)
+async def commit(name: Name, body: CommitAdapter, services: Here) -> AdapterStatus:
+    """Make an upload, or a folder in PEFT's format, the newest version of an adapter."""
+    return await services.ingest.commit_adapter(name, body)
+
+
+@router.delete("/v1/adapters/{name}", status_code=204, responses=documented(NotFound))
+async def remove(name: Name, services: Here) -> None:
+    """Remove all versions of an adapter. Running rollouts finish."""
+    await services.ingest.remove_adapter(name)
+
+
+class KnownAdapters:
+    """The committed adapters, as this gateway last read them."""
+
+    MAX_AGE_S = 5.0
+    """Time in seconds after which the ingest is asked again."""
+
+    def __init__(self, ingest: IngestCalls) -> None:
+        self._ingest, self._lock = ingest, asyncio.Lock()
+        self._versions: dict[str, tuple[int, ...]] = {}
+        self._read_at = -self.MAX_AGE_S
+
+    async def find(self, asked: str, min_version: int | None = None) -> WantedAdapter | None:
+        """Return the adapter that ``run-a`` or ``run-a@3`` means. None: there is none."""
+        if (parsed := read_adapter_name(asked)) is None:
+            return None
+        name, exact = parsed
+        began = time.monotonic()
+        if not self._has(name, exact) or began - self._read_at > self.MAX_AGE_S:
+            async with self._lock:
+                if self._read_at < began:
+                    await self._read()
+        if name not in self._versions or (exact is not None and not self._has(name, exact)):
+            return None
+        return WantedAdapter(name=name, min_version=min_version, exact_version=exact)
+
+    async def names(self) -> tuple[str, ...]:
+        """Return the names of all adapters."""
+        await self._read()
+        return tuple(self._versions)
+
+    def _has(self, name: str, exact: int | None) -> bool:
+        versions = self._versions.get(name, ())
+        # a later version may be committed any moment, and the request waits for it
+        return bool(versions) and (exact is None or exact in versions or exact > versions[-1])
+
+    async def _read(self) -> None:
+        with suppress(NotReady):  # the ingest is being replaced: what is known still holds
+            found: dict[str, tuple[int, ...]] = {}
+            for adapter in await self._ingest.adapters():
+                found[adapter.name] = (*found.get(adapter.name, ()), adapter.version)
+            self._versions, self._read_at = found, time.monotonic()
+
+
+class LoadAdapter(Frozen):
+    """vLLM's request to load an adapter from a folder."""
+
+    lora_name: AdapterName
+    lora_path: str
+    """A folder in PEFT's format below ``weights.source_roots``, as the ingest sees it."""
+    load_inplace: bool = False
+    """Not used: every load is a new version, which new rollouts take."""
+    base_model_name: str | None = None
+    is_3d_lora_weight: bool = False
+
+
+class UnloadAdapter(Frozen):
+    """vLLM's request to unload an adapter."""
+
+    lora_name: AdapterName
+    lora_int_id: int | None = None
+
+
+async def load_adapter(body: LoadAdapter, services: Here) -> PlainTextResponse:
+    """Load a folder as the newest version of an adapter. Answers when every live replica holds it."""
+    if body.is_3d_lora_weight:
+        raise BadRequest("is_3d_lora_weight: adapters of routed experts are not served: leave them out")
+    await services.ingest.commit_adapter(body.lora_name, CommitAdapter(path=body.lora_path, wait="all"))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's and AReaL's; prime-rl's
+    router.post(_path, response_class=PlainTextResponse, responses=documented(*_COMMIT_ERRORS, Forbidden))(load_adapter)
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=documented(NotFound))
+async def unload_adapter(body: UnloadAdapter, services: Here) -> PlainTextResponse:
+    """Remove all versions of an adapter. Running rollouts finish."""
+    await services.ingest.remove_adapter(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

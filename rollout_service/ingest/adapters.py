@@ -1,0 +1,508 @@
+"""LoRA adapters at the ingest: uploads, checks, commits, and the versions that replicas should hold."""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+
+from rollout_service.config import ServiceConfig
+from rollout_service.errors import (
+    DigestMismatch,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    RolloutServiceError,
+    UploadIncomplete,
+    VersionConflict,
+)
+from rollout_service.fleet.coordinator import FleetCoordinator
+from rollout_service.ingest.sources.folder import allowed_path
+from rollout_service.ingest.sources.foreign_file import SourceFile
+from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.adapters import (
+    ADAPTER_PART_BYTES,
+    CONFIG_FILE,
+    TENSORS_FILE,
+    AdapterOptions,
+    AdapterStatus,
+    AdapterUpload,
+    AdapterVersion,
+    BeginAdapter,
+    CommitAdapter,
+)
+from rollout_service.protocol.base import NEXT
+from rollout_service.protocol.weight_log import Head
+from rollout_service.runtime.tasks import ClosableLock, ShieldedTasks
+from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, adapter_digest, digest_of
+from rollout_service.store.durable_io import DISK_FULL, make_private, no_room, write_synced
+from rollout_service.store.labels import VersionLabels
+from rollout_service.store.log import WeightLog
+
+logger = logging.getLogger(__name__)
+
+MAX_UPLOADS = 16
+"""Maximum number of uploads that are not committed; a further one removes the oldest."""
+_MAX_CONFIG_BYTES = 1 << 20
+_WEIGHT = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
+_IDLE_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Values of ``init_lora_weights`` that leave the base model as it is. PiSSA, OLoRA, CorDA and LoftQ change it."""
+_REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias",
+    "alora_invocation_tokens": "aLoRA",
+    "layer_replication": "replicated layers",
+    "use_bdlora": "BD-LoRA",
+    "use_qalora": "QALoRA",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "fused experts (target_parameters)",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Fields of PEFT's configuration that vLLM does not implement, or would ignore."""
+
+
+class AdapterVersions:
+    """The committed versions of adapters, and their uploads. Its caller serializes all methods but ``part``."""
+
+    def __init__(self, config: ServiceConfig, store: AdapterStore, model: ServedModel) -> None:
+        self._config, self._store, self._model = config, store, model
+        self._limits = config.engine.adapters
+        self._uploads: dict[tuple[str, str], _Upload] = {}
+        self.live: tuple[AdapterVersion, ...] = ()
+        """The committed versions that replicas should hold, oldest first."""
+
+    def open(self, head: Head) -> None:
+        """Read the committed versions. Raises LogCorrupt, OSError.
+
+        Versions for other weights than ``head`` are dropped, as all are if ``engine.adapters.max_live`` is 0.
+        """
+        self._store.clear_staging()
+        found = self._store.read()
+        self.live = tuple(a for a in found if self._limits.max_live and a.base_digest == head.digest)
+        if self.live != found:
+            lost = ", ".join(map(str, set(found).difference(self.live)))
+            logger.warning(
+                "adapters %s are dropped: their base is not version %d (%s)", lost, head.version, head.digest
+            )
+            self._store.set(self.live)
+
+    def newest(self, name: str) -> AdapterVersion | None:
+        """Return the newest version of an adapter."""
+        return next((adapter for adapter in reversed(self.live) if adapter.name == name), None)
+
+    def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
+        """Start or resume an upload. Raises InvalidManifest, InvalidRequest, InsufficientStorage."""
+        self._require_room(name)
+        rank = check_config(begin.config, self._limits.max_rank)
+        # each module has at most two matrices in fp32; the header takes at most 512 bytes for each
+        widths = self._model.linears.values()
+        limit = sum(4 * rank * sum(width) + 1024 for width in widths)
+        if begin.nbytes > limit:
+            raise InvalidManifest(
+                f"adapter {name} has {begin.nbytes} bytes, and rank {rank} in all linear layers takes {limit}: send "
+                "nothing but lora_A and lora_B",
+                {"nbytes": begin.nbytes, "limit_bytes": limit},
+            )
+        config = json.dumps(begin.config, indent=1, sort_keys=True).encode()
+        digest = adapter_digest(config, begin.digest)
+        if (newest := self.newest(name)) is not None and newest.digest == digest:
+            return AdapterUpload(digest=digest, missing=())
+        key = name, digest
+        if key not in self._uploads:
+            while len(self._uploads) >= MAX_UPLOADS:
+                self._drop(next(iter(self._uploads)))
+            folder = self._store.staging(f"{name}-{digest}")
+            try:
+                self._uploads[key] = _Upload(folder, config, begin)
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                raise no_room(f"adapter {name}", folder.parent.parent, begin.nbytes) from error
+        return AdapterUpload(digest=digest, missing=self._uploads[key].missing)
+
+    def part(self, name: str, digest: str, index: int, content: bytes) -> None:
+        """Write one part. Blocks. Raises NotFound, InvalidRequest, InsufficientStorage."""
+        upload = self._uploads.get((name, digest))
+        if upload is None:
+            raise _no_upload(name, digest)
+        upload.write(index, content)
+
+    def check(self, name: str, digest: str | None, path: str | None) -> "CheckedAdapter":
+        """Check an upload or a folder completely. Blocks.
+
+        Raises NotFound, UploadIncomplete, DigestMismatch, InvalidManifest, InvalidRequest, VersionConflict, Forbidden.
+        """
+        self._require_room(name)
+        if path is not None:
+            staged = self._copy(name, path)
+        elif (upload := self._uploads.get((name, digest or ""))) is not None:
+            upload.require_complete()
+            staged = upload.folder
+        else:
+            raise _no_upload(name, digest or "")
+        rank = check_config(read_config(staged), self._limits.max_rank)
+        check_tensors(staged / TENSORS_FILE, rank, self._model)
+        return CheckedAdapter(staged, digest_of(staged), rank, (staged / TENSORS_FILE).stat().st_size)
+
+    def commit(self, name: str, options: AdapterOptions, checked: "CheckedAdapter", head: Head) -> AdapterVersion:
+        """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
+        same files.
+
+        Raises VersionConflict, OSError.
+        """
+        newest = self.newest(name)
+        last = 0 if newest is None else newest.version
+        is_same = newest is not None and newest.digest == checked.digest and options.version in (NEXT, last)
+        if newest is not None and is_same:
+            shutil.rmtree(checked.folder, ignore_errors=True)
+        else:
+            number = last + 1 if options.version == NEXT else int(options.version)
+            if number <= last:
+                raise VersionConflict(
+                    f"adapter {name} has version {last}: push a newer one than that, and not {number}",
+                    {"newest": last, "version": number},
+                )
+            newest = AdapterVersion(
+                name=name,
+                version=number,
+                digest=checked.digest,
+                base_version=head.version,
+                base_digest=head.digest,
+                rank=checked.rank,
+                nbytes=checked.nbytes,
+                label=options.label,
+            )
+            self._store.take_in(newest, checked.folder)
+            self._set(self._kept((*self.live, newest)))
+            logger.info("adapter %s committed: %.1f MB, digest %s", newest, newest.nbytes / 1e6, newest.digest)
+        self._uploads = {key: each for key, each in self._uploads.items() if each.folder.is_dir()}
+        return newest
+
+    def remove(self, name: str) -> None:
+        """Remove all versions of an adapter. Raises NotFound, OSError."""
+        if self.newest(name) is None:
+            known = sorted({adapter.name for adapter in self.live})
+            raise NotFound(f"there is no adapter {name!r}; there are {known}", {"adapters": known})
+        self._set(tuple(adapter for adapter in self.live if adapter.name != name))
+
+    def sweep(self, held: set[str]) -> None:
+        """Remove the files of versions that are neither committed nor in ``held``, which has their digests."""
+        self._store.sweep(self.live, held)
+
+    def require_none(self) -> None:
+        """Raise VersionConflict if the base cannot be replaced, because adapters belong to it."""
+        if names := sorted({adapter.name for adapter in self.live}):
+            raise VersionConflict(
+                f"the adapters {', '.join(names)} belong to the served weights, and new weights would change what they "
+                "sample: DELETE /v1/adapters/{name} first",
+                {"adapters": names},
+            )
+
+    def _set(self, versions: tuple[AdapterVersion, ...]) -> None:
+        self._store.set(versions)
+        self.live = versions
+
+    def _kept(self, versions: tuple[AdapterVersion, ...]) -> tuple[AdapterVersion, ...]:
+        """Return the newest version of each adapter, and older ones while replicas have room beside a spare place: a
+        new version is loaded there while rollouts finish under the one that it replaces."""
+        newest = {adapter.name: adapter for adapter in versions}
+        num_older = max(0, self._limits.max_live - 1 - len(newest))
+        older = [adapter for adapter in versions if newest[adapter.name] is not adapter]
+        kept = {*newest.values(), *older[len(older) - min(len(older), num_older) :]}
+        return tuple(adapter for adapter in versions if adapter in kept)
+
+    def _require_room(self, name: str) -> None:
+        max_live = self._limits.max_live
+        if not max_live:
+            raise InvalidRequest("adapters are not served: set engine.adapters.max_live, and restart the service")
+        if name in (self._config.model.name, *self._config.model.aliases):
+            raise InvalidRequest(f"{name!r} is the name of the served model: give the adapter another one")
+        names = {adapter.name for adapter in self.live}
+        if name not in names and len(names) >= max_live:
+            raise VersionConflict(
+                f"{len(names)} adapters are live, which is engine.adapters.max_live: remove one of "
+                f"{', '.join(sorted(names))} with DELETE /v1/adapters/{{name}}, or raise it",
+                {"adapters": sorted(names), "max_live": max_live},
+            )
+
+    def _copy(self, name: str, path: str) -> Path:
+        roots = self._config.weights.source_roots
+        if not Path(path).is_absolute():
+            raise InvalidRequest(f"{path!r} is a relative path, and the ingest runs elsewhere: send an absolute one")
+        source = allowed_path(Path(path), roots)
+        staged = self._store.staging("folder")
+        shutil.rmtree(staged, ignore_errors=True)
+        _make_folder(staged)
+        for file in (CONFIG_FILE, TENSORS_FILE):
+            if not (found := allowed_path(source / file, roots)).is_file():
+                raise NotFound(f"{path} has no {file} that the ingest can see: save it with PEFT's save_pretrained")
+            try:
+                shutil.copyfile(found, staged / file)
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                raise no_room(f"adapter {name}", staged.parent.parent, found.stat().st_size) from error
+        return staged
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        shutil.rmtree(self._uploads.pop(key).folder, ignore_errors=True)
+
+
+class AdapterIngest:
+    """Adapters, for other processes: see ``IngestCalls``."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        log: WeightLog,
+        model: ServedModel,
+        fleet: FleetCoordinator,
+        labels: VersionLabels,
+        writing: ClosableLock,
+    ) -> None:
+        """``writing``: held by the task that writes the log."""
+        self._store = AdapterStore(log.root)
+        self.versions = AdapterVersions(config, self._store, model)
+        """The committed versions."""
+        self._fleet, self._log, self._labels, self._writing = fleet, log, labels, writing
+        self._shielded = ShieldedTasks()
+
+    async def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
+        """Start or resume an upload. Raises InvalidManifest, InvalidRequest, InsufficientStorage."""
+        async with self._writing:
+            return await asyncio.to_thread(self.versions.begin, name, begin)
+
+    async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
+        """Store one part of an upload. Raises NotFound, InvalidRequest."""
+        await asyncio.to_thread(self.versions.part, name, digest, index, content)
+
+    async def commit(self, name: str, request: CommitAdapter) -> AdapterStatus:
+        """Commit an upload or a folder, and wait for the replicas as requested. Repeating the commit gets the same
+        answer.
+
+        Raises the errors of ``AdapterVersions.check`` and ``commit``; CommitTimeout; LogCorrupt if a replica cannot
+        load it.
+        """
+        adapter = await self._shielded.run(self._commit(name, request))
+        if request.wait == "all":
+            await self._fleet.wait_adapter(adapter, request.timeout_s)
+        await self._sweep()
+        return self._status(adapter)
+
+    async def remove(self, name: str) -> None:
+        """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
+        await self._shielded.run(self._remove(name))
+
+    async def all(self) -> list[AdapterStatus]:
+        """Return the committed versions, oldest first."""
+        return [self._status(adapter) for adapter in self.versions.live]
+
+    async def file(self, adapter: AdapterVersion, file: str, offset: int) -> bytes:
+        """Return up to ``ADAPTER_PART_BYTES`` of a file, for a node without the log. Raises NotFound,
+        InvalidRequest."""
+        if file not in ADAPTER_FILES:
+            raise InvalidRequest(f"an adapter has no file {file!r}")
+
+        def read() -> bytes:
+            with (self._store.folder(adapter) / file).open("rb") as stream:
+                stream.seek(offset)
+                return stream.read(ADAPTER_PART_BYTES)
+
+        try:
+            return await asyncio.to_thread(read)
+        except FileNotFoundError as error:
+            raise NotFound(f"adapter {adapter} is not in the log any more") from error
+
+    async def _commit(self, name: str, request: CommitAdapter) -> AdapterVersion:
+        async with self._writing:
+            self._fleet.require_followed()
+            asked = request.base_version
+            head = self._log.head()
+            assert head is not None, "the ingest has created version 0"
+            if asked is not None and self._labels.number_of(asked) != head.version:
+                raise VersionConflict(
+                    f"the adapter belongs to weight version {asked}, and version {head.version} is served: push that "
+                    "base again, or train on this one",
+                    {"base_version": asked, "latest_version": head.version},
+                )
+            newest = self.versions.newest(name)
+            if newest is not None and newest.digest == request.digest and request.version in (NEXT, newest.version):
+                return newest  # the answer to an earlier commit was lost
+            try:
+                checked = await asyncio.to_thread(self.versions.check, name, request.digest, request.path)
+                adapter = await asyncio.to_thread(self.versions.commit, name, request, checked, head)
+            except OSError as error:
+                raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
+            await self._fleet.follow_adapters()
+            return adapter
+
+    async def _remove(self, name: str) -> None:
+        async with self._writing:
+            await asyncio.to_thread(self.versions.remove, name)
+            await self._fleet.follow_adapters()
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        held = {each.digest for status in self._fleet.table.live() for each in status.adapters}
+        if self._fleet.table.is_complete():
+            async with self._writing:
+                await asyncio.to_thread(self.versions.sweep, held)
+
+    def _status(self, adapter: AdapterVersion) -> AdapterStatus:
+        reports = self._fleet.table.adapter(adapter)
+        return AdapterStatus(
+            **adapter.model_dump(),
+            replicas=tuple(name for name, held in reports.items() if held is not None and held.error is None),
+            errors={name: held.error for name, held in reports.items() if held is not None and held.error is not None},
+            running=sum(held.running for held in reports.values() if held is not None),
+        )
+
+
+@dataclass(frozen=True)
+class CheckedAdapter:
+    """A complete adapter in the staging folder."""
+
+    folder: Path
+    digest: str
+    rank: int
+    nbytes: int
+
+
+class _Upload:
+    """The upload of one adapter's tensors, in parts."""
+
+    def __init__(self, folder: Path, config: bytes, begin: BeginAdapter) -> None:
+        self.folder, self._begin = folder, begin
+        _make_folder(folder)
+        write_synced(folder / CONFIG_FILE, config)
+        with (folder / TENSORS_FILE).open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, begin.nbytes)
+        self._missing = set(range(-(-begin.nbytes // ADAPTER_PART_BYTES)))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(sorted(self._missing))
+
+    def write(self, index: int, content: bytes) -> None:
+        start = index * ADAPTER_PART_BYTES
+        expected = min(ADAPTER_PART_BYTES, self._begin.nbytes - start)
+        if index < 0 or len(content) != expected:
+            raise InvalidRequest(
+                f"part {index} has {len(content)} bytes, and must have {max(0, expected)} of the file's "
+                f"{self._begin.nbytes}: send the parts that POST /v1/adapters/{{name}} names"
+            )
+        with (self.folder / TENSORS_FILE).open("r+b") as stream:
+            stream.seek(start)
+            stream.write(content)
+        self._missing.discard(index)
+
+    def require_complete(self) -> None:
+        if self._missing:
+            raise UploadIncomplete(f"parts {self.missing} are missing: send them", {"missing": list(self.missing)})
+        with (self.folder / TENSORS_FILE).open("rb") as stream:
+            hasher = xxhash.xxh3_128()
+            while piece := stream.read(1 << 20):
+                hasher.update(piece)
+        if (found := hasher.hexdigest()) != self._begin.digest:
+            self._missing = set(range(-(-self._begin.nbytes // ADAPTER_PART_BYTES)))
+            raise DigestMismatch(f"the upload hashes to {found}, not to {self._begin.digest}: send its parts again")
+
+
+def _make_folder(folder: Path) -> None:
+    make_private(folder.parent)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def _no_upload(name: str, digest: str) -> NotFound:
+    return NotFound(f"adapter {name} has no upload {digest}: POST /v1/adapters/{name} again, and send its parts")
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """Read PEFT's configuration. Raises InvalidManifest."""
+    path = folder / CONFIG_FILE
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise InvalidManifest(f"{CONFIG_FILE} does not parse: {error}") from error
+    return config
+
+
+def check_config(config: Mapping[str, object], max_rank: int) -> int:
+    """Return the largest rank in PEFT's configuration. Raises InvalidManifest for what engines cannot serve."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise InvalidManifest(f"the adapter's peft_type is {kind!r}: only LORA is served")
+    if unserved := [what for field, what in _REFUSED.items() if config.get(field)]:
+        raise InvalidManifest(f"the adapter has {', '.join(unserved)}, which vLLM does not serve: train plain LoRA")
+    if config.get("bias", "none") != "none":
+        raise InvalidManifest(f"the adapter's bias is {config['bias']!r}: only none is served")
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in _IDLE_INITS:
+        raise InvalidManifest(
+            f"init_lora_weights={init} changes the base model, which the adapter alone does not tell: save it with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    patterns = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank > 0 for rank in ranks):
+        raise InvalidManifest(f"the adapter's ranks are {ranks}: give positive numbers in r and rank_pattern")
+    if not isinstance(config.get("lora_alpha"), int | float):
+        raise InvalidManifest(f"the adapter's lora_alpha is {config.get('lora_alpha')!r}: give a number")
+    rank = max(rank for rank in ranks if isinstance(rank, int))
+    if rank > max_rank:
+        raise InvalidManifest(
+            f"the adapter has rank {rank}, and engine.adapters.max_rank is {max_rank}: raise it, or train a smaller "
+            "one",
+            {"rank": rank, "max_rank": max_rank},
+        )
+    return rank
+
+
+def check_tensors(path: Path, rank: int, model: ServedModel) -> None:
+    """Compare an adapter's tensors with the served model's linear layers. Raises InvalidManifest."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in SourceFile(path).tensors.items():
+        if tensor.dtype not in ("float32", "bfloat16", "float16"):
+            raise InvalidManifest(f"{name} is {tensor.dtype}: send float32, bfloat16 or float16")
+        if (found := _WEIGHT.fullmatch(name)) is None:
+            raise InvalidManifest(f"{name} is neither lora_A nor lora_B of a linear layer: nothing else is served")
+        shapes.setdefault(found[1], {})[found[2]] = tensor.shape
+    if not shapes:
+        raise InvalidManifest("the adapter has no tensors")
+    for module, pair in shapes.items():
+        _check_module(module, pair, rank, model)
+    with safe_open(path, framework="pt") as reader:
+        for name in reader.keys():  # noqa: SIM118 - it is no dict
+            if not torch.isfinite(reader.get_tensor(name)).all():
+                raise InvalidManifest(f"{name} has values that are not finite: the training has diverged")
+
+
+def _check_module(module: str, pair: dict[str, tuple[int, ...]], rank: int, model: ServedModel) -> None:
+    if module not in model.linears or ".experts." in module:
+        why = "a routed expert, whose adapters are not served" if ".experts" in module else "no linear layer here"
+        raise InvalidManifest(f"the adapter targets {module}, which is {why}: leave it out of target_modules")
+    if pair.keys() != {"A", "B"}:
+        raise InvalidManifest(f"{module} has lora_{next(iter(pair))} alone: send lora_A and lora_B")
+    outputs, inputs = model.linears[module]
+    own = pair["A"][0] if pair["A"] else 0
+    if pair != {"A": (own, inputs), "B": (outputs, own)} or not 0 < own <= rank:
+        raise InvalidManifest(
+            f"{module} has lora_A {list(pair['A'])} and lora_B {list(pair['B'])}, and the served model takes "
+            f"[r, {inputs}] and [{outputs}, r] with r up to {rank}: is the adapter of another base model?"
+        )

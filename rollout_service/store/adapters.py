@@ -1,0 +1,137 @@
+"""Versions of LoRA adapters, beside the weight versions in the log's folder.
+
+    <root>/ADAPTERS                               the committed versions, oldest first; replaced by atomic rename
+    <root>/adapters/<name>/<version>-<digest>/    PEFT's two files; immutable
+    <root>/adapters.staging/<digest>/             an upload that is not committed
+
+A version exists if ADAPTERS names it. The ingest writes; replicas read and compare digests. A node without the log has
+the folders of its copies at the same place below the root of its copies.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import xxhash
+from pydantic import ValidationError
+
+from rollout_service.errors import LogCorrupt
+from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterVersion
+from rollout_service.protocol.base import Frozen
+from rollout_service.store.durable_io import (
+    is_unlocked,
+    lock_shared,
+    remove_tree,
+    replace_synced,
+    sync_folder,
+    write_synced,
+)
+
+ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE)
+_PIECE_BYTES = 1 << 20
+
+
+class _Index(Frozen):
+    """Content of ADAPTERS."""
+
+    versions: tuple[AdapterVersion, ...] = ()
+
+
+class AdapterStore:
+    """Reads and writes the adapters of one log."""
+
+    def __init__(self, root: Path) -> None:
+        self._index, self._folder = root / "ADAPTERS", root / "adapters"
+        self._staging = root / "adapters.staging"
+
+    def read(self) -> tuple[AdapterVersion, ...]:
+        """Return the committed versions, oldest first. Raises LogCorrupt, OSError."""
+        try:
+            return _Index.model_validate_json(self._index.read_bytes()).versions
+        except FileNotFoundError:
+            return ()
+        except ValidationError as error:
+            raise LogCorrupt(f"{self._index} does not parse: {error}") from error
+
+    def set(self, versions: Iterable[AdapterVersion]) -> None:
+        """Replace the list of committed versions. Raises OSError."""
+        replace_synced(self._index, _Index(versions=tuple(versions)).model_dump_json())
+
+    def folder(self, adapter: AdapterVersion) -> Path:
+        """Return the folder of a committed version."""
+        return self._folder / adapter.folder
+
+    def staging(self, digest: str) -> Path:
+        """Return the folder of an upload."""
+        return self._staging / digest
+
+    def clear_staging(self) -> None:
+        """Remove all uploads."""
+        remove_tree(self._staging)
+
+    def take_in(self, adapter: AdapterVersion, staged: Path) -> None:
+        """Move a staged folder to its final place, durably; ``set`` commits it. Raises OSError."""
+        folder = self.folder(adapter)
+        for name in ADAPTER_FILES:
+            with (staged / name).open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(staged)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_tree(folder)  # of a commit that a crash interrupted
+        os.rename(staged, folder)
+        sync_folder(folder.parent)
+
+    def sweep(self, needed: Collection[AdapterVersion], held: Collection[str] = ()) -> None:
+        """Remove the folders of all other versions, unless a process of this machine holds them (``hold``).
+
+        ``held``: digests of versions that processes of other machines hold.
+        """
+        kept = {self.folder(adapter) for adapter in needed}
+        for folder in self._folder.glob("*/*"):
+            if folder not in kept and folder.name.partition("-")[2] not in held and is_unlocked(folder):
+                remove_tree(folder)
+        for named in self._folder.glob("*"):
+            if not any(named.iterdir()):
+                named.rmdir()
+
+    def hold(self, adapter: AdapterVersion) -> int:
+        """Lock a folder against ``sweep`` until the returned descriptor is closed. Raises OSError."""
+        return lock_shared(self.folder(adapter))
+
+    def verify(self, adapter: AdapterVersion) -> None:
+        """Read both files and compare the digest. Raises LogCorrupt, OSError."""
+        if (found := digest_of(self.folder(adapter))) != adapter.digest:
+            raise LogCorrupt(
+                f"adapter {adapter} in {self.folder(adapter)} hashes to {found}, and was committed as "
+                f"{adapter.digest}: push it again"
+            )
+
+    def add_copy(self, adapter: AdapterVersion, files: Mapping[str, bytes]) -> None:
+        """Add a fetched copy, which is complete. Raises LogCorrupt, OSError."""
+        staged = self.staging(uuid.uuid4().hex)
+        staged.mkdir(parents=True)
+        try:
+            for name, content in files.items():
+                write_synced(staged / name, content)
+            if digest_of(staged) != adapter.digest:
+                raise LogCorrupt(f"adapter {adapter} was damaged on its way from the ingest")
+            if not self.folder(adapter).is_dir():  # another replica of this node may have added it
+                self.take_in(adapter, staged)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of an adapter's two files. Raises OSError."""
+    hasher = xxhash.xxh3_128()
+    with (folder / TENSORS_FILE).open("rb") as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            hasher.update(piece)
+    return adapter_digest((folder / CONFIG_FILE).read_bytes(), hasher.hexdigest())
+
+
+def adapter_digest(config: bytes, tensors: str) -> str:
+    """Return the digest of an adapter. ``tensors``: xxh3-128 of its tensors' file, in hex."""
+    return xxhash.xxh3_128_hexdigest(config + tensors.encode())

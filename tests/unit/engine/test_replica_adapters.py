@@ -1,0 +1,187 @@
+"""The adapters that a replica holds: loading, publishing, removal, and failures. The engine records its calls."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollout_service.engine.adapters import LoadedAdapter, ReplicaAdapters
+from rollout_service.errors import InvalidManifest, NotReady, TooEarly
+from rollout_service.protocol.adapters import TENSORS_FILE, AdapterVersion, WantedAdapter
+from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, digest_of
+
+BASE = "digest of the base"
+
+
+class Engine:
+    """Records what is loaded and removed."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.refuses: set[str] = set()
+
+    async def add_adapter(self, loaded: LoadedAdapter) -> None:
+        if str(loaded.adapter) in self.refuses:
+            raise InvalidManifest("vLLM cannot load it")
+        self.held.append(str(loaded.adapter))
+
+    async def remove_adapter(self, loaded: LoadedAdapter) -> None:
+        self.held.remove(str(loaded.adapter))
+
+
+class Replica:
+    """A replica's adapters and the log that they come from."""
+
+    def __init__(self, root: Path, max_live: int = 3) -> None:
+        self.store, self.engine = AdapterStore(root), Engine()
+        self.served: str | None = BASE
+        self.adapters = ReplicaAdapters(self.engine, self.store, max_live, lambda: self.served)
+        self.committed: list[AdapterVersion] = []
+
+    def commit(self, name: str, version: int, base: str = BASE) -> AdapterVersion:
+        adapter = committed(self.store, name, version, base)
+        self.committed.append(adapter)
+        return adapter
+
+    async def settle(self) -> None:
+        self.adapters.want(tuple(self.committed))
+        await self.adapters.settle()
+
+    def newest(self, name: str) -> str:
+        with self.adapters.use(WantedAdapter(name=name)) as loaded:
+            assert loaded is not None
+            return str(loaded.adapter)
+
+
+def committed(store: AdapterStore, name: str, version: int, base: str = BASE) -> AdapterVersion:
+    """Write an adapter's files, whose content is its name and version."""
+    staged = store.staging(f"{name}-{version}")
+    staged.mkdir(parents=True)
+    for file in ADAPTER_FILES:
+        (staged / file).write_text(f"{file} of {name} {version}")
+    adapter = AdapterVersion(
+        name=name,
+        version=version,
+        digest=digest_of(staged),
+        base_version=1,
+        base_digest=base,
+        rank=4,
+        nbytes=1,
+    )
+    store.take_in(adapter, staged)
+    return adapter
+
+
+async def test_new_rollouts_take_the_newest_version(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.commit("a", 1)
+    await replica.settle()
+    with replica.adapters.use(WantedAdapter(name="a")) as before:
+        replica.commit("a", 2)
+        await replica.settle()
+        assert replica.newest("a") == "a@2" and before is not None and before.adapter.version == 1
+        assert [(each.version, each.running) for each in replica.adapters.status()] == [(1, 1), (2, 0)]
+    with replica.adapters.use(WantedAdapter(name="a", exact_version=1)) as exact:
+        assert exact == before
+
+
+async def test_an_unwanted_version_stays_until_its_rollouts_end(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.commit("a", 1)
+    await replica.settle()
+    with replica.adapters.use(WantedAdapter(name="a")):
+        replica.committed = []
+        await replica.settle()
+        assert replica.engine.held == ["a@1"]
+        with pytest.raises(TooEarly, match="no adapter a is held here"):
+            replica.newest("a")
+        with replica.adapters.use(WantedAdapter(name="a", exact_version=1)):  # an interrupted completion continues
+            pass
+    await replica.settle()
+    assert replica.engine.held == [] and replica.adapters.status() == ()
+
+
+async def test_a_version_waits_for_a_place_that_rollouts_hold(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, max_live=1)
+    replica.commit("a", 1)
+    await replica.settle()
+    with replica.adapters.use(WantedAdapter(name="a")):
+        replica.committed = []
+        replica.commit("a", 2)
+        await replica.settle()
+        assert replica.engine.held == ["a@1"]
+    following = aiter(replica.adapters.follow())  # the end of the rollout wakes it
+    await anext(following)
+    assert replica.engine.held == ["a@2"]
+
+
+async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.commit("a", 1)
+    damaged = replica.commit("a", 2)
+    (replica.store.folder(damaged) / TENSORS_FILE).write_text("flipped")
+    replica.engine.refuses = {"a@3"}
+    replica.commit("a", 3)
+    await replica.settle()
+    errors = {each.version: each.error for each in replica.adapters.status()}
+    assert errors[1] is None and "hashes to" in str(errors[2]) and errors[3] == "vLLM cannot load it"
+    assert replica.newest("a") == "a@1"
+
+
+async def test_an_adapter_of_another_base_is_not_used(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.commit("a", 1, base="another")
+    await replica.settle()
+    with pytest.raises(TooEarly):
+        replica.newest("a")
+
+
+async def test_a_sleeping_replica_loads_nothing_and_takes_requests(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.commit("a", 1)
+    await replica.settle()
+    replica.served = None
+    replica.commit("a", 2)
+    await replica.settle()
+    assert replica.engine.held == ["a@1"] and replica.newest("a") == "a@1"
+    replica.served = BASE
+    await replica.settle()
+    assert replica.newest("a") == "a@2"
+
+
+async def test_a_request_waits_for_its_version(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.commit("a", 1)
+    await replica.settle()
+    assert not await replica.adapters.wait_for(WantedAdapter(name="a", min_version=2), 0)
+    waiting = asyncio.create_task(replica.adapters.wait_for(WantedAdapter(name="a", min_version=2), 30))
+    replica.commit("a", 2)
+    await replica.settle()
+    assert await waiting
+
+
+async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path: Path) -> None:
+    log = Replica(tmp_path / "log")
+    first, second = log.commit("a", 1), log.commit("a", 2)
+
+    class Ingest:
+        def __init__(self) -> None:
+            self.is_away = True
+
+        async def adapter_file(self, adapter: AdapterVersion, file: str, offset: int) -> bytes:
+            if self.is_away:
+                raise NotReady("the ingest is being replaced")
+            return (log.store.folder(adapter) / file).read_bytes()[offset : offset + 5]
+
+    ingest, copies = Ingest(), AdapterStore(tmp_path / "copies")
+    adapters = ReplicaAdapters(Engine(), copies, 3, lambda: BASE, ingest)  # type: ignore[arg-type]
+    adapters.want((first,))
+    await adapters.settle()
+    assert [each.error for each in adapters.status()] == ["the ingest is being replaced"]
+    ingest.is_away = False
+    adapters.want((second,))
+    await adapters.settle()
+    copies.verify(second)
+    adapters.want(())
+    await adapters.settle()
+    assert not copies.folder(second).exists()

@@ -1,0 +1,87 @@
+"""Adapters in requests: their names in either field, and what the gateway knows of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout_service.errors import InvalidRequest, NotFound, NotReady
+from rollout_service.gateway.adapters import KnownAdapters
+from rollout_service.gateway.completions import CompletionRequest, completions
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.generate import generate
+from rollout_service.gateway.models import models
+from rollout_service.protocol.adapters import AdapterStatus, WantedAdapter
+from rollout_service.protocol.generate import GenerateRequest
+from tests.unit.gateway.fakes import EchoEngine
+
+
+class Ingest:
+    """Has committed versions."""
+
+    def __init__(self, *committed: tuple[str, int]) -> None:
+        self.committed, self.is_away = list(committed), False
+
+    async def adapters(self) -> list[AdapterStatus]:
+        if self.is_away:
+            raise NotReady("the ingest is being replaced")
+        fixed: dict[str, Any] = {"digest": "d", "base_version": 0, "base_digest": "b", "rank": 4, "nbytes": 1}
+        return [AdapterStatus(name=name, version=version, **fixed) for name, version in self.committed]
+
+
+@pytest.fixture
+def ingest() -> Ingest:
+    return Ingest(("a", 1), ("a", 3), ("b", 7))
+
+
+@pytest.fixture
+def adapted(services: Services, ingest: Ingest) -> Services:
+    return replace(services, adapters=KnownAdapters(ingest))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"model": "a"}, WantedAdapter(name="a")),
+        ({"model": "a@3"}, WantedAdapter(name="a", exact_version=3)),
+        ({"adapter": "b", "model": "tiny"}, WantedAdapter(name="b")),
+        ({"adapter": "a", "min_adapter_version": 4}, WantedAdapter(name="a", min_version=4)),
+        ({"adapter": "a@9"}, WantedAdapter(name="a", exact_version=9)),  # may be committed any moment
+        ({"model": "tiny"}, None),
+    ],
+)
+async def test_a_request_names_its_adapter_in_either_field(
+    adapted: Services, engine: EchoEngine, asked: dict[str, Any], wanted: WantedAdapter | None
+) -> None:
+    reply = await generate(GenerateRequest(token_ids=(5, 6), **asked), adapted)
+    assert engine.calls[-1].adapter == wanted
+    assert reply["model"] == asked.get("model", "tiny")
+    await completions(CompletionRequest(prompt=(5, 6), **asked), adapted)
+    assert engine.calls[-1].adapter == wanted
+
+
+@pytest.mark.parametrize("name", ["c", "a@2", "a@", "../a", "b@1"])
+async def test_an_unknown_adapter_is_not_found(adapted: Services, name: str) -> None:
+    with pytest.raises(NotFound, match="there is no adapter"):
+        await generate(GenerateRequest(token_ids=(5, 6), adapter=name), adapted)
+    with pytest.raises(NotFound, match="is not served here"):
+        await generate(GenerateRequest(token_ids=(5, 6), model=name), adapted)
+
+
+async def test_two_adapters_in_one_request_are_refused(adapted: Services) -> None:
+    with pytest.raises(InvalidRequest, match="are two adapters"):
+        await generate(GenerateRequest(token_ids=(5, 6), model="a", adapter="b"), adapted)
+    with pytest.raises(ValueError, match="min_adapter_version needs an adapter"):
+        GenerateRequest(token_ids=(5, 6), adapter="a@1", min_adapter_version=1)
+
+
+async def test_known_adapters_outlive_the_ingest(adapted: Services, ingest: Ingest, engine: EchoEngine) -> None:
+    assert [card["id"] for card in (await models(adapted))["data"]] == ["tiny", "a", "b"]  # type: ignore[attr-defined]
+    ingest.is_away = True
+    await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), adapted)
+    assert engine.calls[-1].adapter == WantedAdapter(name="a")
+
+
+async def test_without_the_setting_no_adapter_is_known(services: Services) -> None:
+    with pytest.raises(NotFound, match=r"there is no adapter 'a'; there are \[\]"):
+        await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), services)

@@ -1,0 +1,189 @@
+"""Adapters, from the client over HTTP to a real ingest and its log."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from rollout_service.client import RolloutClient
+from rollout_service.errors import (
+    Forbidden,
+    InvalidManifest,
+    InvalidRequest,
+    NotFound,
+    UploadIncomplete,
+    VersionConflict,
+)
+from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.adapters import BeginAdapter, CommitAdapter
+from rollout_service.store.adapters import AdapterStore
+from tests.support.adapters import CONFIG, RANK, adapter_tensors, save_adapter
+from tests.unit.client.real_ingest import real_ingest
+from tests.unit.ingest.trainer import changed, config_of
+
+ADAPTERS: dict[str, Any] = {"engine": {"adapters": {"max_live": 3, "max_rank": 8}}}
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+async def test_a_pushed_adapter_is_a_version_of_the_log(model: Path, tmp_path: Path) -> None:
+    tensors = adapter_tensors(model, 1)
+    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 2))
+    async with (
+        real_ingest(model, tmp_path / "log", **ADAPTERS) as service,
+        RolloutClient(service.url) as client,
+    ):
+        first = await client.push_adapter("run-a", tensors, config=CONFIG, label="step-1", base_version=0, wait="none")
+        again = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+        assert again == first and (first.name, first.version, first.rank, first.label) == ("run-a", 1, RANK, "step-1")
+        second = await client.push_adapter("run-a", folder, version=7, wait="none")
+        assert (second.version, second.base_version) == (7, 0) and second.digest != first.digest
+        assert await client.adapters() == [first, second]
+        AdapterStore(service.log.root).verify(second)
+        with pytest.raises(VersionConflict, match="has version 7: push a newer one than that, and not 6"):
+            await client.push_adapter("run-a", tensors, config=CONFIG, version=6, wait="none")
+
+
+async def test_a_restarted_ingest_has_the_committed_adapters(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
+    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
+    ingest = Ingest(config)
+    await ingest.start()
+    pushed = await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    assert await again.adapters() == [pushed]
+    await again.stop()
+
+
+async def test_older_versions_leave_a_place_free(model: Path, tmp_path: Path) -> None:
+    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
+        for seed in range(1, 6):
+            await client.push_adapter("run-a", adapter_tensors(model, seed), config=CONFIG, wait="none")
+        assert [str(each) for each in service.ingest.adapter_versions] == ["run-a@4", "run-a@5"]
+        for name in ("run-b", "run-c"):
+            await client.push_adapter(name, adapter_tensors(model, 1), config=CONFIG, wait="none")
+        assert [str(each) for each in service.ingest.adapter_versions] == ["run-a@5", "run-b@1", "run-c@1"]
+        assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
+        with pytest.raises(VersionConflict, match="remove one of run-a, run-b, run-c"):
+            await client.push_adapter("run-d", adapter_tensors(model, 1), config=CONFIG, wait="none")
+        await client.remove_adapter("run-b")
+        await client.push_adapter("run-d", adapter_tensors(model, 1), config=CONFIG, wait="none")
+        assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
+
+
+async def test_a_new_base_is_refused_while_adapters_live(
+    model: Path, tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
+        await client.push_weights(1, changed(weights, 1), wait="none")
+        with pytest.raises(VersionConflict, match="belongs to weight version 0, and version 1 is served"):
+            await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG, base_version=0, wait="none")
+        await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG, wait="none")
+        with pytest.raises(VersionConflict, match="the adapters run-a belong to the served weights"):
+            await client.push_weights(2, changed(weights, 2), wait="none")
+        with pytest.raises(VersionConflict, match="the adapters run-a belong to the served weights"):
+            await client.rollback(0, wait="none")
+        await client.remove_adapter("run-a")
+        assert (await client.push_weights(2, changed(weights, 2), wait="none")).version == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"peft_type": "LOHA"}, "only LORA is served"),
+        ({"use_dora": True}, "the adapter has DoRA"),
+        ({"modules_to_save": ["lm_head"]}, r"whole modules \(modules_to_save\)"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "fused experts"),
+        ({"bias": "all"}, "only none is served"),
+        ({"init_lora_weights": "pissa"}, "changes the base model"),
+        ({"init_lora_weights": "olora"}, "changes the base model"),
+        ({"r": 16}, "rank 16, and engine.adapters.max_rank is 8"),
+        ({"rank_pattern": {"q_proj": 9}}, "rank 9, and engine.adapters.max_rank is 8"),
+        ({"r": True}, "give positive numbers"),
+        ({"lora_alpha": "4"}, "lora_alpha is '4'"),
+    ],
+)
+async def test_a_configuration_that_is_not_served_is_named(
+    model: Path, tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
+        with pytest.raises(InvalidManifest, match=why):
+            await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG | changes, wait="none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({f"{Q}.lora_A.weight": torch.zeros(RANK, 64)}, "is the adapter of another base model"),
+        ({f"{Q}.lora_B.weight": torch.zeros(256, RANK + 1)}, "is the adapter of another base model"),
+        ({f"{Q}.lora_A.weight": None}, "q_proj has lora_B alone"),
+        ({f"{Q}x.lora_A.weight": torch.zeros(RANK, 256)}, "q_projx, which is no linear layer here"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(256)}, "is neither lora_A nor lora_B"),
+        ({f"{Q}.lora_A.weight": torch.full((RANK, 256), torch.nan)}, "values that are not finite"),
+        ({f"{Q}.lora_A.weight": torch.zeros(RANK, 256, dtype=torch.int8)}, "send float32, bfloat16 or float16"),
+    ],
+)
+async def test_tensors_that_do_not_fit_the_model_are_named(
+    model: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], why: str
+) -> None:
+    given = adapter_tensors(model, 1) | changes
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
+        with pytest.raises(InvalidManifest, match=why):
+            await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+        assert service.ingest.adapter_versions == ()
+
+
+async def test_an_upload_is_complete_before_it_is_committed(model: Path, tmp_path: Path) -> None:
+    ingest = Ingest(config_of(model, tmp_path / "log", **ADAPTERS))
+    await ingest.start()
+    upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
+    assert upload.missing == (0,)
+    with pytest.raises(UploadIncomplete):
+        await ingest.commit_adapter("run-a", CommitAdapter(digest=upload.digest))
+    with pytest.raises(InvalidRequest, match="part 0 has 3 bytes, and must have 100"):
+        await ingest.adapter_part("run-a", upload.digest, 0, b"abc")
+    with pytest.raises(InvalidManifest, match="takes"):
+        await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
+    await ingest.stop()
+
+
+async def test_vllms_routes_load_and_unload_folders(model: Path, tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "sources" / "step-1", adapter_tensors(model, 1))
+    async with (
+        real_ingest(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path / "sources"]}) as service,
+        httpx.AsyncClient(base_url=service.url) as http,
+    ):
+        body = {"lora_name": "run-a", "lora_path": str(folder)}
+        assert (await http.post("/v1/load_lora_adapter", json=body | {"timeout": 1})).status_code == 422
+        outside = await http.post("/load_lora_adapter", json=body | {"lora_path": str(tmp_path)})
+        assert outside.status_code == 403, outside.text
+        refused = await http.post("/v1/unload_lora_adapter", json={"lora_name": "run-a"})
+        assert refused.status_code == 404 and "there is no adapter 'run-a'" in refused.text
+
+
+async def test_without_the_setting_adapters_are_refused(model: Path, tmp_path: Path) -> None:
+    async with real_ingest(model, tmp_path / "log") as service, RolloutClient(service.url) as client:
+        with pytest.raises(InvalidRequest, match=r"set engine\.adapters\.max_live"):
+            await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG)
+        with pytest.raises(NotFound, match=r"there is no adapter 'run-a'"):
+            await client.remove_adapter("run-a")
+
+
+async def test_a_folder_outside_of_the_roots_is_forbidden(model: Path, tmp_path: Path) -> None:
+    ingest = Ingest(config_of(model, tmp_path / "log", **ADAPTERS))
+    await ingest.start()
+    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
+    with pytest.raises(Forbidden):
+        await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+    await ingest.stop()
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ADAPTERS").write_text(json.dumps({"versions": 1}))
+    with pytest.raises(Exception, match="ADAPTERS does not parse"):
+        AdapterStore(tmp_path).read()
