@@ -42,11 +42,11 @@ class Pulls:
         Repeating the call has no effect. Raises InvalidDelta for a delta that cannot be applied, and the errors of
         ``Ingest.push_folder``.
         """
-        folder = await asyncio.to_thread(self.weights.published, request.store, request.target_version)
         try:
+            folder = await asyncio.to_thread(self.weights.published, request.store, request.target_version)
             version = await self._pull(folder, request)
         except InvalidRequest:
-            await asyncio.to_thread(self.weights.forget, folder)
+            await asyncio.to_thread(self.weights.forget, request.store)
             raise
         self.begin_settling(folder)
         await self.settled()

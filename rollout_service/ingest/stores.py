@@ -92,11 +92,6 @@ class Stores:
             (unfinished / INDEX_FILE).write_bytes(index)
             unfinished.rename(folder)
 
-    def forget(self, folder: Path) -> None:
-        """Remove what was read from the store of ``folder``: it may have been damaged on the way."""
-        if folder.parent in self._urls:
-            remove_tree(folder.parent)
-
     def keep_only(self, folder: Path) -> None:
         """Remove the other versions of the store of ``folder``."""
         if folder.parent in self._urls:

@@ -98,13 +98,11 @@ class TrainerWeights:
         """Return the folder of a published version, which is read if ``store`` is a URL. Version 0 need not be
         published. Raises Forbidden, NotFound, NotReady for a store that cannot be read, InvalidManifest."""
         name = folder_name(str(version))
+        if version == 0:  # a run begins, and may publish other weights under numbers of the run before
+            self.forget(store)
         with self._lock:
-            if is_url(store):
-                folder = self._stores.folder(store) / name
-                if version == 0:  # a run begins, and may publish other weights under numbers of the run before
-                    self._stores.forget(folder)
-            else:
-                folder = allowed_path(Path(store) / name, self._roots)
+            parent = self._stores.folder(store) if is_url(store) else Path(store)
+            folder = parent / name if is_url(store) else allowed_path(parent / name, self._roots)
             self._stores.fetch(folder)
             if folder.is_dir() and is_url(store):
                 self._load()
@@ -121,10 +119,11 @@ class TrainerWeights:
             allowed_path(Path(store), self._roots)
         return self._stores.newest(store)
 
-    def forget(self, folder: Path) -> None:
-        """Read the store of ``folder`` again for the next call, if it is remote."""
-        with self._lock:
-            self._stores.forget(folder)
+    def forget(self, store: str) -> None:
+        """Remove what was read from a URL: it may have been damaged on the way. Raises Forbidden."""
+        if is_url(store):
+            with self._lock:
+                remove_tree(self._stores.folder(store))
 
     def name_as(self, checkpoint: Path, folder: Path) -> None:
         """Remember that a trainer names the version in ``folder`` as ``checkpoint``, also for the next process."""

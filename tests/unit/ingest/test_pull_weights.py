@@ -539,6 +539,12 @@ async def test_a_damaged_transfer_leaves_the_version_before(
         await pull_url(remote, url, 1)
     assert (await remote.fleet()).latest_version == 0
     file.write_bytes(good)
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(text.replace("zstd", "lz4"))
+    with pytest.raises(InvalidManifest, match="compression_format 'lz4'"):
+        await pull_url(remote, url, 1)
+    index.write_text(text)
     assert await pull_url(remote, url, 1) == 1
     await require(remote, 1, steps[1], model)
 
