@@ -234,10 +234,6 @@ TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_si
 )
 
 
-def address_of(memory: memoryview | torch.Tensor) -> int:
-    return (torch.frombuffer(memory, dtype=torch.uint8) if isinstance(memory, memoryview) else memory).data_ptr()
-
-
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
