@@ -12,13 +12,14 @@ from rollout_service.correction.recipe import Corrected, Correction, correct
 from rollout_service.correction.rejection import Rejection, Veto
 from rollout_service.correction.staleness import fresh_tokens, token_lag, token_versions
 from rollout_service.correction.support import SamplingSupport
-from rollout_service.correction.weights import ImportanceWeights, truncated_importance_weights
+from rollout_service.correction.weights import GammaWeights, ImportanceWeights, truncated_importance_weights
 from rollout_service.protocol.truncation import TruncatedSamplingWarning
 
 __all__ = [
     "PRESETS",
     "Corrected",
     "Correction",
+    "GammaWeights",
     "ImportanceWeights",
     "Mismatch",
     "Rejection",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout_service.correction.batch import Rows, as_batch
+from rollout_service.correction.batch import Advantages, MissingLogprobs, Rows, as_advantages, as_batch
 
 LOG_RATIO_BOUND = 20.0
 """Clamp of logs before ``exp``, as in verl's rollout correction: one token must not overflow a mean."""
@@ -24,6 +24,17 @@ class LogRatios:
     """Mask of sampled tokens, bool [batch, tokens]."""
     dtype: torch.dtype
     """Dtype of the returned weights: fp32, or fp64 if a logprob was."""
+    missing: float = 0.0
+    """The share of sampled tokens whose rollout logprob was not finite."""
+    advantages: torch.Tensor | None = None
+    """[batch, tokens], if the caller gave them."""
+
+    @property
+    def required_advantages(self) -> torch.Tensor:
+        """Return the advantages. Raises ValueError if the caller gave none."""
+        if self.advantages is None:
+            raise ValueError("correct: this recipe depends on the sign of the advantages; give advantages=")
+        return self.advantages
 
     @property
     def rows(self) -> torch.Tensor:
@@ -50,14 +61,29 @@ class LogRatios:
         return values[:, None].expand_as(self.selected)
 
 
-def compare(trainer_logprobs: Rows, rollout_logprobs: Rows, mask: Rows | None) -> LogRatios:
-    """Return the log-ratios of a batch, padded or ragged. Raises the ValueErrors of ``as_batch``."""
-    trainer, rollout, selected = as_batch(trainer_logprobs, rollout_logprobs, mask)
+def compare(
+    trainer_logprobs: Rows,
+    rollout_logprobs: Rows,
+    mask: Rows | None,
+    advantages: Advantages | None = None,
+    missing_logprobs: MissingLogprobs = "refuse",
+) -> LogRatios:
+    """Return the log-ratios of a batch, padded or ragged. Raises the ValueErrors of ``as_batch`` and
+    ``as_advantages``."""
+    trainer, rollout, selected, missing = as_batch(trainer_logprobs, rollout_logprobs, mask, missing_logprobs)
     widest = torch.promote_types(trainer.dtype, rollout.dtype)
     # fp64: the k3 of a token with a tiny ratio is far below what fp32 resolves beside 1
     trainer = trainer.detach().double().where(selected, 0.0)
     rollout = rollout.detach().double().where(selected, 0.0)
-    return LogRatios(trainer, rollout, trainer - rollout, selected, torch.promote_types(widest, torch.float32))
+    return LogRatios(
+        trainer,
+        rollout,
+        trainer - rollout,
+        selected,
+        torch.promote_types(widest, torch.float32),
+        missing,
+        None if advantages is None else as_advantages(advantages, selected),
+    )
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:

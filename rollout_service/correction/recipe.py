@@ -5,14 +5,14 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from rollout_service.correction.batch import Rows
+from rollout_service.correction.batch import Advantages, MissingLogprobs, Rows
 from rollout_service.correction.bounds import require_choice
 from rollout_service.correction.metrics import PREFIX, mismatch_metrics
 from rollout_service.correction.ratios import LogRatios, compare
 from rollout_service.correction.rejection import Rejection, Veto
 from rollout_service.correction.rejection_metrics import rejection_metrics, total_rejection_metrics, veto_metrics
-from rollout_service.correction.weight_metrics import normalized, weight_metrics
-from rollout_service.correction.weights import ImportanceWeights
+from rollout_service.correction.weight_metrics import applied_metrics, normalized, weight_metrics
+from rollout_service.correction.weights import GammaWeights, ImportanceWeights
 from rollout_service.protocol.truncation import warn_of_truncated_sampling
 
 Denominator: TypeAlias = Literal["sampled", "kept"]
@@ -27,7 +27,7 @@ class Correction:
     denominator.
     """
 
-    weights: ImportanceWeights | None = None
+    weights: ImportanceWeights | GammaWeights | None = None
     """None: every token has weight 1."""
     rejections: tuple[Rejection, ...] = ()
     """A token is kept if every rejection keeps it."""
@@ -39,7 +39,7 @@ class Correction:
     gradients differ by the share that is kept: with 90% rejected, by a factor of 10."""
 
     def __post_init__(self) -> None:
-        _require_type("weights", self.weights, ImportanceWeights)
+        _require_type("weights", self.weights, ImportanceWeights, GammaWeights)
         _require_type("veto", self.veto, Veto)
         if not isinstance(self.rejections, tuple):
             raise TypeError(f"rejections={self.rejections!r} must be a tuple of Rejection")
@@ -50,6 +50,11 @@ class Correction:
         twice = {statistic for statistic in statistics if statistics.count(statistic) > 1}
         if twice:
             raise ValueError(f"Correction: {', '.join(sorted(twice))} rejects twice: give the tighter bounds only")
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Return True if ``correct`` needs ``advantages`` for this recipe."""
+        return isinstance(self.weights, GammaWeights) or any(one.only_if is not None for one in self.rejections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ def correct(
     mask: Rows | None = None,
     correction: Correction | None = None,
     *,
+    advantages: Advantages | None = None,
+    missing_logprobs: MissingLogprobs = "refuse",
     truncated_sampling: bool = False,
 ) -> Corrected:
     """Compute weights, mask and metrics of a batch with a recipe; None: metrics only.
@@ -89,19 +96,28 @@ def correct(
     tensor or a list of numbers per sequence. ``mask`` has the same form, bool or 0/1, and may be omitted if one of them
     is ragged. Values at masked positions, including NaN, have no influence. Computed in fp64.
 
+    ``advantages``: required if ``correction.needs_advantages``; only their signs matter. One per sequence or per token.
+
+    ``missing_logprobs``: the treatment of sampled tokens whose rollout logprob is NaN or infinite. ``refuse`` raises
+    ValueError. ``ratio_1`` takes the trainer's logprob, as TRL and AReaL do. ``mask`` removes the tokens from the
+    batch, also from the denominator. The last two report ``rollout_missing_fraction``.
+
     ``truncated_sampling``: True if a rollout of the batch has this mark and ``trainer_logprobs`` are not renormalized
     over its support (``SamplingSupport``). Every ratio then contains the kept mass, so a TruncatedSamplingWarning is
     issued, once a process.
 
-    Raises ValueError if shapes or lengths differ, if no token is selected, if the mask holds anything but 0 and 1, or
-    if a selected logprob is not finite (with its position); TypeError if ``correction`` is no ``Correction``.
+    Raises ValueError if shapes or lengths differ, if no token is selected, if the mask holds anything but 0 and 1, if a
+    selected logprob or advantage is not finite (with its position), or if required advantages are absent; TypeError if
+    ``correction`` is no ``Correction``.
     """
     _require_type("correction", correction, Correction)
     if truncated_sampling:
         warn_of_truncated_sampling("correct")
     recipe = correction or Correction()
-    ratios = compare(trainer_logprobs, rollout_logprobs, mask)
+    ratios = compare(trainer_logprobs, rollout_logprobs, mask, advantages, missing_logprobs)
     kept, metrics = _reject(recipe, ratios)
+    if missing_logprobs != "refuse":
+        metrics["rollout_missing_fraction"] = ratios.missing
     weights = ratios.selected.double()
     if recipe.weights is not None:
         weights, of_weights = _weigh(recipe.weights, ratios)
@@ -115,8 +131,11 @@ def correct(
     )
 
 
-def _weigh(recipe: ImportanceWeights, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
+def _weigh(recipe: ImportanceWeights | GammaWeights, ratios: LogRatios) -> tuple[torch.Tensor, dict[str, float]]:
     """Return weights fp64 [batch, tokens], rejected tokens not yet zero, and their metrics."""
+    if isinstance(recipe, GammaWeights):
+        weights = recipe.weights(ratios)
+        return weights, applied_metrics(weights, ratios)
     raw = recipe.ratios(ratios)
     weights = recipe.bound(raw, ratios.selected)
     metrics = weight_metrics(recipe, raw, weights, ratios)
@@ -132,9 +151,9 @@ def _reject(recipe: Correction, ratios: LogRatios) -> tuple[torch.Tensor, dict[s
     metrics: dict[str, float] = {}
     for rejection in recipe.rejections:
         measured = rejection.measure(ratios)
-        keeps = rejection.keeps(measured)
-        kept = kept & (keeps if rejection.of_tokens else ratios.over_tokens(keeps))
-        metrics |= rejection_metrics(rejection, measured, ratios)
+        keeps = rejection.kept_tokens(measured, ratios)
+        kept = kept & keeps
+        metrics |= rejection_metrics(rejection, measured, keeps, ratios)
     if recipe.veto is not None:
         catastrophic = recipe.veto.catastrophic(ratios)
         kept = kept & ~ratios.over_tokens(catastrophic.any(-1))
@@ -144,6 +163,7 @@ def _reject(recipe: Correction, ratios: LogRatios) -> tuple[torch.Tensor, dict[s
     return kept, metrics
 
 
-def _require_type(name: str, value: object, expected: type) -> None:
+def _require_type(name: str, value: object, *expected: type) -> None:
     if value is not None and not isinstance(value, expected):
-        raise TypeError(f"{name}={value!r} must be of type {expected.__name__}")
+        names = " or ".join(one.__name__ for one in expected)
+        raise TypeError(f"{name}={value!r} must be of type {names}")

@@ -15,8 +15,10 @@ Statistic: TypeAlias = Literal[
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
-    "token_prob_diff", "seq_mean_prob_error",
+    "token_prob_diff", "seq_mean_prob_diff", "seq_mean_prob_error", "seq_mean_ratio_diff",
+    "token_binary_kl", "seq_mean_binary_kl", "token_binary_kl_both", "token_m2",
 ]  # fmt: skip
+OnlyIf: TypeAlias = Literal["diverging", "negative"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,15 @@ class Rejection:
     For each token, with ``lr = trainer − rollout`` clamped to ±20: ``k1 = −lr``, ``k2 = lr²/2``, ``k3 = exp(lr) − 1 −
     lr`` (Schulman, "Approximating KL Divergence", 2020). A ``seq_`` statistic reduces a sequence's tokens and keeps or
     drops all of them: ``seq_mean_k1`` is the geometric mean of the ratios, ``seq_sum_k1`` their product. Names and
-    formulas are from verl's rollout correction. Two more are not logarithmic: ``token_prob_diff`` is |π_trainer −
-    π_rollout| (prime-rl's IPO), ``seq_mean_prob_error`` is the mean of exp |lr|, at least 1 (NeMo-RL's
-    ``seq_logprob_error_threshold``).
+    formulas are from verl's rollout correction. The others, with ``p = π_trainer`` and ``μ = π_rollout`` of the token:
+
+    - ``prob_diff``: |p − μ| (prime-rl's IPO, OpenRLHF's ``tv``)
+    - ``prob_error``: exp |lr|, at least 1 (NeMo-RL's ``seq_logprob_error_threshold``)
+    - ``ratio_diff``: |ρ − 1| (open-instruct's TVPO)
+    - ``binary_kl``: D(μ‖p) of two outcomes, this token or any other, ``a ln(a/b) + (1 − a) ln((1 − a)/(1 − b))`` with
+      both clamped to [1e-6, 1 − 1e-6] (OpenRLHF); ``binary_kl_both``: the larger of D(μ‖p) and D(p‖μ) (KPop)
+    - ``m2``: the mean of lr², not clamped, over all tokens of the batch with an lr² up to this token's. Its bound drops
+      the tokens with the largest lr² until the mean of the rest is within it (M2PO).
 
     Raises ValueError for an unknown statistic, for bounds that are not positive or in the wrong order, and for
     ``lower`` with a statistic other than k1.
@@ -40,9 +48,15 @@ class Rejection:
     k2 and k3, keep up to ``upper`` nats. For others, keep up to ``upper``."""
     lower: float | None = None
     """Only for k1: keep from ``log(lower)``. None: 1/``upper``."""
+    only_if: OnlyIf | None = None
+    """Reject a token beyond the bounds only under this condition; ``correct`` then needs advantages A. ``diverging``:
+    A · lr > 0, so the update would move the token's probability further from the rollout's. ``negative``: A < 0.
+    None: always."""
 
     def __post_init__(self) -> None:
         require_choice("Rejection", "statistic", self.statistic, get_args(Statistic))
+        if self.only_if is not None:
+            require_choice("Rejection", "only_if", self.only_if, get_args(OnlyIf))
         owner = f"Rejection {self.statistic}"
         if not self.is_ratio and self.lower is not None:
             raise ValueError(f"{owner}: lower={self.lower}, but it is never negative and has only an upper bound")
@@ -83,6 +97,16 @@ class Rejection:
         smallest, largest = self.limits
         return (measured >= smallest) & (measured <= largest)
 
+    def kept_tokens(self, measured: torch.Tensor, ratios: LogRatios) -> torch.Tensor:
+        """Return the mask of kept tokens, bool [batch, tokens], from the result of ``measure``."""
+        keeps = self.keeps(measured)
+        kept = keeps if self.of_tokens else ratios.over_tokens(keeps)
+        if self.only_if is None:
+            return kept
+        advantages = ratios.required_advantages
+        applies = advantages < 0 if self.only_if == "negative" else advantages.sign() * ratios.log_ratio > 0
+        return kept | ~applies
+
 
 @dataclass(frozen=True, slots=True)
 class Veto:
@@ -110,6 +134,27 @@ class Veto:
         return outside & ratios.selected
 
 
+def _binary_kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence of two Bernoulli distributions with these probabilities; any shape, fp64, at least 0."""
+    # fp64: in fp32 the two terms cancel to values below 0
+    a, b = a.clamp(1e-6, 1 - 1e-6), b.clamp(1e-6, 1 - 1e-6)
+    return (a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()).clamp(min=0.0)
+
+
+def _binary_kl_both(ratios: LogRatios) -> torch.Tensor:
+    trainer, rollout = ratios.trainer.exp(), ratios.rollout.exp()
+    return torch.maximum(_binary_kl(rollout, trainer), _binary_kl(trainer, rollout))
+
+
+def _m2(ratios: LogRatios) -> torch.Tensor:
+    squares = ratios.log_ratio[ratios.selected].square()
+    ordered = squares.sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    # the last of equal values, so that the order of the batch has no influence
+    last = torch.searchsorted(ordered, squares, right=True) - 1
+    return torch.zeros_like(ratios.log_ratio).masked_scatter(ratios.selected, means[last])
+
+
 _JOINED = ("token", "seq_sum", "seq_mean", "seq_max")
 _OF_TOKENS: dict[str, Callable[[LogRatios], torch.Tensor]] = {
     "k1": lambda ratios: -ratios.bounded,
@@ -117,4 +162,8 @@ _OF_TOKENS: dict[str, Callable[[LogRatios], torch.Tensor]] = {
     "k3": lambda ratios: k3(ratios.log_ratio),
     "prob_diff": lambda ratios: (ratios.trainer.exp() - ratios.rollout.exp()).abs(),
     "prob_error": lambda ratios: mult_prob_error(ratios.log_ratio),
+    "ratio_diff": lambda ratios: torch.expm1(ratios.bounded).abs(),
+    "binary_kl": lambda ratios: _binary_kl(ratios.rollout.exp(), ratios.trainer.exp()),
+    "binary_kl_both": _binary_kl_both,
+    "m2": _m2,
 }

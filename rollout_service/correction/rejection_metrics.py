@@ -6,8 +6,11 @@ from rollout_service.correction.ratios import LogRatios
 from rollout_service.correction.rejection import Rejection
 
 
-def rejection_metrics(recipe: Rejection, measured: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
-    """Return the metrics of one statistic, [batch, tokens] or [batch]; names without prefix.
+def rejection_metrics(
+    recipe: Rejection, measured: torch.Tensor, kept: torch.Tensor, ratios: LogRatios
+) -> dict[str, float]:
+    """Return the metrics of one statistic, [batch, tokens] or [batch], that kept the tokens ``kept``, bool [batch,
+    tokens]; names without prefix.
 
     ``_max``, ``_min`` and the fractions are of tokens for a ``token_`` statistic and of sequences for a ``seq_`` one.
     ``_mean`` and ``_std`` are always over tokens; for ``_std`` the statistic is clamped to its bounds (verl).
@@ -17,7 +20,6 @@ def rejection_metrics(recipe: Rejection, measured: torch.Tensor, ratios: LogRati
     tokens = per_token[ratios.selected]
     rows = (ratios.sequence_mean(measured) if recipe.of_tokens else measured)[ratios.rows]
     units = tokens if recipe.of_tokens else rows
-    kept = recipe.keeps(per_token)
     return {
         f"rollout_rs_{recipe.statistic}_{name}": value
         for name, value in {

@@ -20,18 +20,27 @@ def weight_metrics(
     rows = ratios.sequence_mean(raw)[ratios.rows]
     counted = raw[ratios.selected] if recipe.level == "token" else rows
     shown = applied if recipe.level == "token" else rows
-    metrics = {
-        "rollout_is_mean": applied.mean().item(),
+    metrics = applied_metrics(weights, ratios) | {
         "rollout_is_max": shown.max().item(),
         "rollout_is_min": shown.min().item(),
-        "rollout_is_std": applied.std(correction=0).item(),
-        "rollout_is_eff_sample_size": _effective_sample_size(applied),
         "rollout_is_ratio_fraction_high": _share(counted > recipe.upper),
         "rollout_is_ratio_fraction_low": _share(counted < recipe.reported_lower),
     }
     if recipe.outside == "mask":
         metrics["rollout_is_oob_ratio"] = _share(~recipe.within(raw[ratios.selected]))
     return metrics | _per_sequence(recipe, rows, ratios.sequence_mean(weights)[ratios.rows])
+
+
+def applied_metrics(weights: torch.Tensor, ratios: LogRatios) -> dict[str, float]:
+    """Return the metrics of the weights [batch, tokens] that need no bounds; names without prefix."""
+    applied = weights[ratios.selected]
+    return {
+        "rollout_is_mean": applied.mean().item(),
+        "rollout_is_max": applied.max().item(),
+        "rollout_is_min": applied.min().item(),
+        "rollout_is_std": applied.std(correction=0).item(),
+        "rollout_is_eff_sample_size": _effective_sample_size(applied),
+    }
 
 
 def normalized(

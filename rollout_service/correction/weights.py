@@ -8,7 +8,7 @@ import torch
 
 from rollout_service.correction.batch import Rows
 from rollout_service.correction.bounds import require_bounds, require_choice
-from rollout_service.correction.ratios import LogRatios, bounded, compare
+from rollout_service.correction.ratios import LOG_RATIO_BOUND, LogRatios, bounded, compare
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Outside: TypeAlias = Literal["truncate", "mask"]
@@ -72,6 +72,34 @@ class ImportanceWeights:
         """Return the mask of weights within the bounds, bool, same shape."""
         inside = raw <= self.upper
         return inside if self.lower is None else inside & (raw >= self.lower)
+
+
+@dataclass(frozen=True, slots=True)
+class GammaWeights:
+    """Parameters of VESPO's soft sequence weights, whose advantage's sign selects ``k`` and ``λ`` (arXiv 2602.10693).
+
+    The weight of all tokens of a sequence is ``exp(λ + k ln w − λ w)``, with ``ln w = Σ lr_t`` clamped to [ln 1e-8, 20]
+    and each ``lr_t`` to ±20. It is 1 at ``w = 1`` and falls to 0 on both sides. Names and defaults are TRL's
+    ``vespo_…``. ``correct`` needs advantages. Raises ValueError for a parameter that is not a positive, finite number.
+    """
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    """For advantages of at least 0."""
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
+            require_bounds(f"GammaWeights {name}", getattr(self, name), None)
+
+    def weights(self, ratios: LogRatios) -> torch.Tensor:
+        """Return the weights, fp64 [batch, tokens], 0 where masked."""
+        log = ratios.over_tokens(ratios.bounded.sum(-1)).clamp(math.log(1e-8), LOG_RATIO_BOUND)
+        negative = ratios.required_advantages < 0
+        k = torch.full_like(log, self.k_pos).masked_fill(negative, self.k_neg)
+        scale = torch.full_like(log, self.lambda_pos).masked_fill(negative, self.lambda_neg)
+        return (scale + k * log - scale * log.exp()).exp() * ratios.selected
 
 
 def truncated_importance_weights(

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from rollout_service.correction import Corrected, Correction, correct
+from rollout_service.correction import Rows as Given
 from tests.unit.correction.expected import Rows
 
 LOGPROB = st.floats(min_value=-40, max_value=0, width=32)
@@ -22,6 +24,13 @@ def padded(rows: Rows, padding: float = math.nan, extra: int = 0) -> Batch:
     both = torch.tensor(filled, dtype=torch.float64).view(len(rows), width, 2)
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
     return both[..., 0], both[..., 1], mask
+
+
+def apply(trainer: Given, rollout: Given, mask: Given | None = None, correction: Correction | None = None) -> Corrected:
+    """``correct``, with an advantage of -1 for every sequence if the recipe needs advantages."""
+    needs = correction is not None and correction.needs_advantages
+    advantages = [-1.0] * len(trainer) if needs else None
+    return correct(trainer, rollout, mask, correction, advantages=advantages)
 
 
 def ragged(rows: Rows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

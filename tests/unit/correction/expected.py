@@ -41,13 +41,35 @@ def divergence(kind: str, log: float) -> float:
 
 def of_token(kind: str, pair: Pair) -> float:
     trainer, rollout = pair
-    if kind == "prob_diff":
-        return abs(math.exp(trainer) - math.exp(rollout))
+    p, mu = math.exp(trainer), math.exp(rollout)
+    special = {
+        "prob_diff": abs(p - mu),
+        "ratio_diff": abs(bounded_exp(trainer - rollout) - 1),
+        "binary_kl": binary_kl(mu, p),
+        "binary_kl_both": max(binary_kl(mu, p), binary_kl(p, mu)),
+    }
+    if kind in special:
+        return special[kind]
     return bounded_exp(abs(trainer - rollout)) if kind == "prob_error" else divergence(kind, trainer - rollout)
+
+
+def binary_kl(a: float, b: float) -> float:
+    """KL divergence of two Bernoulli distributions, their probabilities at least 1e-6 from 0 and 1."""
+    a, b = (min(max(value, 1e-6), 1 - 1e-6) for value in (a, b))
+    return max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)), 0.0)
+
+
+def mean_squares_up_to(rows: Rows) -> list[list[float]]:
+    """For each token, the mean square of the log-ratios that are no larger than its own."""
+    squares = [[log * log for log in log_ratios(row)] for row in rows]
+    every = [square for row in squares for square in row]
+    return [[fmean(other for other in every if other <= square) for square in row] for row in squares]
 
 
 def statistic(rows: Rows, name: str) -> list[list[float]]:
     """What a rejection looks at, for each token; a sequence's statistic stands at each of its tokens."""
+    if name == "token_m2":
+        return mean_squares_up_to(rows)
     joined = next(joined for joined in ("token", "seq_sum", "seq_mean", "seq_max") if name.startswith(joined))
     found = []
     for row in rows:

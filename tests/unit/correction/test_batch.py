@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rollout_service.correction import Rows, correct, measure_mismatch, truncated_importance_weights
+from rollout_service.correction import Rows, correct, measure_mismatch, preset, truncated_importance_weights
+from rollout_service.correction.batch import MissingLogprobs
 
 every = pytest.mark.parametrize("function", [truncated_importance_weights, measure_mismatch, correct])
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -95,3 +96,41 @@ def test_padded_logprobs_need_a_mask() -> None:
 def test_ragged_rows_without_a_token_are_refused(rows: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="selects no token"):
         correct(rows, rows)
+
+
+LOST = [[-1.0, math.nan, -2.0], [-math.inf, -1.0]]
+TRAINER = [[-1.5, -0.5, -2.0], [-0.5, -1.0]]
+
+
+def test_a_missing_logprob_of_ratio_1_weighs_1() -> None:
+    found = correct(TRAINER, LOST, correction=preset("token_tis"), missing_logprobs="ratio_1")
+    assert found.weights.tolist() == [pytest.approx(row) for row in ([math.exp(-0.5), 1, 1], [1, 1, 0])]
+    assert found.denominator == 5
+    assert found.metrics["rollout_corr/rollout_missing_fraction"] == pytest.approx(2 / 5)
+    assert found.metrics["rollout_corr/kl"] == pytest.approx(0.5 / 5)
+
+
+def test_a_masked_missing_logprob_is_as_if_never_sampled() -> None:
+    found = correct(TRAINER, LOST, correction=preset("token_tis"), missing_logprobs="mask")
+    wanted = correct(TRAINER, [[-1.0, 0, -2.0], [0, -1.0]], [[1, 0, 1], [0, 1]], preset("token_tis"))
+    assert torch.equal(found.weights, wanted.weights) and torch.equal(found.mask, wanted.mask)
+    assert found.denominator == wanted.denominator == 3
+    assert found.metrics == wanted.metrics | {"rollout_corr/rollout_missing_fraction": pytest.approx(2 / 5)}
+
+
+@pytest.mark.parametrize("missing", ["ratio_1", "mask"])
+def test_only_the_rollouts_logprobs_may_be_missing(missing: MissingLogprobs) -> None:
+    with pytest.raises(ValueError, match=r"trainer_logprobs\[0, 1\] is nan"):
+        correct(LOST, TRAINER, missing_logprobs=missing)
+    with pytest.raises(ValueError, match=r"rollout_logprobs\[1, 1\] is nan"):  # beyond the end of a ragged row
+        correct(torch.zeros(2, 2), [[-1.0, -2.0], [-1.0]], torch.ones(2, 2), missing_logprobs=missing)
+
+
+def test_a_batch_without_any_logprob_is_refused() -> None:
+    with pytest.raises(ValueError, match="no sampled token has a finite logprob"):
+        correct([[-1.0]], [[math.nan]], missing_logprobs="mask")
+
+
+def test_an_unknown_treatment_of_missing_logprobs_is_refused() -> None:
+    with pytest.raises(ValueError, match="missing_logprobs='drop' must be one of refuse, ratio_1, mask"):
+        correct([[-1.0]], [[-1.0]], missing_logprobs="drop")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.correction import PRESETS, Correction, Rejection, correct, preset
-from tests.unit.correction.batches import ROWS, padded
+from tests.unit.correction.batches import ROWS, apply, padded
 from tests.unit.correction.expected import Rows
 
 NINE_OF_TEN_REJECTED: Rows = [[(-1.0, -1.0)] * 4, *[[(-3.0, -1.0)] * 4] * 9]
@@ -18,7 +18,7 @@ def gradient(rows: Rows, recipe: Correction) -> torch.Tensor:
     """Of the loss as docs/correction.md has it, by the trainer's logprobs [batch, tokens], advantages of 1."""
     trainer, rollout, mask = padded(rows, padding=0.0)
     trainer.requires_grad_()
-    corrected = correct(trainer.detach(), rollout, mask, recipe)
+    corrected = apply(trainer.detach(), rollout, mask, recipe)
     (-(corrected.weights * trainer).sum() / corrected.denominator).backward()
     assert trainer.grad is not None
     return trainer.grad
@@ -27,7 +27,7 @@ def gradient(rows: Rows, recipe: Correction) -> torch.Tensor:
 @given(rows=ROWS, name=st.sampled_from(list(PRESETS)))
 def test_the_gradient_is_the_weights_over_the_counted_tokens(rows: Rows, name: str) -> None:
     trainer, rollout, mask = padded(rows)
-    corrected = correct(trainer, rollout, mask, preset(name))
+    corrected = apply(trainer, rollout, mask, preset(name))
     counted = mask if preset(name).divides_by == "sampled" else corrected.mask
     tokens = sum(map(len, rows)) if preset(name).divides_by == "sampled" else int(corrected.mask.sum())
     assert torch.equal(corrected.counted, counted)

@@ -14,6 +14,7 @@ from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling_mask import pack
 from tests.unit.correction.batches import padded, unpadded
 from tests.unit.correction.expected import Rows
+from tests.unit.correction.test_published import FORMULAS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "correction.md").read_text()
 
@@ -73,9 +74,10 @@ def test_prime_ipo_looks_at_probabilities_and_not_at_their_ratio() -> None:
 
 SOURCES = {
     "sampled": ["token_mis", "slime_mis", "seq_mask_tis", "prime_ipo", "skyrl_token_tis", "skyrl_seq_tis",
-                "skyrl_geo_mask", "skyrl_product_mask"],
+                "skyrl_geo_mask", "skyrl_product_mask", "skyrl_token_mask", "kpop", "flash_reinforce", "dppo_tv",
+                "dppo_kl", "tvpo", "opsm"],
     "kept": ["seq_mis", "nemo_seq_error_mask", "geo_rs", "geo_rs_token_tis", "geo_rs_seq_tis", "k3_rs",
-             "k3_rs_token_tis", "k3_rs_seq_tis"],
+             "k3_rs_token_tis", "k3_rs_seq_tis", "geo_rs_token_mis", "trust_region_mask", "m2po"],
 }  # fmt: skip
 """By what each project divides; the recipes that are not here reject nothing."""
 
@@ -87,7 +89,11 @@ def test_every_recipe_that_rejects_divides_as_its_source_does() -> None:
     }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_compared_with_its_source() -> None:
+    assert [*CASES, *FORMULAS] == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_preset_weighs_and_keeps_what_its_recipe_says(name: str) -> None:
     ratios, weights, kept = CASES[name]
     rows = of_ratios(*ratios)
@@ -118,7 +124,7 @@ def test_the_page_lists_every_metric_and_no_other() -> None:
         (Rejection("seq_mean_k3", 1.0),),
         Veto(),
     )
-    measured = correct([[-1.0]], [[-1.0]], correction=recipe).metrics
+    measured = correct([[-1.0]], [[-1.0]], correction=recipe, missing_logprobs="mask").metrics
     written = [name.replace("…", "rollout_rs_{statistic}") for name in first_column("Metrics")]
     assert sorted(f"rollout_corr/{name.replace('{statistic}', 'seq_mean_k3')}" for name in written) == sorted(measured)
 

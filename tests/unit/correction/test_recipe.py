@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.correction import PRESETS, Corrected, Correction, ImportanceWeights, Rejection, Veto, correct
-from tests.unit.correction.batches import ROWS, UNUSABLE, flat, near, padded, ragged, unpadded
+from tests.unit.correction.batches import ROWS, UNUSABLE, apply, flat, near, padded, ragged, unpadded
 from tests.unit.correction.expected import Rows
 
 EVERYTHING = Correction(
@@ -37,7 +37,7 @@ def assert_same(found: Corrected, wanted: Corrected) -> None:
 def test_equal_policies_are_left_as_they_are(rows: Rows, recipe: Correction) -> None:
     equal = [[(trainer, trainer) for trainer, _ in row] for row in rows]
     trainer, rollout, mask = padded(equal)
-    found = correct(trainer, rollout, mask, recipe)
+    found = apply(trainer, rollout, mask, recipe)
     assert torch.equal(found.mask, mask)
     assert torch.equal(found.weights, mask.double())
     zero = {"kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_diff", "rollout_train_logprobs_abs_diff_max"}
@@ -51,15 +51,15 @@ def test_equal_policies_are_left_as_they_are(rows: Rows, recipe: Correction) -> 
 def test_the_order_of_the_sequences_changes_nothing(rows: Rows, recipe: Correction, seed: int) -> None:
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
-    straight = correct(*padded(rows), recipe)
-    shuffled = correct(*padded([rows[index] for index in order]), recipe)
+    straight = apply(*padded(rows), recipe)
+    shuffled = apply(*padded([rows[index] for index in order]), recipe)
     assert_same(shuffled, dataclasses.replace(straight, weights=straight.weights[order], mask=straight.mask[order]))
 
 
 @given(rows=ROWS, recipe=RECIPES, junk=UNUSABLE | st.floats(-100, 100), extra=st.integers(0, 3))
 def test_what_masked_positions_hold_has_no_influence(rows: Rows, recipe: Correction, junk: float, extra: int) -> None:
-    found = correct(*padded(rows, junk, extra), recipe)
-    wanted = correct(*padded(rows, 0.0), recipe)
+    found = apply(*padded(rows, junk, extra), recipe)
+    wanted = apply(*padded(rows, 0.0), recipe)
     width = wanted.mask.shape[1]
     assert not found.mask[:, width:].any() and not found.weights[:, width:].any()
     assert_same(dataclasses.replace(found, weights=found.weights[:, :width], mask=found.mask[:, :width]), wanted)
@@ -68,8 +68,8 @@ def test_what_masked_positions_hold_has_no_influence(rows: Rows, recipe: Correct
 @given(rows=ROWS, recipe=RECIPES, where=st.integers(0, 5))
 def test_a_sequence_without_tokens_changes_nothing(rows: Rows, recipe: Correction, where: int) -> None:
     where = min(where, len(rows))
-    found = correct(*padded([*rows[:where], [], *rows[where:]]), recipe)
-    wanted = correct(*padded(rows), recipe)
+    found = apply(*padded([*rows[:where], [], *rows[where:]]), recipe)
+    wanted = apply(*padded(rows), recipe)
     others = [index for index in range(len(rows) + 1) if index != where]
     assert not found.mask[where].any() and not found.weights[where].any()
     assert_same(dataclasses.replace(found, weights=found.weights[others], mask=found.mask[others]), wanted)
@@ -78,17 +78,17 @@ def test_a_sequence_without_tokens_changes_nothing(rows: Rows, recipe: Correctio
 @given(rows=ROWS, recipe=RECIPES)
 def test_ragged_rows_give_what_padded_rows_give(rows: Rows, recipe: Correction) -> None:
     trainer, rollout, mask = padded(rows)
-    wanted = correct(trainer, rollout, mask, recipe)
+    wanted = apply(trainer, rollout, mask, recipe)
     by_row = ragged(rows)
-    assert_same(correct(*by_row, correction=recipe), wanted)
-    assert_same(correct(trainer, by_row[1], correction=recipe), wanted)
-    assert_same(correct(*by_row, mask, recipe), wanted)
+    assert_same(apply(*by_row, correction=recipe), wanted)
+    assert_same(apply(trainer, by_row[1], correction=recipe), wanted)
+    assert_same(apply(*by_row, mask, recipe), wanted)
 
 
 @given(rows=ROWS, recipe=RECIPES)
 def test_values_are_finite_and_fractions_lie_between_0_and_1(rows: Rows, recipe: Correction) -> None:
     far = [[(50 * trainer, 50 * rollout) for trainer, rollout in row] for row in rows]  # down to exp(−2000)
-    found = correct(*padded(far), recipe)
+    found = apply(*padded(far), recipe)
     assert torch.isfinite(found.weights).all() and (found.weights >= 0).all()
     assert [name for name, value in found.metrics.items() if not math.isfinite(value)] == []
     shares = {name: value for name, value in found.metrics.items() if "fraction" in name or "oob" in name}
@@ -98,7 +98,7 @@ def test_values_are_finite_and_fractions_lie_between_0_and_1(rows: Rows, recipe:
 @given(rows=ROWS, recipe=RECIPES)
 def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows: Rows, recipe: Correction) -> None:
     trainer, rollout, mask = padded(rows)
-    found = correct(trainer, rollout, mask, recipe)
+    found = apply(trainer, rollout, mask, recipe)
     assert not (found.mask & ~mask).any()
     assert not found.weights[~found.mask].any()
 
@@ -106,7 +106,7 @@ def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows: Rows, reci
 @pytest.mark.parametrize("recipe", [*PRESETS.values(), EVERYTHING], ids=[*PRESETS, "everything"])
 def test_no_gradient_flows_through_weights_or_metrics(recipe: Correction) -> None:
     trainer = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    found = correct(trainer, torch.tensor([[-1.0001, -2.0]], requires_grad=True), torch.ones(1, 2), recipe)
+    found = apply(trainer, torch.tensor([[-1.0001, -2.0]], requires_grad=True), torch.ones(1, 2), recipe)
     assert not found.weights.requires_grad
     (found.weights * trainer).sum().backward()
     assert trainer.grad is not None
@@ -126,9 +126,9 @@ def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(
 ) -> None:
     ours, theirs, mask = padded(rows)
     ours, theirs = ours.to(trainer), theirs.to(rollout)
-    found = correct(ours, theirs, mask, EVERYTHING)
+    found = apply(ours, theirs, mask, EVERYTHING)
     assert found.weights.dtype is weights and found.mask.dtype is torch.bool
-    exact = correct(ours.double(), theirs.double(), mask, EVERYTHING)
+    exact = apply(ours.double(), theirs.double(), mask, EVERYTHING)
     assert found.metrics == exact.metrics
     assert torch.equal(found.weights, exact.weights.to(weights))
 
@@ -138,7 +138,7 @@ def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows: Rows) -> No
     trainer, rollout, mask = padded(rows)
     alone = [correct(trainer, rollout, mask, Correction(rejections=(one,))).mask for one in EVERYTHING.rejections]
     alone.append(correct(trainer, rollout, mask, Correction(veto=EVERYTHING.veto)).mask)
-    together = correct(trainer, rollout, mask, EVERYTHING)
+    together = apply(trainer, rollout, mask, EVERYTHING)
     assert torch.equal(together.mask, torch.stack(alone).all(0))
     kept = flat(unpadded(together.mask, rows))
     lost = [not all(row) for row in unpadded(together.mask, rows) if row]
@@ -148,10 +148,8 @@ def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows: Rows) -> No
 
 def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows: Rows) -> None:
     weights = ImportanceWeights("token", upper=2.0)
-    alone = correct(*padded(rows), Correction(weights)).metrics
-    assert (
-        alone.items() <= correct(*padded(rows), Correction(weights, (Rejection("seq_mean_k3", 0.01),))).metrics.items()
-    )
+    alone = apply(*padded(rows), Correction(weights)).metrics
+    assert alone.items() <= apply(*padded(rows), Correction(weights, (Rejection("seq_mean_k3", 0.01),))).metrics.items()
 
 
 def test_a_recipe_is_refused_where_it_is_written() -> None:
