@@ -97,7 +97,7 @@ class _Pushed(NamedTuple):
 
     version: int
     delta: Delta | None
-    """As it was announced; None: as a whole."""
+    """The announced delta; None if the whole version was sent."""
     upload_digest: str
 
 

@@ -34,7 +34,7 @@ class Pulls:
         self._settling: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self.problem: Exception | None = None
-        """Why the newest version of the followed store is not served."""
+        """The reason for which the newest version of the followed store is not served."""
 
     async def pull_weights(self, request: PullWeights) -> WeightStatus:
         """Commit a published version, or stage and verify it if ``request`` names a local checkpoint.

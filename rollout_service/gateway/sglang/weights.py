@@ -93,7 +93,7 @@ class Pulled(Success):
     responses={200: {"model": Pulled}, **documented(MalformedRequest, CommitTimeout)},
 )
 async def pull_weights(body: PullWeights, services: Here) -> Pulled:
-    """Read a version that a trainer publishes in a folder, whole or as changes to an earlier one, and serve it.
+    """Serve a version that a trainer publishes in a folder, whole or as changes to an earlier one.
 
     With ``local_checkpoint_dir``, as slime and miles send, the version is converted and verified, and served by
     ``/update_weights_from_disk`` with that path. Answers 400 if the version is unusable; the previous version stays.
