@@ -6,7 +6,7 @@ All need authorization.
 import asyncio
 import time
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -43,6 +43,8 @@ from rollout_service.web.errors import documented
 router = APIRouter(tags=["adapters"], route_class=GuardedRoute)
 Name = Annotated[AdapterName, Path()]
 
+# no response_class: with it, FastAPI documents errors as text, too
+_SAID: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 _COMMIT_ERRORS = (InvalidManifest, InvalidRequest, NotFound, VersionConflict, CommitTimeout, InsufficientStorage)
 
 
@@ -167,10 +169,10 @@ async def load_adapter(body: LoadAdapter, services: Here) -> PlainTextResponse:
 
 
 for _path in ("/v1/load_lora_adapter", "/load_lora_adapter"):  # vLLM's, TRL's and AReaL's; prime-rl's
-    router.post(_path, response_class=PlainTextResponse, responses=documented(*_COMMIT_ERRORS, Forbidden))(load_adapter)
+    router.post(_path, responses=_SAID | documented(*_COMMIT_ERRORS, Forbidden))(load_adapter)
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=documented(NotFound))
+@router.post("/v1/unload_lora_adapter", responses=_SAID | documented(NotFound))
 async def unload_adapter(body: UnloadAdapter, services: Here) -> PlainTextResponse:
     """Remove all versions of an adapter. Running rollouts finish."""
     await services.ingest.remove_adapter(body.lora_name)
