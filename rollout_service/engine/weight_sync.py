@@ -158,16 +158,24 @@ class WeightSync:
         return self._pausing.returns
 
     async def start(self) -> None:
-        """Load the newest version, then follow the log. Returns when the engine may serve; raises loading errors."""
+        """Load the newest version, then follow the log. Returns when the engine may serve; raises loading errors.
+
+        Commits wait for this replica once the ingest knows that it holds a version. The newest version at that time is
+        therefore new enough, even if versions are committed faster than an engine loads them.
+        """
         self._pausing.begin(await self._log.open())
         head: Head | None = None
         failed: Head | None = None
+        is_known = False
         while True:
             try:
                 await self._log.find_pin()
                 if self._life.serves(head := self._log.newest()):
                     break
                 await self._to_version(head)
+                if is_known and self._group is None and self._life.serves(head):
+                    break
+                is_known = await self._report()  # before the log is read again
                 await self._log.look()
             except NotReady as error:
                 if self._unreadable.is_news(str(error)):
@@ -489,12 +497,15 @@ class WeightSync:
         self._log.require_the_ingests(None if self._desired is None else self._desired.origin, self._answers)
         return self._log.newest()
 
-    async def _report(self) -> None:
+    async def _report(self) -> bool:
+        """Report to the ingest. Returns False if that failed; the next sync reports again."""
         try:
             async with asyncio.timeout(self._config.poll_s):
                 await self._ingest.report(self.status())
         except (RolloutServiceError, TimeoutError) as error:
-            logger.warning("could not report to the ingest: %s", error)  # the next sync reports again
+            logger.warning("could not report to the ingest: %s", error)
+            return False
+        return True
 
 
 class _Repeated:

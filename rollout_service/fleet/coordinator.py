@@ -253,8 +253,8 @@ class FleetCoordinator:
     async def wait_served(self, version: int, digest: str | None, timeout_s: float) -> None:
         """Return once every live replica serves ``version`` or newer. Raises CommitTimeout with their table.
 
-        It does not wait for starting replicas, which take no request before they have the newest version, nor for
-        sleeping ones, which load it when they wake.
+        It does not wait for replicas that hold no version yet: they take no request before they have loaded the newest
+        one. Nor does it wait for sleeping ones, which load it when they wake.
 
         ``digest``: the version's digest in the log; None: only numbers are compared.
         """

@@ -46,6 +46,21 @@ async def test_a_version_committed_in_startup_is_loaded_before_ready(
     assert [call for call in engine.calls if "load" in call] == ["load 0", "load 1"]
 
 
+async def test_a_start_ends_if_versions_come_faster_than_it_loads(
+    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
+) -> None:
+    known: dict[int, int | None] = {}
+
+    def overtaken(version: int) -> None:
+        known[version] = ingest.reports[-1].version
+        commit(log, version + 1)
+
+    engine.before_reading = overtaken
+    await asyncio.wait_for(weight_sync.start(), LONG_S)
+    assert weight_sync.version == 1
+    assert (known[0], known[1]) == (None, 0)  # version 1 was read once the ingest knew of version 0: later commits wait
+
+
 async def test_a_version_removed_in_startup_gives_way_to_the_newer_one(
     weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
 ) -> None:
