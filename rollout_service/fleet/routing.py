@@ -12,12 +12,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 if TYPE_CHECKING:
+    from rollout_service.protocol.adapters import WantedAdapter
     from rollout_service.protocol.sampling import GenerateCall
 
 STATS_PERIOD_S = 1.0
@@ -266,16 +267,8 @@ class RolloutRouter(RequestRouter):
         adapter = None if call is None else call.adapter
         salt = None if call is None else f"{adapter} {call.cache_salt}" if adapter else call.cache_salt
         begins = () if call is None else prefixes(call.prompt_token_ids, salt)
-        candidates = [self._candidate(replica) for replica in candidate_replicas]
-        if adapter is not None:
-            held = {each.replica_id.unique_id: each.routing_stats.get("adapters") for each in candidate_replicas}
-            candidates = [
-                replace(each, has_adapter=own is None or adapter.accepts(own.get(adapter.name, -1)))
-                for each in candidates
-                for own in [held[each.replica_id]]  # None: nothing is published yet, and it starts with all
-            ]
         order = rank_replicas(
-            candidates,
+            [self._candidate(replica, adapter) for replica in candidate_replicas],
             min_version=getattr(call, "min_weight_version", None),
             exact_version=getattr(call, "exact_weight_version", None),
             session_replica=self._ledger.replica_of(session),
@@ -326,13 +319,20 @@ class RolloutRouter(RequestRouter):
             }
         )
 
-    def _candidate(self, replica: RunningReplica) -> Candidate:
+    def _candidate(self, replica: RunningReplica, adapter: "WantedAdapter | None" = None) -> Candidate:
         replica_id, stats = replica.replica_id.unique_id, replica.routing_stats
-        state, version = stats.get("state", "ready"), stats.get("version")
-        load, turn = self._ledger.load(replica_id), self._ledger.turn(replica_id)
-        capacity = stats.get("capacity", 0)
-        is_full = load >= self._limit and self._ledger.own(replica_id) >= self._share
-        return Candidate(replica_id, version, state, load, turn, capacity, is_full)
+        load = self._ledger.load(replica_id)
+        held = stats.get("adapters")  # None: nothing is published yet, and it starts with all
+        return Candidate(
+            replica_id,
+            version=stats.get("version"),
+            state=stats.get("state", "ready"),
+            load=load,
+            turn=self._ledger.turn(replica_id),
+            capacity=stats.get("capacity", 0),
+            has_adapter=adapter is None or held is None or adapter.accepts(held.get(adapter.name, -1)),
+            is_full=load >= self._limit and self._ledger.own(replica_id) >= self._share,
+        )
 
 
 def _meant(pending_request: PendingRequest | None) -> str:

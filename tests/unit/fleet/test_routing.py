@@ -1,6 +1,8 @@
 """Which replica gets a call."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -12,9 +14,12 @@ from rollout_service.fleet.routing import (
     PREFIX_TOKENS,
     Candidate,
     Ledger,
+    RolloutRouter,
     prefixes,
     rank_replicas,
 )
+from rollout_service.protocol.adapters import WantedAdapter
+from rollout_service.protocol.sampling import GenerateCall, Sampling
 
 IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", version=3)]
 
@@ -208,3 +213,40 @@ class TestPrefixes:
     def test_of_a_very_long_prompt_the_beginning_is_looked_at(self) -> None:
         tokens = range(2 * MAX_PREFIX_TOKENS)
         assert prefixes(tokens) == prefixes(tokens[:MAX_PREFIX_TOKENS])
+
+
+class TestReplicasOfServe:
+    """The router's choice among replicas as Serve describes them."""
+
+    STATS: ClassVar[dict[str, Any]] = {"version": 1, "state": "ready", "running": {}, "capacity": 8}
+
+    async def choose(self, call: GenerateCall, loads: dict[str, int], **stats: Any) -> list[str]:
+        """The ids, best first, of replicas with so many sequences. ``stats``: what each publishes besides."""
+        router = RolloutRouter.__new__(RolloutRouter)  # without Serve's event loop and controller
+        router.initialize_state(limit=8, share=2, group=None)
+        for replica_id, load in reversed(loads.items()):  # the session was on the first one last
+            router._ledger.choose(f"before on {replica_id}", replica_id, load, call.session_id, now=0)
+        pending = SimpleNamespace(args=[call], metadata=SimpleNamespace(internal_request_id="now"))
+        replicas = [
+            SimpleNamespace(
+                replica_id=SimpleNamespace(unique_id=replica_id), routing_stats=self.STATS | stats.get(replica_id, {})
+            )
+            for replica_id in loads
+        ]
+        ranks = await router.choose_replicas(cast(Any, replicas), cast(Any, pending))
+        return [replica.replica_id.unique_id for [replica] in ranks]
+
+    async def test_a_full_replica_comes_last_even_for_its_session(self) -> None:
+        call = GenerateCall(request_id="r", prompt_token_ids=(5,), sampling=Sampling(max_tokens=1), session_id="s")
+        assert await self.choose(call, {"full": 8, "free": 7}) == ["free", "full"]
+        assert await self.choose(call, {"busy": 7, "free": 0}) == ["busy", "free"]
+
+    async def test_a_replica_that_holds_the_adapter_comes_first(self) -> None:
+        call = GenerateCall(
+            request_id="r",
+            prompt_token_ids=(5,),
+            sampling=Sampling(max_tokens=1),
+            adapter=WantedAdapter(name="run", min_version=2),
+        )
+        held = {"old": {"adapters": {"run": 1}}, "new": {"adapters": {"run": 2}}}
+        assert await self.choose(call, {"old": 0, "new": 3}, **held) == ["new", "old"]
