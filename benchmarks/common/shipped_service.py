@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.common.command import Options
 from benchmarks.common.gpu_service import write_weights
 from benchmarks.common.processes import ROLLOUT_SERVICE, is_healthy
 from benchmarks.common.shapes import Shape, write_config
@@ -39,36 +41,46 @@ MILESTONES = {
 _SERVE_RUN = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run"]
 
 
-def model_folder(folder: Path, model: str) -> Path:
-    """Return the folder of a published shape, or of ``tiny``; its random weights are written if it has none."""
-    here = folder / model
-    if not any(here.glob("*.safetensors")):
-        if model == "tiny":
-            make_tiny_qwen3(here)
-        else:
-            write_weights(write_config(Shape(model), here))
-            torch.cuda.empty_cache()
-    return here
+class ServedOptions(Options):
+    """The model and its service."""
+
+    model: str = Shape.QWEN3_8B.value
+    """A published shape, or tiny."""
+    folder: Path = Path(tempfile.gettempdir()) / "shipped-models"
+    """Where weights are put; those of an earlier run are used again."""
+    tensor_parallel: int = 1
+    """GPUs of a replica."""
+    gpu_share: float | None = None
+    """engine.gpu_memory_utilization; the shipped one if not given."""
+    port: int = 8000
+
+    def model_folder(self) -> Path:
+        """Return the model's folder; its random weights are written if it has none."""
+        here = self.folder / self.model
+        if not any(here.glob("*.safetensors")):
+            if self.model == "tiny":
+                make_tiny_qwen3(here)
+            else:
+                write_weights(write_config(Shape(self.model), here))
+                torch.cuda.empty_cache()
+        return here
 
 
 @contextmanager
-def shipped_service(
-    model: Path, arguments: Sequence[str], changes: Mapping[str, Mapping[str, Any]], port: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def shipped_service(served: ServedOptions, replicas: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run ``rollout-service serve MODEL`` until the block ends; yield its URL, and how long its start took.
 
-    ``arguments``: further options of ``serve``. ``changes``: section → settings that differ from the shipped ones. The
-    output goes to ``serve.log`` beside the model's folder.
+    ``replicas``: as ``serve`` takes it. The output goes to ``serve.log`` beside the model's folder.
     """
-    command = [*ROLLOUT_SERVICE, "serve", str(model), "--port", str(port), *arguments]
-    printed = subprocess.run([*command, "--print-config"], check=True, capture_output=True, text=True).stdout
+    command = [*ROLLOUT_SERVICE, "serve", str(served.model_folder()), "--port", str(served.port)]
+    command += ["--replicas", replicas, "--tp", str(served.tensor_parallel), "--print-config"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     document = yaml.safe_load(printed)
-    sections = document["applications"][0]["args"]
-    for section, settings in changes.items():
-        sections[section] = sections.get(section, {}) | dict(settings)
-    deployment = model.parent / "deployment.yaml"
+    if served.gpu_share is not None:
+        document["applications"][0]["args"]["engine"]["gpu_memory_utilization"] = served.gpu_share
+    deployment = served.folder / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
-    url, started = f"http://127.0.0.1:{port}", time.monotonic()
+    url, started = f"http://127.0.0.1:{served.port}", time.monotonic()
     # a session of its own: Ctrl-C ends this process first, which then ends the service
     service = subprocess.Popen(
         [*_SERVE_RUN, str(deployment)],
@@ -78,7 +90,7 @@ def shipped_service(
         start_new_session=True,
     )
     reached: dict[str, float] = {}
-    reading = threading.Thread(target=_read_log, args=(service, model.parent / "serve.log", started, reached))
+    reading = threading.Thread(target=_read_log, args=(service, served.folder / "serve.log", started, reached))
     reading.start()
     try:
         _wait(url, service, started)

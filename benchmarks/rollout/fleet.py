@@ -17,7 +17,6 @@ With `--model tiny` it runs on a CPU.
 import asyncio
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,10 +29,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.common import results
-from benchmarks.common.command import Options, run
+from benchmarks.common.command import run
 from benchmarks.common.processes import raise_at_sigterm
-from benchmarks.common.shapes import Shape
-from benchmarks.common.shipped_service import START_LIMIT_S, model_folder, shipped_service
+from benchmarks.common.shipped_service import START_LIMIT_S, ServedOptions, shipped_service
 from benchmarks.common.work import random_prompts
 from benchmarks.soak.strike import victims
 from rollout_service.client import RolloutClient
@@ -56,20 +54,12 @@ class Phase(StrEnum):
     KILL = "kill"
 
 
-class FleetOptions(Options):
+class FleetOptions(ServedOptions):
     """The fleet and its load."""
 
-    model: str = Shape.QWEN3_8B.value
-    """A published shape, or tiny."""
-    folder: Path = Path(tempfile.gettempdir()) / "shipped-models"
-    """Where weights are put; those of an earlier run are used again."""
     phase: tuple[Phase, ...] = tuple(Phase)
     """May be repeated. ``kill`` needs ``grow``."""
     replicas: int = 4
-    tensor_parallel: int = 1
-    """GPUs of a replica."""
-    gpu_share: float | None = None
-    """engine.gpu_memory_utilization; the shipped one if not given."""
     rollouts: int = 256
     """Under way in each replica, in groups of 16."""
     prompt_tokens: int = 256
@@ -77,7 +67,6 @@ class FleetOptions(Options):
     repeats: int = 3
     """Runs of all rollouts; the median counts."""
     kills: int = 3
-    port: int = 8000
 
 
 @dataclass
@@ -229,12 +218,10 @@ async def measure(url: str, asked: FleetOptions, model: Path, start: dict[str, A
 def main(asked: FleetOptions) -> None:
     """Measure all phases."""
     raise_at_sigterm()
-    model = model_folder(asked.folder, asked.model)
-    changes = {} if asked.gpu_share is None else {"engine": {"gpu_memory_utilization": asked.gpu_share}}
+    model = asked.model_folder()
     for replicas, phases in (("1", {Phase.ALONE}), (f"1-{asked.replicas}", {Phase.GROW, Phase.KILL})):
         if wanted := phases & set(asked.phase):
-            arguments = ["--replicas", replicas, "--tp", str(asked.tensor_parallel)]
-            with shipped_service(model, arguments, changes, asked.port) as (url, start):
+            with shipped_service(asked, replicas) as (url, start):
                 asyncio.run(measure(url, asked, model, start, wanted))
 
 

@@ -6,6 +6,7 @@ is one rank; ``benchmarks.update.shipped --ranks 2`` starts them.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ def pushed_sharded(model: Path, url: str, transport: str, pushes: int, ranks: in
                 [*command, str(rank), str(ranks), f"{folder}/store"],
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**_environment(), **OFFLINE},
+                env={**os.environ, **OFFLINE},  # noqa: TID251 - a child's
             )
             for rank in range(ranks)
         ]
@@ -47,12 +48,6 @@ def pushed_sharded(model: Path, url: str, transport: str, pushes: int, ranks: in
         raise RuntimeError(f"ranks {failed} of the sharded trainer failed: their output is above")
     found: dict[str, Any] = json.loads(said[0].splitlines()[-1])
     return found
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)  # noqa: TID251 - a child's
 
 
 def main(model: Path, url: str, transport: str, pushes: int, rank: int, ranks: int, store: str) -> None:

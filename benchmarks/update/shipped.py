@@ -9,7 +9,6 @@ transport is a case of benchmarks/results/<machine>/update_shipped.json. With `-
 """
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import results
-from benchmarks.common.command import Options, run
+from benchmarks.common.command import run
 from benchmarks.common.processes import raise_at_sigterm
-from benchmarks.common.shapes import Shape
-from benchmarks.common.shipped_service import model_folder, shipped_service, wait_until_ready
+from benchmarks.common.shipped_service import ServedOptions, shipped_service, wait_until_ready
 from benchmarks.soak.strike import victims
 from benchmarks.update.busy import rollouts
 from benchmarks.update.pushes import pushed, trainer_model
@@ -31,16 +29,10 @@ SAME = ("model", "replicas", "tensor_parallel", "ranks", "gpu_share", "transport
 """Fields in which two cases agree that measured the same."""
 
 
-class ShippedOptions(Options):
+class ShippedOptions(ServedOptions):
     """What is measured."""
 
-    model: str = Shape.QWEN3_8B.value
-    """A published shape, or tiny."""
-    folder: Path = Path(tempfile.gettempdir()) / "shipped-models"
-    """Where weights are put; those of an earlier run are used again."""
     replicas: int = 1
-    tensor_parallel: int = 1
-    """GPUs of a replica."""
     ranks: int = 1
     """GPUs of the trainer, the last ones; more than one: FSDP2 shards the model over them."""
     starts: int = 1
@@ -50,23 +42,18 @@ class ShippedOptions(Options):
     """By each transport."""
     concurrent: int = 64
     """Rollouts under way."""
-    gpu_share: float | None = None
-    """engine.gpu_memory_utilization; the shipped one if not given."""
-    port: int = 8000
 
 
 def main(asked: ShippedOptions) -> None:
     """Start the shipped service, push, and write the result."""
     raise_at_sigterm()
-    model = model_folder(asked.folder, asked.model)
+    model = asked.model_folder()
     sizes: dict[str, Any] = {"model": asked.model, "replicas": asked.replicas, "gpu_share": asked.gpu_share}
     sizes |= {name: of for name in ("tensor_parallel", "ranks") if (of := getattr(asked, name)) > 1}
-    arguments = ["--replicas", str(asked.replicas), "--tp", str(asked.tensor_parallel)]
-    changes = {} if asked.gpu_share is None else {"engine": {"gpu_memory_utilization": asked.gpu_share}}
     found: list[dict[str, Any]] = []
     for again in range(asked.starts):
         with (
-            shipped_service(model, arguments, changes, asked.port) as (url, start),
+            shipped_service(asked, str(asked.replicas)) as (url, start),
             SyncRolloutClient(url) as client,
         ):
             fleet = client.fleet()
