@@ -14,12 +14,13 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.adapters import (
     CONFIG_FILE,
     TENSORS_FILE,
+    Adapters,
     AdapterStatus,
     AdapterUpload,
     BeginAdapter,
     CommitAdapter,
 )
-from rollout_service.protocol.base import Frozen, NewVersion
+from rollout_service.protocol.base import NewVersion
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
 _PARALLEL_PARTS = 4
 _MARGIN_S = 60.0
 """Time in seconds that the commit's reply may take beyond ``timeout_s``."""
-
-
-class _Adapters(Frozen):
-    """Reply of ``GET /v1/adapters``."""
-
-    adapters: list[AdapterStatus]
 
 
 class AdapterCalls:
@@ -114,7 +109,8 @@ class AdapterCalls:
 
     async def adapters(self) -> list[AdapterStatus]:
         """Return all adapter versions that the service keeps, oldest first."""
-        return parse(_Adapters, await self._control.send("GET", "/v1/adapters", repeat=Repeat.IDEMPOTENT)).adapters
+        reply = await self._control.send("GET", "/v1/adapters", repeat=Repeat.IDEMPOTENT)
+        return list(parse(Adapters, reply).adapters)
 
     async def remove_adapter(self, name: str) -> None:
         """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""

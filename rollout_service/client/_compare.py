@@ -1,7 +1,7 @@
 """Find the changes between two versions, with threads or on the GPU that holds the new tensors.
 
-``_gpu_compare`` finds changes on a GPU, and threads encode them while another thread queues GPU work. If too
-much of a piece has changed, or the GPU has no room, threads compare the piece from its differences.
+``_gpu_compare`` finds changes on a GPU, and threads encode them while another thread queues GPU work. If too much
+of a piece has changed, or the GPU has no room, threads compare the piece from its differences.
 """
 
 from __future__ import annotations

@@ -124,12 +124,12 @@ class EngineReplica:
         self._sessions = SessionAdmission(self._engine.kv_cache_tokens, self._engine.scheduler)
         try:
             await self._engine.connect()
-            limits, serves_adapters = config.engine.adapters, self._group is None
+            max_adapters = config.engine.adapters.max_live if self._group is None else 0
             root = config.weights.root_here() if copies is None else copies.log.root
             self._adapters = ReplicaAdapters(
                 self._engine,
                 AdapterStore(root),
-                limits.max_live if serves_adapters else 0,
+                max_adapters,
                 lambda: self._weight_sync.digest,
                 None if copies is None else self._ingest,
             )
@@ -146,7 +146,7 @@ class EngineReplica:
                 self._load,
                 AttentionStatus(backends=self._engine.attention_backends, why=why),
                 self._group,
-                self._adapters if limits.max_live and serves_adapters else None,
+                self._adapters if max_adapters else None,
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()

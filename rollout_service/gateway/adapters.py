@@ -29,6 +29,7 @@ from rollout_service.gateway.routes import GuardedRoute, read_body
 from rollout_service.protocol.adapters import (
     ADAPTER_PART_BYTES,
     AdapterName,
+    Adapters,
     AdapterStatus,
     AdapterUpload,
     BeginAdapter,
@@ -46,12 +47,6 @@ Name = Annotated[AdapterName, Path()]
 # no response_class: with it, FastAPI documents errors as text, too
 _SAID: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 _COMMIT_ERRORS = (InvalidManifest, InvalidRequest, NotFound, VersionConflict, CommitTimeout, InsufficientStorage)
-
-
-class Adapters(Frozen):
-    """Every committed adapter version, oldest first."""
-
-    adapters: tuple[AdapterStatus, ...]
 
 
 @router.get("/v1/adapters")

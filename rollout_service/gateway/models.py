@@ -16,7 +16,7 @@ _STARTED = int(time.time())
 async def models(services: Here) -> dict[str, object]:
     """List the served model under each of its names, and its adapters, in OpenAI's format."""
     adapters = () if services.adapters is None else await services.adapters.names()
-    data: list[dict[str, object]] = [
+    data = [
         {
             "id": name,
             "object": "model",
@@ -25,10 +25,9 @@ async def models(services: Here) -> dict[str, object]:
             "root": services.name,
             "max_model_len": services.max_model_len,
         }
+        | ({"parent": services.name} if name in adapters else {})
         for name in (services.name, *services.aliases, *adapters)
     ]
-    for adapter in data[len(data) - len(adapters) :]:
-        adapter["parent"] = services.name
     return {"object": "list", "data": data}
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import safe_open
 
 from rollout_service.config import ServiceConfig
@@ -42,7 +41,7 @@ from rollout_service.protocol.adapters import (
 from rollout_service.protocol.base import NEXT
 from rollout_service.protocol.weight_log import Head
 from rollout_service.runtime.tasks import ClosableLock, ShieldedTasks
-from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, adapter_digest, digest_of
+from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, adapter_digest, digest_of, tensors_digest
 from rollout_service.store.durable_io import DISK_FULL, make_private, no_room, write_synced
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog
@@ -146,14 +145,16 @@ class AdapterVersions:
         self._require_room(name)
         if path is not None:
             staged = self._copy(name, path)
-        elif (upload := self._uploads.get((name, digest or ""))) is not None:
+            found = digest_of(staged)
+        else:
+            found = digest or ""
+            if (upload := self._uploads.get((name, found))) is None:
+                raise _no_upload(name, found)
             upload.require_complete()
             staged = upload.folder
-        else:
-            raise _no_upload(name, digest or "")
         rank = check_config(read_config(staged), self._limits.max_rank)
         check_tensors(staged / TENSORS_FILE, rank, self._model)
-        return CheckedAdapter(staged, digest_of(staged), rank, (staged / TENSORS_FILE).stat().st_size)
+        return CheckedAdapter(staged, found, rank, (staged / TENSORS_FILE).stat().st_size)
 
     def commit(self, name: str, options: AdapterOptions, checked: "CheckedAdapter", head: Head) -> AdapterVersion:
         """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
@@ -410,11 +411,7 @@ class _Upload:
     def require_complete(self) -> None:
         if self._missing:
             raise UploadIncomplete(f"parts {self.missing} are missing: send them", {"missing": list(self.missing)})
-        with (self.folder / TENSORS_FILE).open("rb") as stream:
-            hasher = xxhash.xxh3_128()
-            while piece := stream.read(1 << 20):
-                hasher.update(piece)
-        if (found := hasher.hexdigest()) != self._begin.digest:
+        if (found := tensors_digest(self.folder)) != self._begin.digest:
             self._missing = set(range(-(-self._begin.nbytes // ADAPTER_PART_BYTES)))
             raise DigestMismatch(f"the upload hashes to {found}, not to {self._begin.digest}: send its parts again")
 

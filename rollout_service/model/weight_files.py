@@ -1,7 +1,7 @@
 """Choose the safetensors files of a checkpoint that hold its weights. Needs neither torch nor huggingface_hub."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import PurePath
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,9 +38,16 @@ def weight_files(there: Collection[str], index: bytes | None) -> list[str]:
 def listed_files(index: bytes) -> list[str]:
     """Return the names of the files in an index, sorted. Raises ValueError for an index that cannot be read."""
     try:
-        files = sorted({str(name) for name in json.loads(index)["weight_map"].values()})
+        names = json.loads(index)["weight_map"].values()
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{INDEX_FILE} is no index of safetensors: {error!r}; copy or download it again") from error
+    return distinct_files(names)
+
+
+def distinct_files(names: Iterable[object]) -> list[str]:
+    """Return the distinct files that an index gives its tensors, sorted. Raises ValueError for one outside of the
+    folder, or if there is none."""
+    files = sorted({str(name) for name in names})
     if not files:
         raise ValueError(f"{INDEX_FILE} names no file; copy or download it again")
     if outside := [name for name in files if PurePath(name).name != name]:

@@ -140,3 +140,9 @@ class AdapterStatus(AdapterVersion):
     """Replica → reason why it could not load the version."""
     running: int = 0
     """Rollouts that it samples now, on all replicas, as last reported."""
+
+
+class Adapters(Frozen):
+    """Every committed adapter version, oldest first."""
+
+    adapters: tuple[AdapterStatus, ...]

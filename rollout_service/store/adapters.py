@@ -125,13 +125,18 @@ class AdapterStore:
 
 def digest_of(folder: Path) -> str:
     """Return the digest of an adapter's two files. Raises OSError."""
+    return adapter_digest((folder / CONFIG_FILE).read_bytes(), tensors_digest(folder))
+
+
+def tensors_digest(folder: Path) -> str:
+    """Return xxh3-128 of an adapter's tensors' file, in hex. Raises OSError."""
     hasher = xxhash.xxh3_128()
     with (folder / TENSORS_FILE).open("rb") as stream:
         while piece := stream.read(_PIECE_BYTES):
             hasher.update(piece)
-    return adapter_digest((folder / CONFIG_FILE).read_bytes(), hasher.hexdigest())
+    return hasher.hexdigest()
 
 
 def adapter_digest(config: bytes, tensors: str) -> str:
-    """Return the digest of an adapter. ``tensors``: xxh3-128 of its tensors' file, in hex."""
+    """Return the digest of an adapter. ``tensors``: see ``tensors_digest``."""
     return xxhash.xxh3_128_hexdigest(config + tensors.encode())

@@ -193,7 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_of_json(text: bytes) -> Manifest:
-    """Parse the output of ``Manifest.to_json`` . Raises ManifestDamaged."""
+    """Parse the output of ``Manifest.to_json``. Raises ManifestDamaged."""
     try:
         manifest = _DECODER.decode(text)
         _ = manifest.places  # raises ValueError for a duplicate name

@@ -67,7 +67,7 @@ async def chat(request: Request, services: Services, body: JsonObject, exchange:
     ``return_token_ids``."""
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ChatCompletionRequest, body, request, services)
-    await _begin(exchange, body, request, services)
+    await _begin(exchange, body, request, services, serving)
     reply = await _answer(serving.chat.create_chat_completion(parsed, request), exchange)
     if isinstance(reply, BaseModel):
         return await _told(_with_choices(reply.model_dump(mode="json"), exchange, parsed.model), exchange)
@@ -79,7 +79,7 @@ async def respond(request: Request, services: Services, body: JsonObject, exchan
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request, services)
     _refuse_tools_that_nobody_runs(parsed.tools)
-    await _begin(exchange, body, request, services)
+    await _begin(exchange, body, request, services, serving)
     reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
     if isinstance(reply, BaseModel):
         return await _told(_with_the_only_choice(reply.model_dump(mode="json", by_alias=True), exchange), exchange)
@@ -91,7 +91,7 @@ async def anthropic(request: Request, services: Services, body: JsonObject, exch
     serving, vllm = await _serving(services)
     _refuse_of_anthropics(body)
     parsed = _parse(vllm.AnthropicMessagesRequest, body, request, services)
-    await _begin(exchange, body, request, services)
+    await _begin(exchange, body, request, services, serving)
     reply = await _answer(serving.messages.create_messages(parsed, request), exchange)
     if isinstance(reply, BaseModel):
         return await _told(_with_the_only_choice(reply.model_dump(mode="json", exclude_none=True), exchange), exchange)
@@ -299,7 +299,7 @@ async def _named_in_header(services: Here, x_session_id: SessionHeader = None) -
 add_routes(router, _named_in_header, _ERRORS)
 
 
-async def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services) -> None:
+async def _begin(exchange: Exchange, body: JsonObject, request: Request, services: Services, serving: Serving) -> None:
     """Store the options that bypass vLLM's classes in ``exchange``. Raises BadRequest for an invalid value."""
     route = f"{request.method} {request.url.path}"
     if len(request.headers.get("X-Request-Id", "")) > _MAX_REQUEST_ID:
@@ -323,8 +323,7 @@ async def _begin(exchange: Exchange, body: JsonObject, request: Request, service
     if isinstance(model, str) and services.adapters is not None and model not in (services.name, *services.aliases):
         _, adapter = await model_and_adapter(model, given.adapter, services)
         exchange.options = exchange.options.model_copy(update={"adapter": adapter})
-        assert services.chats is not None
-        (await services.chats.get(services)).accept(model)
+        serving.accept(model)
     current.set(exchange)
 
 

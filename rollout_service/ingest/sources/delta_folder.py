@@ -25,7 +25,7 @@ from blake3 import blake3
 from rollout_service.errors import InvalidDelta, InvalidManifest
 from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.foreign_file import Header
-from rollout_service.model.weight_files import INDEX_FILE, listed_files
+from rollout_service.model.weight_files import INDEX_FILE, distinct_files
 from rollout_service.runtime.threads import stretches
 from rollout_service.store.reading import read_at
 
@@ -213,7 +213,7 @@ class DeltaFolder:
         if not isinstance(listed, dict):
             raise InvalidManifest(f"{self.folder / INDEX_FILE} has no weight_map")
         try:
-            files = listed_files(json.dumps(index).encode()) if listed else []
+            files = distinct_files(listed.values()) if listed else []
         except ValueError as error:
             raise InvalidManifest(f"{self.folder}: {error}") from error
         found: dict[str, Path] = {}
