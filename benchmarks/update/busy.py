@@ -49,7 +49,8 @@ def rollouts(url: str, concurrent: int) -> Iterator[None]:
         yield
         _require_alive(client.is_alive(), client.exitcode)
     finally:
-        stop.set()
+        if client.is_alive():  # set() would wait forever for a process that died while it waited for the event
+            stop.set()
         client.join(_END_S)
         client.terminate()
 
