@@ -133,7 +133,7 @@ class FleetTable:
     def adapter(self, adapter: AdapterVersion) -> dict[str, HeldAdapter | None]:
         """Return what each replica that takes requests reports of an adapter version; None: nothing yet."""
         return {
-            status.replica_id: next((each for each in status.adapters if each.digest == adapter.digest), None)
+            status.replica_id: next((each for each in status.adapters if each.is_of(adapter)), None)
             for status in self.live()
             if status.state != "draining" and status.group is None and status.version is not None
         }

@@ -56,6 +56,11 @@ class HeldAdapter(Frozen):
     error: str | None = None
     """The reason why it could not be loaded. None: it is loaded."""
 
+    def is_of(self, adapter: AdapterVersion) -> bool:
+        """Return True if this is that version. The digest alone is not enough: two names may have the same files."""
+        mine, others = (self.name, self.version, self.digest), (adapter.name, adapter.version, adapter.digest)
+        return mine == others
+
 
 class WantedAdapter(Frozen):
     """The adapter that samples a rollout."""

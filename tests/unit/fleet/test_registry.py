@@ -3,6 +3,7 @@
 import pytest
 
 from rollout_service.fleet.registry import FleetTable
+from rollout_service.protocol.adapters import AdapterVersion, HeldAdapter
 from tests.support.clock import Clock
 from tests.unit.ingest.trainer import replica
 
@@ -147,3 +148,13 @@ class TestComplete:
         assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_obey("new")
         scaled_to_zero.report(replica("a", 1))
         assert not scaled_to_zero.all_serve(2) and not scaled_to_zero.all_obey("new")
+
+
+class TestAdapters:
+    def test_equal_files_of_another_version_are_not_the_version(self, table: FleetTable) -> None:
+        first = AdapterVersion(name="a", version=1, digest="d", base_version=1, base_digest="b", rank=4, nbytes=1)
+        held = HeldAdapter(name="a", version=1, digest="d")
+        table.report(replica("r", 1).model_copy(update={"adapters": (held,)}))
+        for other in ({"version": 2}, {"name": "b"}):
+            assert table.adapter(first.model_copy(update=other)) == {"r": None}
+        assert table.adapter(first) == {"r": held}
