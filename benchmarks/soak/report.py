@@ -13,6 +13,8 @@ from benchmarks.soak.strike import Blow
 
 NOTED_S = 1.0
 """Gaps between answers up to this are a busy machine's."""
+TOLD_S = 5.0
+"""Longer outages are listed."""
 BEFORE_S = 2.0
 """A strike so long before the last answer may have caused the gap after it: the answer was on its way."""
 
@@ -28,18 +30,27 @@ def told_of_blows(blows: Sequence[Blow]) -> Json:
 
 
 def told_of_outages(timeline: Timeline, ended_s: float, blows: Sequence[Blow]) -> Json:
-    """The longest time without service, what was struck in it, and the longest that a single strike has caused."""
+    """Return the longest times without service, what was struck in each, and the longest after a single strike."""
     longest, alone = timeline.longest(ended_s), dict.fromkeys(SIGNALS, 0.0)
-    for outage in timeline.outages(ended_s, NOTED_S):
+    outages = timeline.outages(ended_s, NOTED_S)
+    for outage in outages:
         struck = struck_within(outage, blows)
         if len(struck) == 1:
             signal = struck[0].strike.signal
             alone[signal] = max(alone[signal], round(outage.seconds, 2))
     return {
         "longest_outage_s": round(longest.seconds, 2),
-        "longest_outage_from_s": round(longest.from_s, 2),
-        "struck_in_longest_outage": [
-            f"{blow.at_s:.1f} s: {blow.strike.signal} to {blow.strike.victim}" for blow in struck_within(longest, blows)
+        "outages": [
+            {
+                "from_s": round(outage.from_s, 2),
+                "seconds": round(outage.seconds, 2),
+                "struck": [
+                    f"{blow.at_s:.1f} s: {blow.strike.signal} to {blow.strike.victim}"
+                    for blow in struck_within(outage, blows)
+                ],
+            }
+            for outage in outages
+            if outage.seconds > TOLD_S
         ],
         "longest_outage_by_one_signal_s": alone,
     }

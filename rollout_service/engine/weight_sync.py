@@ -267,8 +267,23 @@ class WeightSync:
             return None
 
     async def caught_up(self) -> None:
-        """Wait until the newest version is served. Raises LogCorrupt or EngineFailed if that is not possible."""
-        while await self._is_behind():
+        """Wait until a version is served that was the newest while this waited. Raises LogCorrupt or EngineFailed if
+        that is not possible.
+
+        Commits wait for this replica once the ingest knows that it holds a version. Which version is the newest is
+        therefore read after the ingest's first answer, or again and again until then.
+        """
+        enough: int | None = None
+        while True:
+            is_known, newest = self._answers > 0, await self._newest_head()
+            if newest is not None:
+                if self._life.serves(newest):
+                    return
+                if is_known and enough is None:
+                    enough = newest.version
+                # a log that was replaced or rolled back may end before the served version
+                if enough is not None and self.version in range(enough, newest.version):
+                    return
             self.check_health()
             if self._life.error is not None and self._life.target is None:  # not a version that waits for KV scales
                 raise LogCorrupt(self._life.error)
@@ -486,11 +501,12 @@ class WeightSync:
                     return False
         return True
 
-    async def _is_behind(self) -> bool:
+    async def _newest_head(self) -> Head | None:
+        """Read the log for its newest version. Returns None if the log cannot be read now."""
         try:
-            return not self._life.serves(await self._looked())
-        except NotReady:  # unknown
-            return True
+            return await self._looked()
+        except NotReady:
+            return None
 
     async def _looked(self) -> Head:
         await self._log.look()
