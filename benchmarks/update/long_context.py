@@ -191,7 +191,7 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
             settings = settings_for(options, Policy(case.policy), path, engine)
             with serving(settings, path.parent, model.verbose) as service:
                 asyncio.run(measure(service.url, path, case, prompts, options.out))
-    results.write(RESULT, {"cases": results.joined(results.cases(RESULT), map(asdict, cases), SAME)})
+            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
     console = Console()
     console.print(table_of(cases))
     console.print(f"added to {results.path(RESULT)}")
