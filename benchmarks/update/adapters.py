@@ -282,8 +282,7 @@ async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
 
 
 def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter: Adapter) -> None:
-    """Look at the prefix caches, then push by each transport."""
-    keep(asked, "cache", repeated(url, client, asked, adapter))
+    """Push by each transport, then look at the prefix caches."""
     keep(asked, "tensors", pushed(url, client, asked, adapter, lambda: adapter.push(client, PUSHED)))
     saved_s = list[float]()
 
@@ -297,6 +296,7 @@ def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, a
         saved_s.append(time.monotonic() - started)
 
     keep(asked, "folder", pushed(url, client, asked, adapter, load, save) | {"saved_s": saved_s})
+    keep(asked, "cache", repeated(url, client, asked, adapter))
 
 
 def keep(asked: AdapterOptions, case: str, found: dict[str, Any]) -> None:
