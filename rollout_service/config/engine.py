@@ -150,10 +150,10 @@ class EngineConfig(Config):
     staging: Literal["auto", "device", "host", "none"] = "auto"
     """Memory in which a replica stages the next version while it still serves. ``device``: GPU memory beside the
     weights, as much as each GPU's weights, out of ``gpu_memory_utilization``; updates pause the engine for
-    milliseconds. ``host``: pinned memory, one buffer for all replicas of a node; the pause lasts as long as the PCIe
-    copy, 0.2 s for 10 GB. ``none``: the version is checked, and read from the files again during the pause. ``auto``:
-    ``device`` if that takes at most 40% of the KV cache, else ``host``, or ``none`` without enough host memory. The
-    engine's log shows the choice and its cost. On the CPU, memory is allocated for each version and released."""
+    milliseconds. ``host``: as much pinned memory; the pause lasts as long as the PCIe copy, 0.2 s for 10 GB. ``none``:
+    the version is checked, and read from the files again during the pause. ``auto``: ``device`` if that takes at most
+    40% of the KV cache, else ``host``, or ``none`` without enough host memory. The engine's log shows the choice and
+    its cost. On the CPU, memory is allocated for each version and released."""
 
     enable_sleep_mode: bool = False
     """Let ``POST /sleep`` release the engines' memory for a trainer on the same GPUs (docs/colocated.md).

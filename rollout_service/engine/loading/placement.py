@@ -4,9 +4,7 @@ Until a worker knows which bytes its copies read, the buffer holds whole tensors
 rows, or parts of rows, that a tensor-parallel rank copies. The buffer then has the size of the rank's shard.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -70,11 +68,6 @@ class Placement:
     def whole(cls, manifest: Manifest) -> "Placement":
         """Return a placement of all tensors of a version."""
         return cls(whole_span(tensor) for tensor in manifest.in_order())
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest that is equal for equal spans at equal offsets."""
-        return hashlib.sha256(repr(list(self.places.items())).encode()).hexdigest()
 
     def chunks(self, manifest: Manifest, *, every: bool) -> Iterator[tuple[StoredTensor, Chunk]]:
         """Yield the chunks that overlap the spans, or all chunks of the version, in file order."""

@@ -6,7 +6,6 @@ version that does not fit into the staging buffer is checked by rank 0 alone. Ea
 it with the engine paused.
 """
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,10 +22,9 @@ from rollout_service.engine.loading.copy_plan import CopyPlan
 from rollout_service.engine.loading.device_staging import BOUNCE_BUFFERS, BOUNCE_BYTES, copy_and_hash, stage_on_device
 from rollout_service.engine.loading.placement import Move, Placement, whole_span
 from rollout_service.engine.loading.read_ahead import CopyPieces, ReadAhead
-from rollout_service.engine.loading.shared_memory import Busy, Content, SharedMemory
 from rollout_service.engine.loading.staging_calls import StageAnswer
 from rollout_service.errors import LogCorrupt
-from rollout_service.gpu.pinning import pin
+from rollout_service.gpu.pinning import pin, take_host_memory
 from rollout_service.gpu.streams import on_device
 from rollout_service.protocol.tensors import StoredDtype
 from rollout_service.runtime.memory import memory
@@ -40,8 +38,8 @@ from rollout_service.store.spare_files import SpareFiles
 logger = logging.getLogger(__name__)
 
 StagingKind = Literal["device", "host", "memory"]
-"""Memory of the staging buffer. ``device``: GPU memory, loaded at the GPU's speed. ``host``: pinned memory, shared by a
-node's replicas. ``memory``: plain memory for CPU engines, allocated for each version."""
+"""Memory of the staging buffer. ``device``: GPU memory, loaded at the GPU's speed. ``host``: pinned memory. ``memory``:
+plain memory for CPU engines, allocated for each version."""
 PIECE_BYTES = 8 << 20
 """Bytes of a file that a thread reads at a time. On the way to a device they pass through pinned memory. Each thread
 has four times as much: one half is read and checked while the other half is copied."""
@@ -202,26 +200,23 @@ class Stager:
 class StagingBuffer:
     """Holds the bytes of one version that one worker loads."""
 
-    def __init__(
-        self, kind: StagingKind, model: torch.nn.Module, device: torch.device, rank: int = 0, workers: int = 1
-    ) -> None:
-        """Allocate the buffer for ``rank`` of ``workers`` in one engine, which share the machine's cores. Raises
+    def __init__(self, kind: StagingKind, model: torch.nn.Module, device: torch.device, workers: int = 1) -> None:
+        """Allocate the buffer for one of the ``workers`` of an engine, which share the machine's cores. Raises
         CannotStage if there is no memory."""
         self._device, self._threads = device, max(1, io_threads() // workers)
-        self._shard = f"{rank}of{workers}"
         self._taken_anew = kind == "memory"
-        self._shared: SharedMemory | None = None
         self._mapped = MappedFiles(pin) if kind == "device" else None
         self.limit_bytes = None if self._taken_anew else area_bytes(model)
         """Size in bytes. None: the size of the version."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """The buffer, uint8 [bytes]. Host memory is allocated at the first version, because replicas of one log share
-        it."""
+        """The buffer, uint8 [bytes]."""
         self._bounce_buffers: list[torch.Tensor] = []
         if kind == "device":
             # one allocation, which sleep mode releases as a whole, and in which bounce buffers have aligned addresses
             sizes = [BOUNCE_BYTES] * BOUNCE_BUFFERS + [area_bytes(model)]
             *self._bounce_buffers, self.memory = _allocate(sum(sizes), device, pinned=False).split(sizes)
+        elif self.limit_bytes is not None:
+            self.memory = _take_host_memory(self.limit_bytes, device)
 
     def ahead_of(
         self, loaded: Staged, placement: Placement, *, every: bool, before: ReadAhead | None
@@ -254,37 +249,7 @@ class StagingBuffer:
                 f"{placement.nbytes} bytes of version {manifest.version} would lie in the staging area, which has "
                 f"{self.limit_bytes}"
             )
-        elif not self.memory.numel():
-            self._take_host_memory(folder.parent, self.limit_bytes)
-        if self._shared is None:
-            self._read(folder, manifest, placement, every=every, ahead=ahead)
-            return
-        wanted = Content(digest=manifest.digest, placement=placement.digest, every=every)
-        try:
-            self._shared.hold(wanted, lambda: self._read(folder, manifest, placement, every=every))
-        except Busy as reason:
-            raise CannotStage(str(reason)) from reason
-
-    def _take_host_memory(self, log: Path, nbytes: int) -> None:
-        """Map the node's memory, shared by all replicas of the log. If that fails, allocate memory for this worker."""
-        free = memory().free_bytes
-        try:
-            self._shared = SharedMemory(f"{shared_name(log)}-{self._shard}", nbytes)
-        except OSError as error:
-            logger.warning("this worker stages in memory of its own, not in its node's: %s", error)
-            self.memory = _allocate(nbytes, None, pinned=self._device.type == "cuda")
-            return
-        if self._shared.is_new and nbytes > free:
-            self._shared = None
-            raise CannotStage(f"there are no {nbytes} bytes of memory to stage in: {free} are free on this machine")
-        self.memory = self._shared.area
-        if self._device.type != "cuda":
-            return
-        try:
-            with torch.cuda.device(self._device):
-                pin(self.memory.numpy().data)  # for as long as this process lives
-        except OSError as error:
-            raise CannotStage(str(error)) from error
+        self._read(folder, manifest, placement, every=every, ahead=ahead)
 
     def register(self, spare: SpareFiles, is_stopped: Callable[[], bool]) -> None:
         """Register the files of the next versions with CUDA, which takes 0.3 s per GB. Raises OSError."""
@@ -341,11 +306,9 @@ class StagingBuffer:
             return _ToDevice(self.memory, self._device)
 
     def release(self) -> None:
-        """Release the content. No GPU may still read it, because other processes may overwrite it."""
+        """Release the content. No GPU may still read it."""
         if self._taken_anew:
             self.memory = torch.empty(0, dtype=torch.uint8)
-        if self._shared is not None:
-            self._shared.release()
 
     def tensors(self, manifest: Manifest, placement: Placement) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors of a version that is whole in the buffer, as views."""
@@ -358,11 +321,6 @@ def area_bytes(model: torch.nn.Module) -> int:
     """Return the size of the buffer for one worker: its parameters, with shared ones counted once."""
     parameters = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     return sum(parameters.values()) + _SLACK_BYTES
-
-
-def shared_name(log: Path) -> str:
-    """Return the prefix of the shared buffers' names, which is equal for processes that follow the same log."""
-    return hashlib.sha256(str(log).encode()).hexdigest()[:16]
 
 
 def tensor_view(memory: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
@@ -480,6 +438,20 @@ def _rows(memory: np.ndarray, start: int, move: Move, stride_bytes: int) -> np.n
     if move.rows == 1:
         return memory[start : start + move.row_bytes][None, :]
     return np.lib.stride_tricks.as_strided(memory[start:], (move.rows, move.row_bytes), (stride_bytes, 1))
+
+
+def _take_host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return uint8 [nbytes], registered with a GPU for as long as this process lives."""
+    if (free := memory().free_bytes) < nbytes:
+        raise CannotStage(f"there are no {nbytes} bytes of memory to stage in: {free} are free on this machine")
+    taken = take_host_memory(nbytes)  # torch's allocator rounds up to a power of two
+    if device.type == "cuda":
+        try:
+            with torch.cuda.device(device):
+                pin(taken)
+        except OSError as error:
+            raise CannotStage(str(error)) from error
+    return torch.frombuffer(taken, dtype=torch.uint8)
 
 
 def _allocate_pinned(nbytes: int) -> torch.Tensor:

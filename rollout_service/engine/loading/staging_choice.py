@@ -47,7 +47,7 @@ class StagingChoice:
 def choose(area_bytes: int, cache_bytes: int, host_bytes: int, ranks: int) -> StagingChoice:
     """Return ``device`` if it takes at most ``MAX_CACHE_SHARE`` of the KV cache, else ``host``, else ``none``.
 
-    ``ranks``: GPUs of one engine, all on this machine. Its replicas share a buffer in host memory.
+    ``ranks``: GPUs of one engine, all on this machine. Each has a buffer of its own.
     """
     kind: Literal["device", "host", "none"]
     if 0 < area_bytes <= MAX_CACHE_SHARE * cache_bytes:

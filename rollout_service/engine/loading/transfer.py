@@ -133,7 +133,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             try:
                 # must precede vLLM's measurement of free memory for the KV cache
                 with staging_memory(vllm_config, device):
-                    self._area = StagingBuffer(self.staging, model, device, parallel.rank, parallel.world_size)
+                    self._area = StagingBuffer(self.staging, model, device, parallel.world_size)
             except CannotStage as error:
                 self.staging, refused = "none", str(error)
                 logger.warning("versions are loaded layer by layer from their files: %s", error)
@@ -209,7 +209,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
             self._learn(self._layerwise)
             self._layerwise = None
         if self._area is not None and self.device.type == "cuda":
-            # the copies are only queued, and another stream or process will write the next version into the buffer
+            # the copies are only queued, and another stream will write the next version into the buffer
             torch.cuda.synchronize(self.device)
         self._stager.loaded(self._plan)
         if self._area is not None and self._area.limit_bytes is not None:
