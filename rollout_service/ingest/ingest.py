@@ -28,9 +28,7 @@ from rollout_service.ingest.adapters import AdapterIngest
 from rollout_service.ingest.own_log import own_newest, recipe_of
 from rollout_service.ingest.pulls import Pulls
 from rollout_service.ingest.sources.folder import FolderSource
-from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.ingest.sources.shared_memory import GPU_BYTES
-from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
@@ -41,7 +39,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import AdapterVersion
-from rollout_service.protocol.base import MAX_VERSION, NewVersion, is_label
+from rollout_service.protocol.base import MAX_VERSION, is_label
 from rollout_service.protocol.fleet import LogPlace, PauseMode, Pin
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.state import ServiceState
@@ -60,7 +58,6 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
-from rollout_service.runtime.rpc import Bucket
 from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
@@ -231,32 +228,13 @@ class Ingest:
         assert self.upload_address is not None, "asked before there is a listener"
         return self.upload_address.within(version, node_id)
 
-    async def _begin(self, begin: Announcement, objects: WeightSource | None = None) -> UploadPlan:
+    async def _begin(self, begin: Announcement) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
         async with self._writing:
             self._fleet.require_followed()
             if begin.version not in self._log.versions():
                 self._adapters.versions.require_none()
-            return await self._uploads.begin(begin, objects)
-
-    async def push_refs(
-        self,
-        version: NewVersion,
-        buckets: Sequence[Bucket],
-        request: CommitUpload,
-        kv_scales: dict[str, float] | None = None,
-        label: str | None = None,
-        uploader: str = "",
-    ) -> WeightStatus:
-        """Read weights from Ray's object store and commit them; trainers call ``rollout_service.client.ray_refs``.
-
-        Pushing the same weights again gets the same answer. Raises NotFound for a lost object, and the errors of
-        ``begin`` and ``commit``.
-        """
-        source = await asyncio.to_thread(RefSource, buckets, self._model.ignored)
-        begin, meant = source.announced(version, kv_scales, label, uploader)
-        plan = await self._shielded.run(self._begin(begin, source))
-        return await self.commit(plan.version, request.model_copy(update={"upload_digest": meant}))
+            return await self._uploads.begin(begin)
 
     async def push_folder(
         self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None

@@ -4,7 +4,7 @@ import xxhash
 
 from rollout_service.errors import VersionConflict
 from rollout_service.protocol.base import NEXT
-from rollout_service.protocol.upload import BeginUpload, ObjectSource, with_kv_scales
+from rollout_service.protocol.upload import BeginUpload, with_kv_scales
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.upload_record import UploadRecord
 
@@ -45,8 +45,6 @@ def require_same(
 
 
 def _announced_digest(begin: BeginUpload) -> str:
-    if isinstance(begin.source, ObjectSource):
-        return with_kv_scales(begin.source.digest, begin.kv_scales)
     text = begin.model_dump_json(include={"tensors", "source", "delta"})
     return with_kv_scales(xxhash.xxh3_128_hexdigest(text.encode()), begin.kv_scales)
 
@@ -63,4 +61,4 @@ def _difference(known: BeginUpload, begin: BeginUpload) -> str:
         return "other KV scales"
     if begin.source is None and known.tensors == begin.tensors:
         return "a delta of another base" if known.delta and begin.delta else "tensors where one has a delta"
-    return "another content" if isinstance(begin.source, ObjectSource) else "another tensor table"
+    return "another tensor table"

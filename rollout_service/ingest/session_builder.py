@@ -21,7 +21,7 @@ from rollout_service.ingest.upload_session import Resources, UploadSession
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.upload import BeginUpload, BroadcastSource, ObjectSource, PathSource, SharedMemorySource
+from rollout_service.protocol.upload import BeginUpload, BroadcastSource, PathSource, SharedMemorySource
 from rollout_service.runtime.threads import io_threads
 from rollout_service.store.layout import Layout
 from rollout_service.store.log import WeightLog, uploads_folder
@@ -96,11 +96,6 @@ class SessionBuilder:
 
     def source_of(self, begin: BeginUpload) -> WeightSource | None:
         """Return a reader of the announced source; None: the tensors come in parts."""
-        if isinstance(begin.source, ObjectSource):
-            raise InvalidRequest(
-                "objects in Ray's store are named by references, which only the ingest's Python handle takes: push "
-                "them with rollout_service.client.ray_refs, or give a path or tensors"
-            )
         if isinstance(begin.source, BroadcastSource):
             raise InvalidRequest(
                 "what a trainer broadcasts cannot be read again, and is begun by POST /start_weight_update: give a "

@@ -75,7 +75,7 @@ class UploadAddress:
         if elsewhere and _is_loopback(self._host):
             raise RolloutServiceError(
                 f"the ingest listens for parts on {self._host} of another node than this gateway's: set "
-                "weights.upload_host to 0.0.0.0, with auth.token_file, or push with a path or Ray objects"
+                "weights.upload_host to 0.0.0.0, with auth.token_file, or push with a path"
             )
         host = self._host
         if _is_wildcard(host):

@@ -1,8 +1,8 @@
 """The upload of one version, from ``begin`` to ``commit``.
 
-tensors come from        parts that a trainer sends (staged_parts.py); a source that has all of them
-                         (sources/source.py), such as a folder or Ray objects; a broadcast or shared memory, a few
-                         at a time (sources/shared_memory.py); or an older version in the log, with changes that come
+tensors come from        parts that a trainer sends (staged_parts.py); a source that has all of them, such as a folder
+                         (sources/source.py); a broadcast or shared memory, a few at a time
+                         (sources/shared_memory.py); or an older version in the log, with changes that come
                          in parts (sources/delta.py)
 they are converted       in the background, in buckets (bucket.py, conversion.py), as soon as a bucket is complete
 states of a session      receiving → closing → committed; or failed; or left: discarded, or resumed by the next

@@ -123,10 +123,10 @@ class Uploads:
             self._committed = {version: record, **dict(list(self._committed.items())[:3])}
         return self._committed[version]
 
-    async def begin(self, announced: Announcement, objects: WeightSource | None = None) -> UploadPlan:
+    async def begin(self, announced: Announcement) -> UploadPlan:
         """Start or resume an upload. If the same version is staged or committed, return its plan.
 
-        ``next`` is given a number: see ``protocol/upload.py``. ``objects``: the announced objects in Ray's store.
+        ``next`` is given a number: see ``protocol/upload.py``.
 
         Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, NotFound, and others.
         """
@@ -135,7 +135,7 @@ class Uploads:
             # before anything is dropped, so that a refused call has no effect
             await asyncio.to_thread(self._trainer_memory.open, begin.source)
         await self._drop_unshared(begin)
-        plan = await self._begin(begin, objects)
+        plan = await self._begin(begin)
         replaces = announced.version == NEXT and plan.state == "staged"
         return plan.model_copy(update={"replaces": replaces, "table": self._builder.tables.name_for(begin)})
 
@@ -210,13 +210,13 @@ class Uploads:
         await self.stage(BeginUpload(version=number, source=same, label=label), source)
         return number
 
-    async def _begin(self, begin: BeginUpload, objects: WeightSource | None) -> UploadPlan:
+    async def _begin(self, begin: BeginUpload) -> UploadPlan:
         staged = self._staged.get(begin.version)
         resumed = staged if staged is not None and staged.failure is None else None
         known = resumed.record if resumed is not None else await self.committed(begin.version)
         if known is None:
             self.numbers.require_newer(begin.version)
-            staged = await self._stage_announced(begin, objects)
+            staged = await self._stage_announced(begin)
             return self._plan_of(staged.record, staged)
         await asyncio.to_thread(self._require_same, known, begin, is_staged=resumed is not None)
         if resumed is not None:
@@ -360,8 +360,8 @@ class Uploads:
         self._builder.close()
         self._trainer_memory.close()
 
-    async def _stage_announced(self, begin: BeginUpload, objects: WeightSource | None = None) -> UploadSession:
-        return await self.stage(begin, objects or await asyncio.to_thread(self._builder.source_of, begin))
+    async def _stage_announced(self, begin: BeginUpload) -> UploadSession:
+        return await self.stage(begin, await asyncio.to_thread(self._builder.source_of, begin))
 
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")

@@ -135,7 +135,7 @@ UPLOAD_PARTS = _process("upload_parts_total", "counter", "", (), "Parts received
 UPLOAD_BYTES = _process("upload_bytes_total", "counter", "bytes", (), "Bytes of these parts.")
 VERSIONS_RECEIVED = _process(
     "versions_received_total", "counter", "", ("transport",),
-    "Committed versions by transport: parts, delta, path, objects (of Ray), broadcast, shared_memory or cuda_ipc.",
+    "Committed versions by transport: parts, delta, path, broadcast, shared_memory or cuda_ipc.",
 )  # fmt: skip
 RECEIVED_BYTES = _process(
     "received_bytes_total", "counter", "bytes", ("transport",),

@@ -127,15 +127,6 @@ class PathSource(Frozen):
     path: Path
 
 
-class ObjectSource(Frozen):
-    """Objects in Ray's store, see ``ingest/sources/ray_objects.py``. Accepted only through the ingest's Python
-    handle."""
-
-    transport: ClassVar[str] = "objects"
-    digest: str
-    """xxh3-128 over the contents of the objects."""
-
-
 class BroadcastSource(Frozen):
     """Tensors that a trainer broadcasts, see ``ingest/weight_transfer.py``. Only ``POST /start_weight_update`` begins
     one."""
@@ -239,7 +230,7 @@ class Announcement(Frozen):
     tensors: tuple[UploadTensor, ...] = ()
     table: str | None = Field(default=None, max_length=64)
     """``UploadPlan.table`` of an earlier announcement, in place of the tensors here or in ``source``."""
-    source: PathSource | ObjectSource | BroadcastSource | CudaIpcSource | SharedMemorySource | None = None
+    source: PathSource | BroadcastSource | CudaIpcSource | SharedMemorySource | None = None
     kv_scales: dict[str, float] | None = None
     """Scales of the FP8 KV cache for these weights, as ``KVScales.named()`` returns them: q, k and v of every attention
     layer. None: the service's ``kv_cache.scales_policy`` applies."""

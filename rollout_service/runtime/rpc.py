@@ -12,7 +12,6 @@ class) and every caller against it. A call of any deployment raises:
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -29,7 +28,6 @@ from rollout_service.protocol.adapters import (
     BeginAdapter,
     CommitAdapter,
 )
-from rollout_service.protocol.base import NewVersion
 from rollout_service.protocol.fleet import Fleet, KVCacheChoice, PauseMode, ReplicaStatus, SleepTag
 from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Suspicion
@@ -55,16 +53,6 @@ from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.tracing import only_the_trace
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """One object in Ray's object store: a tensor, or a dict of tensors by their names."""
-
-    refs: tuple[ObjectRef, ...]
-    """Exactly one. In a tuple, Ray passes it on as a reference."""
-    name: str | None = None
-    """Name of the object's tensor; None: the object is a dict."""
-
-
 class IngestCalls(Protocol):
     """The ingest, for gateways and replicas. Its methods are documented in ``ingest/ingest.py``."""
 
@@ -73,15 +61,6 @@ class IngestCalls(Protocol):
     async def begin(self, begin: Announcement, reached: str | None = None) -> UploadPlan: ...
     async def listener(self, version: int, node_id: str | None) -> Listener: ...
     async def take_shared(self, version: int, batch: SharedTensors) -> None: ...
-    async def push_refs(
-        self,
-        version: NewVersion,
-        buckets: Sequence[Bucket],
-        request: CommitUpload,
-        kv_scales: dict[str, float] | None = None,
-        label: str | None = None,
-        uploader: str = "",
-    ) -> WeightStatus: ...
     async def push_folder(
         self, path: Path, request: CommitUpload, number: int | None = None, label: str | None = None
     ) -> WeightStatus: ...

@@ -34,8 +34,8 @@ class UploadRecord(Frozen):
     delta_bytes: int | None = None
     """Size of all parts of a delta in bytes; None: of another upload, or until it is complete."""
     source_stamp: str = ""
-    """Hash over names, sizes and times of a folder's files, which shows if they were changed since. For objects, the
-    digest of their contents."""
+    """Hash over names, sizes and times of a folder's files, which shows if they were changed since. For shared memory,
+    the name of the transfer."""
 
     manifest_digest: str = ""
     """xxh3-128 of the file manifest.json; empty until the upload is committed."""

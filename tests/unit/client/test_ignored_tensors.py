@@ -1,18 +1,14 @@
 """Tensors that the model's class leaves out, from trainers on every transport: the version is the one without them."""
 
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import save_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import InvalidManifest
-from rollout_service.protocol.upload import CommitUpload
-from rollout_service.runtime.rpc import Bucket
 from tests.support.gloo_trainer import GlooTrainer
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.broadcasting import join, push
@@ -72,15 +68,6 @@ async def test_ignored_tensors_of_a_folder_may_have_any_dtype(
     folder.mkdir()
     save_file({**weights, **UNTAKEN}, folder / "model.safetensors")
     status = await client.push_path(1, folder, wait="none")
-    assert status.digest == await plain_digest(client, weights)
-
-
-@pytest.mark.usefixtures("object_store")
-async def test_ignored_tensors_among_ray_objects_are_left_out(
-    service: RealIngest, client: RolloutClient, weights: Weights
-) -> None:
-    buckets = [Bucket((ray.put({**weights, **UNTAKEN}),))]
-    status = await service.ingest.push_refs(1, buckets, CommitUpload(), uploader=uuid.uuid4().hex)
     assert status.digest == await plain_digest(client, weights)
 
 

@@ -19,7 +19,6 @@ from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
     InsufficientStorage,
-    InvalidRequest,
     LogLocked,
     NotFound,
     QuantizationError,
@@ -27,7 +26,6 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest import upload_session, uploads
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.ingest.sources.ray_objects import RefSource
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, upload_digest
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
@@ -106,11 +104,6 @@ class TestCommittedVersion:
         with pytest.raises(VersionConflict, match="committed with another content under that path"):
             await ingest.begin(begin)
         await ingest.stop()
-
-    async def test_ray_objects_for_a_version_out_of_bounds_are_refused(self, ingest: Ingest) -> None:
-        source = RefSource(())
-        with pytest.raises(InvalidRequest, match="versions are 0 to 9007199254740991"):
-            source.announced(2**63)
 
 
 class TestTwoTrainers:

@@ -16,7 +16,7 @@ from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.rollout import Completion, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.protocol.upload import Announcement, BeginUpload, ObjectSource, PathSource, UploadTensor
+from rollout_service.protocol.upload import Announcement, BeginUpload, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 
 STATUS = ReplicaStatus(
@@ -202,9 +202,8 @@ class TestAnnouncement:
         [
             {"tensors": (UploadTensor(name="w", dtype="bfloat16", shape=(3, 4)),), "kv_scales": {"a.q_scale": 0.1}},
             {"source": PathSource(path=Path("/weights"))},
-            {"source": ObjectSource(digest="d"), "label": "run/step-3"},
         ],
-        ids=["tensors", "path", "objects"],
+        ids=["tensors", "path"],
     )
     def test_it_is_the_same_in_another_process(self, what: dict[str, Any]) -> None:
         for announced in (Announcement(version="next", uploader="u", **what), BeginUpload(version=7, **what)):
