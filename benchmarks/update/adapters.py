@@ -52,8 +52,8 @@ TINY = {"rollouts": 64, "prompt_tokens": 64, "output_tokens": 64, "repeats": 1, 
 PUSHED = "run-0"
 QUIET_S = 3.0
 """Time in seconds under load before the first push."""
-COUNTED_S = 60.0
-"""Time in seconds within which Ray exports a counter; it does so every 10 s."""
+EXPORTED_S, COUNTED_S = 12.0, 60.0
+"""Seconds after which Ray, which exports counters every 10 s, has exported them; and the longest wait for it."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -239,7 +239,7 @@ def repeated(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     agents = metrics_targets(url)[1:]
     ray.shutdown()
-    asked_tokens, hits_before = _cache_counters(agents, 0)
+    asked_tokens, hits_before = _settled_counters(agents)
     found: dict[str, Any] = {"prompt_tokens": 2 * asked.repeated}
     for when in ("first", "again", "after_push"):
         if when == "after_push":
@@ -255,6 +255,16 @@ def repeated(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter
         hits_before = hits
     client.remove_adapter("kept")
     return found
+
+
+def _settled_counters(agents: tuple[str, ...]) -> tuple[float, float]:
+    """Return the counters of the prefix caches once Ray has exported all earlier requests."""
+    before = _cache_counters(agents, 0)
+    while True:
+        time.sleep(EXPORTED_S)
+        if (now := _cache_counters(agents, 0)) == before:
+            return now
+        before = now
 
 
 def _cache_counters(agents: tuple[str, ...], at_least: float) -> tuple[float, float]:
@@ -283,6 +293,7 @@ async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
 
 def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter: Adapter) -> None:
     """Push by each transport, then look at the prefix caches."""
+    adapter.push(client, PUSHED)  # streams name it
     keep(asked, "tensors", pushed(url, client, asked, adapter, lambda: adapter.push(client, PUSHED)))
     saved_s = list[float]()
 
