@@ -8,6 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from rollout_service.protocol.tensors import QuantWeights
 
 
+_GRAPH_KEYS = {"cudagraph_capture_sizes", "cudagraph_mode", "cudagraph_num_of_warmups", "max_cudagraph_capture_size"}
+"""Keys of vLLM's ``compilation_config`` that change no result."""
+_COMPILATION_ENV = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "VLLM_BATCH_INVARIANT"}
+"""Variables of ``engine.env`` that change where an engine rounds."""
+_KERNELS_OF_MODE: dict[str, Literal["cuda_eager", "cuda_compiled"]] = {
+    "0": "cuda_eager", "none": "cuda_eager", "3": "cuda_compiled", "vllm_compile": "cuda_compiled",
+}  # fmt: skip
+"""vLLM's ``compilation_config.mode`` → kernels."""
+
+
 class Config(BaseModel):
     """Base class of sections: immutable, unknown fields refused."""
 
@@ -211,6 +221,21 @@ class EngineConfig(Config):
         if isinstance(given, bool) or not isinstance(given, int) or given < -1:
             raise ValueError(f"engine.extra.max_logprobs is {given!r}: give a number, or -1 for the whole vocabulary")
         return given
+
+    @property
+    def gpu_kernels(self) -> Literal["cuda_eager", "cuda_compiled"] | None:
+        """Return the kernels between the matrix products of an engine on a GPU, see ``TrainerRecipe``. None: they are
+        not known, because ``extra`` or ``env`` changes the compilation."""
+        compilation = self.extra.get("compilation_config", {})
+        if not isinstance(compilation, dict) or not self.env.keys().isdisjoint(_COMPILATION_ENV):
+            return None
+        if self.enforce_eager:
+            return "cuda_eager"
+        default = 0 if self.extra.get("optimization_level") == 0 else 3
+        mode = str(compilation.get("mode", default)).lower()
+        if compilation.keys() - _GRAPH_KEYS - {"mode"}:
+            return None
+        return _KERNELS_OF_MODE.get(mode)
 
     @property
     def why_penalties_start_anew(self) -> str | None:

@@ -521,6 +521,13 @@ class ServiceConfig(Config):
         return max(1, self.engine.sequences_per_replica // self.scaling.gateways)
 
     @property
+    def engine_kernels(self) -> Literal["cpu", "cuda_eager", "cuda_compiled"] | None:
+        """Return the kernels of the engines, see ``TrainerRecipe``; None: not known."""
+        if self.scaling.num_gpus is None:
+            return None
+        return self.engine.gpu_kernels if self.scaling.on_gpus else "cpu"
+
+    @property
     def _ingest_beside_an_engine(self) -> bool:
         """Return True if the ingest may have a share of a GPU by default."""
         alone = self.engine.tensor_parallel_size == 1 and self.scaling.num_gpus is None

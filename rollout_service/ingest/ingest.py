@@ -93,6 +93,7 @@ class Ingest:
             keep_float32=tuple(sorted(self._model.keep_float32)),
             experts=self._model.experts,
             ignored=self._model.ignored,
+            kernels=config.engine_kernels,
         )
         # tensors that are read together have at most that size, mostly less
         self._converter = Converter(self._trainer_recipe, batch_bytes=GPU_BYTES)
@@ -207,8 +208,11 @@ class Ingest:
     # --- trainers
 
     async def recipe(self) -> TrainerRecipe:
-        """Return how each tensor of a version is stored."""
-        return self._trainer_recipe
+        """Return how each tensor of a version is stored, and how engines compute. Raises LogCorrupt."""
+        wanted = self._config.kv_cache.dtype
+        choice = await asyncio.to_thread(self._log.kv_cache) if wanted == "auto" else None
+        kv_cache = choice.dtype if choice is not None else None if wanted == "auto" else wanted
+        return self._trainer_recipe.model_copy(update={"kv_cache": kv_cache})
 
     async def begin(self, begin: Announcement, reached: str | None = None) -> UploadPlan:
         """Start or resume the upload of a version, or report that it is committed; see ``protocol/upload.py``.

@@ -87,8 +87,13 @@ DTYPE_BYTES: dict["SourceDtype", int] = {"float32": 4, "bfloat16": 2, "float16":
 SourceDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8"]
 
 
+Kernels = Literal["cpu", "cuda_eager", "cuda_compiled"]
+"""Kinds of an engine's kernels between its matrix products, which round at different places."""
+
+
 class TrainerRecipe(Frozen):
-    """Reply to ``GET /v1/weights/recipe``: how the ingest converts each tensor, for a trainer that does it itself."""
+    """Reply to ``GET /v1/weights/recipe``: how the ingest converts each tensor, for a trainer that does it itself, and
+    how engines compute, for a trainer that imitates them."""
 
     weights: QuantWeights
     scales: Literal["fp32", "power_of_two"] = "fp32"
@@ -100,6 +105,10 @@ class TrainerRecipe(Frozen):
     """Names of routed experts, to split stacked ones; None: the model has none."""
     ignored: IgnoredTensors = NOTHING_IGNORED
     """Tensors that may be sent and are not stored."""
+    kernels: Kernels | None = None
+    """Kernels of the engines. None: not known, as with a ``compilation_config`` in ``engine.extra``."""
+    kv_cache: Literal["fp8_e4m3", "bfloat16"] | None = None
+    """Format of the engines' keys and values. None: ``kv_cache.dtype`` is ``auto``, and no replica has chosen yet."""
 
 
 class UploadTensor(Frozen):

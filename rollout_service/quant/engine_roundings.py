@@ -1,25 +1,35 @@
 """Round in a trainer at the same places as vLLM, so that the same weights give the same logprobs.
 
-    with engine_roundings(model):
+    with engine_roundings(model, client.recipe()):
         loss = …
 
 Between a layer's matrix products, vLLM rounds to the model's dtype less often than transformers. The places differ
-between a CPU, CUDA kernels (``engine.enforce_eager``) and torch.compile (a GPU without that setting):
+between a CPU, CUDA kernels (``engine.enforce_eager``) and torch.compile (a GPU without that setting). The table is of
+vLLM 0.32; *quantized* is a compiled engine's step whose result becomes FP8 in the same kernel:
 
-- rotary embedding: sines and cosines are rounded, the rotation is in fp32, and its result is rounded;
-- RMSNorm after a residual sum: compiled, and on the CPU, of the sum before rounding; CUDA's ``fused_add_rms_norm``
-  rounds it first. The residual that is passed on is the rounded sum;
-- RMSNorm's weight: on a GPU it multiplies the unrounded value, also for QK-norm;
-- SwiGLU of dense layers: compiled, one rounding instead of two;
-- the weights of chosen experts: not rounded on a GPU;
-- attention of a CPU engine: in fp32 from rounded queries, keys and values to a rounded result (on processors without
-  AMX). Otherwise the trainer's own attention is used, with rounded queries and keys.
+    step                        cpu       cuda_eager   cuda_compiled   quantized
+    sum before a norm           fp32      rounded      fp32            fp32
+    RMSNorm: rounds             twice     once         once            twice
+    residual after attention    rounded   rounded      fp32            rounded
+    QK-norm: rounds             twice     once         never           never
+    rotation: rounds            once      once         once            once
+    q and k with a bias         rounded   rounded      rounded         fp32
+    SwiGLU: rounds              twice     twice        once            never
 
-These facts are from vLLM 0.32. They were compared with engines on a GPU. With CUDA kernels, the results agree except
-for the last bits of attention and experts; compiled ones do not agree yet (docs/numerics.md, "On a GPU"). Gradients are
-of the computation as it is. A model in fp32 is unchanged: nothing is rounded.
+- A norm that rounds twice rounds before and after it multiplies with its weight.
+- The residual after the MLP is always rounded. The one after attention is rounded if a quantizing kernel writes it, or
+  reads it in the next layer.
+- Sines and cosines are rounded; the rotation multiplies and adds in fp32.
+- The weights of chosen experts are rounded on a CPU only.
+- A mixture's norm, experts and shared expert quantize in kernels of their own.
+- Attention of a CPU engine computes in fp32 from rounded queries, keys and values to a rounded result (on processors
+  without AMX). Otherwise the trainer's own attention is used, with rounded queries and keys.
+
+Engines of both CUDA kinds differ from this only in the last bits of sums, of attention and of experts. Gradients are
+those of the computation as it is. A model in fp32 is unchanged: nothing is rounded.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -34,22 +44,34 @@ from rollout_service.compat.transformers_internals import (
     AttentionFunction,
     attention_kernel,
     eager_attention,
+    is_silu,
     registered_attention,
 )
+from rollout_service.protocol.upload import Kernels, TrainerRecipe
 from rollout_service.quant.forwards import Forward, Forwards
+
+logger = logging.getLogger(__name__)
 
 KNOWN_LAYERS = frozenset(
     f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 )
 """Classes of transformers whose forward pass is known: RMSNorm, attention, sum, RMSNorm, MLP, sum."""
-Kernels = Literal["cpu", "cuda_eager", "cuda_compiled"]
-"""Kinds of an engine's kernels between its matrix products."""
+Fused = Literal["norm", "activation"]
+"""The step in whose kernel a compiled engine quantizes the input of a linear layer."""
+_FUSED_EPSILONS = (1e-5, 1e-6)
+"""Epsilons of the RMSNorms that vLLM fuses with the quantization (its ``RMSNormQuantFusionPass``)."""
+_Rounds = Literal["never", "once", "twice"]
 
 
 class EngineRoundings:
     """A model that rounds like the engines, until ``remove()`` or the end of a ``with`` block."""
 
-    def __init__(self, forwards: Forwards, kernel: str, attention: Collection[nn.Module]) -> None:
+    def __init__(
+        self, forwards: Forwards, kernel: str, attention: Collection[nn.Module], fused: Mapping[nn.Module, Fused]
+    ) -> None:
+        self.fused = fused
+        """Linear layers whose inputs the engine quantizes in the kernel of the step before. The step before
+        ``activation`` returns fp32."""
         self._forwards, self._kernel, self._attention = forwards, kernel, attention
         _attention.enter(kernel, attention)
 
@@ -67,15 +89,37 @@ class EngineRoundings:
         self.remove()
 
 
-def kernels_of(model: nn.Module) -> Kernels:
-    """Return the kernels of a default engine on the device of the model's first parameter."""
-    return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda_compiled"
+def kernels_of(model: nn.Module, recipe: TrainerRecipe | None = None) -> Kernels:
+    """Return the kernels of the engines of the service with that recipe.
+
+    None, or a recipe without them: those of a default engine on the device of the model's first parameter.
+    """
+    if recipe is not None and recipe.kernels is not None:
+        return recipe.kernels
+    if next(model.parameters()).device.type == "cpu":
+        return "cpu"
+    if recipe is not None:
+        logger.warning(
+            "the service does not say where its engines round, as with a compilation_config or environment of its own: "
+            "the trainer rounds like vLLM's defaults, and its logprobs may be further from the engines'; give kernels"
+        )
+    return "cuda_compiled"
 
 
-def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> EngineRoundings:
+def engine_roundings(
+    model: nn.Module,
+    recipe: TrainerRecipe | None = None,
+    *,
+    kernels: Kernels | None = None,
+    quantized: Collection[nn.Module] = (),
+) -> EngineRoundings:
     """Make a transformers causal language model round at the same places as vLLM, from now on.
 
-    ``kernels``: the engine's; None: those of a default engine on the model's kind of device, ``kernels_of``.
+    Args:
+        model: the whole model.
+        recipe: ``client.recipe()``, which names the engines' kernels; None: as ``kernels_of``.
+        kernels: the engines' kernels, instead of those that the recipe names.
+        quantized: linear layers whose inputs the caller quantizes, as ``fake_quant`` does.
 
     The hidden state between decoder layers is the sum in fp32, four bytes a channel instead of two, which gradient
     checkpointing also stores. FSDP2 rounds it, which loses a part of the gain, unless its ``MixedPrecisionPolicy`` has
@@ -83,7 +127,7 @@ def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> Engine
 
     Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``.
     """
-    kernels = kernels or kernels_of(model)
+    kernels = kernels or kernels_of(model, recipe)
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
         raise ValueError(f"{type(model).__name__} holds no transformers model")
@@ -95,17 +139,47 @@ def engine_roundings(model: nn.Module, kernels: Kernels | None = None) -> Engine
             f"unknown roundings of vLLM for {', '.join(unknown) or type(backbone).__name__}: known are "
             f"{', '.join(sorted(KNOWN_LAYERS))}; train without engine_roundings"
         )
+    fused: dict[nn.Module, Fused] = {}
+    for layer in layers if kernels == "cuda_compiled" else ():
+        fused |= _fused_quantization(layer, quantized)
     forwards: dict[nn.Module, Forward] = {
         backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),
-        backbone.norm: _norm_forward(backbone.norm, kernels),
+        backbone.norm: _norm_forward(backbone.norm, kernels, fuses=False),
     }
-    for layer in layers:
-        forwards[layer] = _layer_forward(layer)
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            forwards[norm] = _norm_forward(norm, kernels)
-        if kernels != "cpu":
-            forwards |= _forwards_on_a_gpu(layer, kernels)
-    return EngineRoundings(Forwards(forwards), attention_kernel(inner), [layer.self_attn for layer in layers])
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        forwards |= _forwards_of_layer(layer, following, kernels, fused)
+    return EngineRoundings(Forwards(forwards), attention_kernel(inner), [layer.self_attn for layer in layers], fused)
+
+
+def _fused_quantization(layer: Any, quantized: Collection[nn.Module]) -> dict[nn.Module, Fused]:
+    """Return the linear layers of a decoder layer whose inputs a compiled engine quantizes in the kernel of the step
+    before, and that step."""
+    fused: dict[nn.Module, Fused] = {}
+    for norm, block, names in (
+        (layer.input_layernorm, layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+        (layer.post_attention_layernorm, layer.mlp, ("gate_proj", "up_proj")),  # a mixture's router reads it too
+    ):
+        linears = [getattr(block, name, None) for name in names]
+        if norm.variance_epsilon in _FUSED_EPSILONS and all(each in quantized for each in linears):
+            fused |= {each: "norm" for each in linears if each is not None}
+    down: nn.Module | None = getattr(layer.mlp, "down_proj", None)
+    if down is not None and down in quantized and is_silu(layer.mlp.act_fn):
+        fused[down] = "activation"
+    return fused
+
+
+def _forwards_of_layer(
+    layer: Any, following: Any, kernels: Kernels, fused: Mapping[nn.Module, Fused]
+) -> dict[nn.Module, Forward]:
+    """Return the forward passes of a decoder layer and its parts. ``following``: the next layer, if any."""
+    first, second = layer.self_attn.q_proj in fused, getattr(layer.mlp, "gate_proj", None) in fused
+    is_written = second or (following is not None and following.self_attn.q_proj in fused)
+    forwards: dict[nn.Module, Forward] = {
+        layer: _layer_forward(layer, rounds_residual=kernels != "cuda_compiled" or is_written),
+        layer.input_layernorm: _norm_forward(layer.input_layernorm, kernels, fuses=first),
+        layer.post_attention_layernorm: _norm_forward(layer.post_attention_layernorm, kernels, fuses=second),
+    }
+    return forwards if kernels == "cpu" else forwards | _forwards_on_a_gpu(layer, kernels, fused)
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -130,30 +204,37 @@ def _rotary_forward(rotary: nn.Module) -> Forward:
     return forward
 
 
-def _norm_forward(norm: Any, kernels: Kernels) -> Forward:
+def _norm_forward(norm: Any, kernels: Kernels, *, fuses: bool) -> Forward:
+    """Return the forward pass of a norm of hidden states. ``fuses``: its kernel also quantizes."""
+    rounds: _Rounds = "twice" if kernels == "cpu" or fuses else "once"
+    return _rms_norm(norm, rounds, rounds_input=kernels == "cuda_eager")
+
+
+def _rms_norm(norm: Any, rounds: _Rounds, *, rounds_input: bool) -> Forward:
     def forward(summed: torch.Tensor) -> torch.Tensor:
         rounded = _result_dtype(norm.weight)
-        if kernels == "cuda_eager":
+        if rounds_input:
             summed = summed.to(rounded)
         summed = summed.float()
         normalized = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-        made: torch.Tensor
-        if kernels == "cpu":
-            made = norm.weight.to(rounded) * normalized.to(rounded)
-        else:
-            made = (norm.weight.to(rounded).float() * normalized).to(rounded)
-        return made
+        weight: torch.Tensor = norm.weight.to(rounded)
+        if rounds == "twice":
+            return weight * normalized.to(rounded)
+        made = weight.float() * normalized
+        return made.to(rounded) if rounds == "once" else made
 
     return forward
 
 
-def _forwards_on_a_gpu(layer: Any, kernels: Kernels) -> dict[nn.Module, Forward]:
+def _forwards_on_a_gpu(layer: Any, kernels: Kernels, fused: Mapping[nn.Module, Fused]) -> dict[nn.Module, Forward]:
     """Return the forward passes of the layer's QK-norm, dense MLP and router, as far as it has them."""
     forwards: dict[nn.Module, Forward] = {}
     norm: Any
     for name in ("q_norm", "k_norm"):
         if (norm := getattr(layer.self_attn, name, None)) is not None:
-            forwards[norm] = _norm_forward(norm, kernels)
+            # compiled, the norm and the rotation are one kernel: ``_rounding_attention`` rounds its result
+            rounds: _Rounds = "never" if kernels == "cuda_compiled" else "once"
+            forwards[norm] = _rms_norm(norm, rounds, rounds_input=False)
     router: Any = getattr(layer.mlp, "gate", None)
     if hasattr(router, "norm_topk_prob"):
         forwards[router] = _router_forward(router)
@@ -161,7 +242,7 @@ def _forwards_on_a_gpu(layer: Any, kernels: Kernels) -> dict[nn.Module, Forward]
         mlp: Any
         for mlp in (layer.mlp, getattr(layer.mlp, "shared_expert", None)):
             if hasattr(mlp, "gate_proj"):
-                forwards[mlp] = _mlp_forward(mlp)
+                forwards[mlp] = _mlp_forward(mlp, quantizes=mlp.down_proj in fused)
     return forwards
 
 
@@ -178,22 +259,34 @@ def _router_forward(router: Any) -> Forward:
     return forward
 
 
-def _mlp_forward(mlp: Any) -> Forward:
+def _mlp_forward(mlp: Any, *, quantizes: bool) -> Forward:
+    """Return the forward pass of a compiled SwiGLU. ``quantizes``: its kernel also quantizes, from fp32."""
+
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
-        made: torch.Tensor = mlp.down_proj((mlp.act_fn(gate.float()) * up.float()).to(gate.dtype))
+        rounded = _result_dtype(mlp.gate_proj.weight)
+        gate, up = (layer(hidden).to(rounded).float() for layer in (mlp.gate_proj, mlp.up_proj))
+        gated = silu_and_mul(gate, up) if quantizes else (mlp.act_fn(gate) * up).to(rounded)
+        made: torch.Tensor = mlp.down_proj(gated)
         return made
 
     return forward
 
 
-def _layer_forward(layer: Any) -> Forward:
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up`` by the formula of vLLM's kernels that also quantize: torch's SiLU may differ in the
+    last bit."""
+    return gate * torch.sigmoid(gate) * up
+
+
+def _layer_forward(layer: Any, *, rounds_residual: bool) -> Forward:
+    """Return the forward pass of a decoder layer. ``rounds_residual``: round the one between attention and MLP."""
+
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         rounded = _result_dtype(layer.input_layernorm.weight)
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
         summed = hidden_states.to(rounded).float() + attended.float()
         fed = layer.mlp(layer.post_attention_layernorm(summed))
-        made: torch.Tensor = summed.to(rounded).float() + fed.float()
+        made: torch.Tensor = (summed.to(rounded).float() if rounds_residual else summed) + fed.float()
         return made
 
     return forward

@@ -6,15 +6,16 @@
 
 Each layer that the service quantizes multiplies the same values as its engines: the weight's codes times their 128×128
 scales, and the input's codes times its 1×128 scales. Between layers it rounds where the engines do
-(``engine_roundings``), so that inputs have the same codes. The backward pass treats both quantizations as the identity
-(straight-through estimator, Bengio et al., arXiv 1308.3432), with the quantized weight and input, as in
-quantization-aware training. A layer saves the same tensors for the backward pass as without this: input and weight,
-which are quantized again.
+(``engine_roundings``), so that inputs have the same codes; the recipe says which kernels they have. The backward pass
+treats both quantizations as the identity (straight-through estimator, Bengio et al., arXiv 1308.3432), with the
+quantized weight and input, as in quantization-aware training. A layer saves the same tensors for the backward pass as
+without this: input and weight, which are quantized again.
 """
 
 import functools
 import logging
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -24,9 +25,15 @@ from torch.nn.functional import linear
 
 from rollout_service.compat.transformers_internals import is_silu
 from rollout_service.protocol.experts import pieces
-from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.protocol.upload import Kernels, TrainerRecipe
 from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_blockwise
-from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings, kernels_of
+from rollout_service.quant.engine_roundings import (
+    EngineRoundings,
+    Fused,
+    engine_roundings,
+    kernels_of,
+    silu_and_mul,
+)
 from rollout_service.quant.forwards import Forward, Forwards
 from rollout_service.quant.quantizer import Quantizer
 
@@ -84,14 +91,14 @@ def fake_quant(
         recipe: ``client.recipe()``.
         roundings: also apply ``engine_roundings``, with its conditions. A model without known roundings keeps its own,
             with a warning.
-        kernels: as for ``engine_roundings``.
-        products: arithmetic of products. None: the nearest to the engines: ``fp32`` on the CPU, ``fp8`` on a Hopper,
-            and ``bf16`` on other GPUs. ``fp8``, a Triton kernel (``fp8_product.py``), accumulates like the engines'
-            kernels: a Hopper's tensor cores keep about 14 bits of a sum, so that not even fp32 has the same results.
-            ``bf16``, the dtype of autocast or else of the weight, rounds each scaled code once more.
+        kernels: the engines' kernels; None: those that the recipe names, see ``kernels_of``.
+        products: arithmetic of products. None: the nearest to the engines: ``fp32`` on the CPU or for CPU engines,
+            ``fp8`` on a Hopper, and ``bf16`` on other GPUs. ``fp8``, a Triton kernel (``fp8_product.py``), accumulates
+            like the engines' kernels: a Hopper's tensor cores keep about 14 bits of a sum, so that not even fp32 has
+            the same results. ``bf16``, the dtype of autocast or else of the weight, rounds each scaled code once more.
 
-    The result has the dtype of autocast or else of the input, and fp32 where products are in fp32. The backward pass
-    uses the same dtype. The model's parameters do not change.
+    A layer's result has the dtype of autocast or else of its weight, but fp32 where a compiled engine does not round.
+    The model's parameters do not change. An FP8 KV cache is not imitated: a warning says so.
 
     Raises ValueError if the service quantizes nothing, uses another format than FP8 blocks, quantizes a weight that
     ``model`` does not have, or only a part of a layer; for ``fp8`` if the model is not on a GPU that supports it.
@@ -105,13 +112,25 @@ def fake_quant(
         )
     held = _quantized_parameters(model, recipe)
     quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
-    forwards: dict[nn.Module, Forward] = {}
-    kernels = kernels or kernels_of(model)
-    arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, products))
-    for name, leaves in held.items():
-        module = model.get_submodule(name)
-        forwards[module] = _forward_of(module, name, leaves, arithmetic)
-    return FakeQuant(forwards, _roundings_of(model, kernels) if roundings else None)
+    kernels = kernels or kernels_of(model, recipe)
+    if recipe.kv_cache == "fp8_e4m3":
+        logger.warning(
+            "the engines' KV cache is FP8, which fake_quant does not imitate, and most of the mismatch remains: set "
+            "kv_cache.dtype: bfloat16"
+        )
+    arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, kernels, products))
+    modules = {name: model.get_submodule(name) for name in held}
+    with ExitStack() as undone:
+        rounding = _roundings_of(model, kernels, set(modules.values())) if roundings else None
+        if rounding is not None:
+            undone.callback(rounding.remove)
+        fused = {} if rounding is None else rounding.fused
+        forwards = {
+            module: _forward_of(module, name, held[name], arithmetic, fused.get(module))
+            for name, module in modules.items()
+        }
+        undone.pop_all()
+    return FakeQuant(forwards, rounding)
 
 
 def _quantized_parameters(model: nn.Module, recipe: TrainerRecipe) -> dict[str, set[str]]:
@@ -144,14 +163,13 @@ class _Kernel:
 
     scales_in_turn: bool = False
     """See ``fp8_product.scaled_product``."""
-    is_fused: bool = False
-    """True if the steps before and after the product are in one kernel with it: neither its input nor its result is
-    rounded."""
+    fused: Fused | None = None
+    """See ``group_codes``."""
+    rounds_result: bool = True
 
 
-_LINEAR = _Kernel()
 _OF_EXPERTS = _Kernel(scales_in_turn=True)
-_SECOND_OF_EXPERTS = _Kernel(scales_in_turn=True, is_fused=True)
+_SECOND_OF_EXPERTS = _Kernel(scales_in_turn=True, fused="activation", rounds_result=False)
 """Second product of experts on a GPU: it quantizes the activation's result, and multiplies the product with the
 expert's weight."""
 
@@ -164,13 +182,13 @@ class _Arithmetic:
     kernels: Kernels
     products: Products
 
-    def product(self, hidden: torch.Tensor, weight: torch.Tensor, kernel: _Kernel = _LINEAR) -> torch.Tensor:
+    def product(self, hidden: torch.Tensor, weight: torch.Tensor, kernel: _Kernel) -> torch.Tensor:
         """Return ``input @ weightᵀ`` of the quantized input and weight."""
         made: torch.Tensor = _Product.apply(hidden, weight, self, kernel)  # type: ignore[no-untyped-call]
         return made
 
 
-def _products_of(model: nn.Module, wanted: Products | None) -> Products:
+def _products_of(model: nn.Module, kernels: Kernels, wanted: Products | None) -> Products:
     """Return ``wanted``, or the arithmetic nearest to the engines on the device of the model's first parameter."""
     device = next(model.parameters()).device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -181,14 +199,14 @@ def _products_of(model: nn.Module, wanted: Products | None) -> Products:
         )
     if wanted is not None:
         return wanted
-    if device.type == "cpu":
+    if device.type == "cpu" or kernels == "cpu":
         return "fp32"
     return "fp8" if capability[0] == _HOPPER else "bf16"
 
 
-def _roundings_of(model: nn.Module, kernels: Kernels) -> EngineRoundings | None:
+def _roundings_of(model: nn.Module, kernels: Kernels, quantized: set[nn.Module]) -> EngineRoundings | None:
     try:
-        return engine_roundings(model, kernels)
+        return engine_roundings(model, kernels=kernels, quantized=quantized)
     except ValueError as error:
         logger.warning("%s: the trainer's logprobs will be further from the engines'", error)
         return None
@@ -199,9 +217,9 @@ def _unwrapped_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arithmetic) -> Forward:
+def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arithmetic, fused: Fused | None) -> Forward:
     if isinstance(module, nn.Linear) and held == {"weight"}:
-        return _linear_forward(module, arithmetic)
+        return _linear_forward(module, arithmetic, fused)
     if held == _STACKED and callable(getattr(module, "act_fn", None)):
         return _experts_forward(module, arithmetic)
     raise ValueError(
@@ -210,12 +228,19 @@ def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arith
     )
 
 
-def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic) -> Forward:
+def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic, fused: Fused | None) -> Forward:
+    kernel = _Kernel(fused=fused)
+
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        made = arithmetic.product(hidden, module.weight)
+        made = arithmetic.product(hidden, module.weight, kernel)
+        rounded = _result_dtype(module.weight)
         if arithmetic.kernels != "cpu":
-            made = made.to(_result_dtype(hidden))  # vLLM adds the bias to the rounded result of CUTLASS
-        return (made if module.bias is None else made + module.bias).to(_result_dtype(hidden))
+            made = made.to(rounded)  # vLLM adds the bias to the rounded result of CUTLASS
+        if module.bias is not None:
+            made = made.float() + module.bias.to(rounded).float()
+            if fused == "norm":  # the bias of q and k is added in the kernel that rotates them
+                return made
+        return made.to(rounded)
 
     return forward
 
@@ -239,9 +264,8 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
                     gated = (module.act_fn(gate) * up).to(rounded)
                     output = arithmetic.product(gated, down, _OF_EXPERTS).float()
                 else:
-                    output = arithmetic.product(
-                        _gate_on_gpu(module.act_fn, gate, up, rounded), down, _SECOND_OF_EXPERTS
-                    )
+                    gated = _gate_on_gpu(module.act_fn, gate, up, rounded)
+                    output = arithmetic.product(gated, down, _SECOND_OF_EXPERTS)
                 output = output * top_k_weights[token, place, None]
                 made.append(output if on_cpu else output.to(rounded).float())
                 places.append(token * top_k_index.shape[1] + place)
@@ -258,11 +282,9 @@ def _experts_forward(module: Any, arithmetic: _Arithmetic) -> Forward:
 
 def _gate_on_gpu(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor, rounded: torch.dtype) -> torch.Tensor:
     """Return the gated activation of vLLM's experts, in fp32. Only SiLU is fused with the quantization."""
-    gated: torch.Tensor
     if is_silu(activation):
-        gated = gate * torch.sigmoid(gate) * up  # the same formula as in vLLM: torch's SiLU may differ in the last bit
-    else:
-        gated = (activation(gate).to(rounded) * up).to(rounded).float()
+        return silu_and_mul(gate, up)
+    gated: torch.Tensor = (activation(gate).to(rounded) * up).to(rounded).float()
     return gated
 
 
@@ -285,7 +307,7 @@ class _Product(torch.autograd.Function):
         if arithmetic.products == "fp8":
             return _in_fp8(hidden, weight, arithmetic.quantizer, ctx.computed, kernel)
         with torch.autocast(hidden.device.type, enabled=False):
-            inputs = through_groups(hidden, is_fused=kernel.is_fused)
+            inputs = through_groups(hidden, fused=kernel.fused)
             weights = _through_blocks(weight, ctx.quantizer)
             return linear(inputs.to(ctx.computed), weights.to(ctx.computed))
 
@@ -297,7 +319,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_hidden = (gradient @ _through_blocks(weight, ctx.quantizer).to(ctx.computed)).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            inputs = through_groups(hidden, is_fused=ctx.kernel.is_fused).to(ctx.computed)
+            inputs = through_groups(hidden, fused=ctx.kernel.fused).to(ctx.computed)
             of_weight = (gradient.flatten(0, -2).T @ inputs.flatten(0, -2)).to(weight.dtype)
         return of_hidden, of_weight, None, None
 
@@ -308,35 +330,35 @@ def _in_fp8(
     # imported here: a trainer on the CPU may not have Triton
     from rollout_service.quant.fp8_product import scaled_product
 
-    inputs, input_scales = group_codes(hidden.flatten(0, -2), is_fused=kernel.is_fused)
+    inputs, input_scales = group_codes(hidden.flatten(0, -2), fused=kernel.fused)
     [(codes, scales)] = quantizer.quantize([("weight", weight.detach())])
-    made = torch.float32 if kernel.is_fused else computed
+    made = computed if kernel.rounds_result else torch.float32
     product = scaled_product(inputs, input_scales, codes, scales, dtype=made, scales_in_turn=kernel.scales_in_turn)
     return product.view(*hidden.shape[:-1], len(weight))
 
 
-def group_codes(hidden: torch.Tensor, *, is_fused: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def group_codes(hidden: torch.Tensor, *, fused: Fused | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a layer's input [..., K] like an engine: E4M3 of that shape, and scales fp32 [..., K / 128].
 
-    It takes the input in BF16, in groups of 1×128, with ``s = max(max|x|, 1e-10) / 448`` in fp32 and ``x / s``, like
-    vLLM's ``per_token_group_quant_fp8``. ``is_fused``: it takes the input in fp32, with ``s = max(max|x| / 448, 1 /
-    (448 · 512))``, like ``silu_and_mul_per_block_quant`` for experts on a GPU. Raises RuntimeError if K is not a
-    multiple of 128.
+    Groups are 1×128, codes are ``x / s``. None: BF16 inputs with ``s = max(max|x|, 1e-10) / 448`` in fp32, like vLLM's
+    ``per_token_group_quant_fp8``. ``fused``: the step whose kernel also quantizes. Then ``s = max(max|x| / 448, 1 /
+    (448 · 512))``; inputs are BF16 after a norm, like ``rms_norm_per_block_quant``, and fp32 after an activation, like
+    ``silu_and_mul_per_block_quant``. Raises RuntimeError if K is not a multiple of 128.
     """
-    groups = (hidden if is_fused else hidden.to(torch.bfloat16)).float().unflatten(-1, (-1, BLOCK))
+    groups = (hidden if fused == "activation" else hidden.to(torch.bfloat16)).float().unflatten(-1, (-1, BLOCK))
     largest = groups.abs().amax(-1, keepdim=True)
-    if not is_fused:
+    if fused is None:
         largest = largest.clamp(min=_GROUP_FLOOR)
     scales = largest / torch.full_like(largest, E4M3_MAX)  # divided, as in ``block_scales``
-    if is_fused:
+    if fused is not None:
         scales = scales.clamp(min=_FUSED_SCALE_FLOOR)
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(CODES)
     return codes.flatten(-2), scales[..., 0]
 
 
-def through_groups(hidden: torch.Tensor, *, is_fused: bool = False) -> torch.Tensor:
+def through_groups(hidden: torch.Tensor, *, fused: Fused | None = None) -> torch.Tensor:
     """Return the input after a round trip through ``group_codes``; fp32 [..., K]."""
-    codes, scales = group_codes(hidden, is_fused=is_fused)
+    codes, scales = group_codes(hidden, fused=fused)
     decoded: torch.Tensor = codes.float().unflatten(-1, (-1, BLOCK)) * scales[..., None]
     return decoded.flatten(-2)
 

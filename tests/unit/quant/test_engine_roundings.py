@@ -91,7 +91,7 @@ class TestForward:
     def test_on_a_gpu_the_norm_rounds_once_and_cuda_kernels_the_sum_before(self, kernels: Kernels) -> None:
         model = made("qwen3")
         names = ("embed_tokens", "layers.0.self_attn", "layers.0.post_attention_layernorm", "layers.0.self_attn.q_proj")
-        with engine_roundings(model, kernels):
+        with engine_roundings(model, kernels=kernels):
             embedded, attended, normed, projected, queries = outputs(model, *names, "layers.0.self_attn.q_norm")
         summed = embedded.float() + attended.float()
         if kernels == "cuda_eager":
@@ -113,7 +113,7 @@ class TestForward:
 
     def test_compiled_swiglu_rounds_once(self) -> None:
         model = made("llama")
-        with engine_roundings(model, "cuda_compiled"):
+        with engine_roundings(model, kernels="cuda_compiled"):
             gate, up, fed = outputs(model, "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp")
         gated = (nn.functional.silu(gate.float()) * up.float()).bfloat16()
         assert torch.equal(fed, model.model.layers[0].mlp.down_proj(gated))
@@ -122,7 +122,7 @@ class TestForward:
     def test_on_a_gpu_the_weights_of_experts_are_not_rounded(self, family: str) -> None:
         model, weights = made(family), list[torch.Tensor]()
         router = model.model.layers[0].mlp.gate
-        with engine_roundings(model, "cuda_eager"):
+        with engine_roundings(model, kernels="cuda_eager"):
             hook = router.register_forward_hook(lambda _module, _inputs, output: weights.append(output[1]))
             logits(model)
             hook.remove()
