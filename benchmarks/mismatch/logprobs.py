@@ -18,7 +18,9 @@ Trainers:
 
 Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
 are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``, which has vLLM's
-own fusions. On a GPU linear layers are CUTLASS's, and several engines are started at once: nothing is timed.
+own fusions, and ``not compiled``, which has CUDA graphs alone (``compilation_config.mode: 0``). Trainers learn from
+their recipe which kernels to imitate. On a GPU linear layers are CUTLASS's, and several engines are started at once:
+nothing is timed.
 """
 
 import asyncio
@@ -53,7 +55,7 @@ from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
-from rollout_service.quant.engine_roundings import Kernels, engine_roundings
+from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import Products, fake_quant
 from rollout_service.quant.forwards import Forwards
 from rollout_service.store.log import WeightLog
@@ -73,6 +75,9 @@ class Model(StrEnum):
     """``QWEN3_30B_A3B``: two layers of its shapes, with random weights; a GPU only."""
 
     QWEN3 = "qwen3"
+    QWEN2 = "qwen2"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
     QWEN3_MOE = "qwen3_moe"
     QWEN3_30B_A3B = "qwen3_30b_a3b"
 
@@ -88,7 +93,9 @@ class Engine(StrEnum):
     FP8_FP32_HEAD = "fp8_block, fp32 lm_head"
     FP8KV = "fp8_block, fp8 kv"
     FP8KV_MEASURED = "fp8_block, fp8 kv, measured scales"
+    BF16_COMPILED = "bf16, compiled"
     FP8_COMPILED = "fp8_block, compiled"
+    FP8_NOT_COMPILED = "fp8_block, not compiled"
 
 
 class Trainer(StrEnum):
@@ -99,6 +106,7 @@ class Trainer(StrEnum):
     FP32_REPLAYED = "routes replayed"
     BF16_REPLAYED = "bf16 trainer, routes replayed"
     AS_ENGINE = "engine_roundings trainer"
+    AS_ENGINE_REPLAYED = "engine_roundings trainer, routes replayed"
     FAKE_QUANT = "fake_quant trainer"
     FAKE_QUANT_REPLAYED = "fake_quant trainer, routes replayed"
     FAKE_QUANT_IN_FP32 = "fake_quant trainer, fp32 products"
@@ -108,6 +116,9 @@ class Trainer(StrEnum):
 BF16_CACHE: dict[str, Any] = {"kv_cache": {"dtype": "bfloat16"}}
 NOT_QUANTIZED: dict[str, Any] = BF16_CACHE | {"quant": {"weights": "none"}}
 COMPILED: dict[str, Any] = {"enforce_eager": False, "cuda_graph_sizes": [8]}
+ON_A_GPU = (Engine.BF16_COMPILED, Engine.FP8_COMPILED, Engine.FP8_NOT_COMPILED)
+ROUTED = (Engine.BF16, Engine.FP8, Engine.BF16_COMPILED, Engine.FP8_COMPILED)
+"""Those whose experts a trainer replays."""
 SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.BF16: NOT_QUANTIZED,
     Engine.BF16_FP32_HEAD: NOT_QUANTIZED | {"engine": {"lm_head": "float32"}},
@@ -117,10 +128,15 @@ SECTIONS: dict[Engine, dict[str, dict[str, Any]]] = {
     Engine.FP8_FP32_HEAD: BF16_CACHE | {"engine": {"lm_head": "float32"}},
     Engine.FP8KV: {"kv_cache": {"dtype": "fp8_e4m3"}},
     Engine.FP8KV_MEASURED: {"kv_cache": {"dtype": "fp8_e4m3"}},
+    Engine.BF16_COMPILED: NOT_QUANTIZED | {"engine": COMPILED},
     Engine.FP8_COMPILED: BF16_CACHE | {"engine": COMPILED},
+    Engine.FP8_NOT_COMPILED: BF16_CACHE | {"engine": COMPILED | {"extra": {"compilation_config": {"mode": 0}}}},
 }
 TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
-    Engine.BF16: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE, Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED),
+    Engine.BF16: (
+        Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE, Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED,
+        Trainer.AS_ENGINE_REPLAYED,
+    ),
     Engine.BF16_FP32_HEAD: (Trainer.FP32, Trainer.BF16, Trainer.AS_ENGINE),
     Engine.FP8_FP32_HEAD: (Trainer.FP32, Trainer.FAKE_QUANT),
     Engine.FP8: (
@@ -128,23 +144,28 @@ TRAINERS: dict[Engine, tuple[Trainer, ...]] = {
         Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
     ),
     Engine.FP8KV: (Trainer.FP32, Trainer.FAKE_QUANT),
-    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
+    Engine.BF16_COMPILED: (Trainer.FP32, Trainer.AS_ENGINE, Trainer.AS_ENGINE_REPLAYED),
+    Engine.FP8_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT, Trainer.FAKE_QUANT_REPLAYED),
+    Engine.FP8_NOT_COMPILED: (Trainer.FP32, Trainer.FAKE_QUANT),
 }  # fmt: skip
 """Of engines that are not here, the one in fp32 alone."""
 OTHER_PRODUCTS: dict[Trainer, Products] = {Trainer.FAKE_QUANT_IN_FP32: "fp32", Trainer.FAKE_QUANT_IN_BF16: "bf16"}
-REPLAYED = {Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.FAKE_QUANT_REPLAYED}
+REPLAYED = {
+    Trainer.FP32_REPLAYED, Trainer.BF16_REPLAYED, Trainer.AS_ENGINE_REPLAYED, Trainer.FAKE_QUANT_REPLAYED,
+}  # fmt: skip
+MIXTURES = (Model.QWEN3_MOE, Model.QWEN3_30B_A3B)
 
 
 def of_this_machine() -> tuple[Engine, ...]:
     """Engines that this machine can run."""
-    return tuple(each for each in Engine if GPU or each != Engine.FP8_COMPILED)
+    return tuple(each for each in Engine if GPU or each not in ON_A_GPU)
 
 
 class SampleOptions(Options):
     """Models and samples."""
 
     model: tuple[Model, ...] = (Model.QWEN3, Model.QWEN3_MOE)
-    """May be repeated; of qwen3_30b_a3b, ``bf16`` and ``fp8_block`` are what is wanted."""
+    """May be repeated; of qwen3_30b_a3b, ``bf16`` and ``fp8_block`` and both compiled are what is wanted."""
     engine: tuple[Engine, ...] = Field(default_factory=of_this_machine)
     """May be repeated; all that this machine has."""
     steps: int = 300
@@ -156,7 +177,7 @@ class SampleOptions(Options):
     jobs: int = 6 if GPU else 1
     """Engines at once."""
     routes: bool = True
-    """On a GPU ``bf16`` and ``fp8_block`` engines of a mixture return their experts."""
+    """On a GPU engines of a mixture return their experts: those of ``bf16`` and ``fp8_block``, compiled or not."""
 
 
 Sampled = list[tuple[list[int], Completion]]
@@ -265,7 +286,7 @@ class Trained:
     def __init__(self, name: Model, folder: Path) -> None:
         self.name, self.folder = name, folder
         # in fp32 on a GPU one expert after the other: grouped products are made for BF16
-        one_by_one = {"experts_implementation": "eager"} if GPU and name != Model.QWEN3 else {}
+        one_by_one = {"experts_implementation": "eager"} if GPU and name in MIXTURES else {}
         self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **one_by_one).eval().to(DEVICE)
         self.bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(DEVICE)
 
@@ -287,19 +308,16 @@ class Trained:
         if trainer in (Trainer.FP32, Trainer.FP32_REPLAYED):
             yield self.fp32
             return
-        kernels: Kernels = "cpu"
-        if GPU:
-            kernels = "cuda_eager" if config.engine.enforce_eager else "cuda_compiled"
         with ExitStack() as stack:
             if config.engine.lm_head == "float32":
                 head = self.bf16.lm_head
                 forwards = Forwards({head: lambda hidden: linear(hidden.float(), head.weight.float())})
                 stack.callback(forwards.remove)
-            if trainer == Trainer.AS_ENGINE:
-                stack.enter_context(engine_roundings(self.bf16, kernels))
+            if trainer in (Trainer.AS_ENGINE, Trainer.AS_ENGINE_REPLAYED):
+                stack.enter_context(engine_roundings(self.bf16, recipe_of(config)))
             elif trainer not in (Trainer.BF16, Trainer.BF16_REPLAYED):
                 products = OTHER_PRODUCTS.get(trainer)
-                stack.enter_context(fake_quant(self.bf16, recipe_of(config), kernels=kernels, products=products))
+                stack.enter_context(fake_quant(self.bf16, recipe_of(config), products=products))
             yield self.bf16
 
 
@@ -307,14 +325,19 @@ def recipe_of(config: ServiceConfig) -> TrainerRecipe:
     """What the ingest of a service with that configuration tells its trainer."""
     model = ServedModel.load(config.model.path)
     plan = model.plan(config.quant)
-    return TrainerRecipe(weights=config.quant.weights, quantized=tuple(plan.quantized), experts=model.experts)
+    return TrainerRecipe(
+        weights=config.quant.weights,
+        quantized=tuple(plan.quantized),
+        experts=model.experts,
+        kernels=config.with_gpus(GPU).engine_kernels,
+    )
 
 
 def config_of(model: Model, folder: Path, engine: Engine, options: SampleOptions) -> ServiceConfig:
     """Of an engine with that arithmetic; the model lies in ``folder``, beside which versions are written."""
     settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     if GPU:
-        wants_routes = engine in (Engine.BF16, Engine.FP8) and model != Model.QWEN3
+        wants_routes = engine in ROUTED and model in MIXTURES
         settings |= {"linear_backend": "cutlass", "return_routed_experts": wants_routes and options.routes}
     sections = SECTIONS[engine]
     return ServiceConfig.model_validate(

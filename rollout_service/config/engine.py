@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from rollout_service.protocol.tensors import QuantWeights
 
-
 _GRAPH_KEYS = {"cudagraph_capture_sizes", "cudagraph_mode", "cudagraph_num_of_warmups", "max_cudagraph_capture_size"}
 """Keys of vLLM's ``compilation_config`` that change no result."""
 _COMPILATION_ENV = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "VLLM_BATCH_INVARIANT"}

@@ -183,6 +183,30 @@ class TestGpus:
         assert "the ingest quantizes on one GPU" in message_of({"weights": {"ingest_num_gpus": 1.5}})
 
 
+class TestEngineKernels:
+    @pytest.mark.parametrize(
+        ("engine", "kernels"),
+        [
+            ({}, "cuda_compiled"),
+            ({"enforce_eager": True}, "cuda_eager"),
+            ({"extra": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}}, "cuda_eager"),
+            ({"extra": {"compilation_config": {"mode": "NONE"}}}, "cuda_eager"),
+            ({"extra": {"optimization_level": 0}}, "cuda_eager"),
+            ({"extra": {"compilation_config": {"cudagraph_capture_sizes": [8]}}}, "cuda_compiled"),
+            ({"extra": {"compilation_config": {"mode": 1}}}, None),
+            ({"extra": {"compilation_config": {"pass_config": {"fuse_act_quant": False}}}}, None),
+            ({"env": {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}}, None),
+        ],
+    )
+    def test_on_a_gpu_the_settings_of_compilation_decide(self, engine: dict[str, Any], kernels: str | None) -> None:
+        config = ServiceConfig.model_validate({"engine": engine})
+        assert config.with_gpus(True).engine_kernels == kernels
+        assert config.with_gpus(False).engine_kernels == "cpu"
+
+    def test_before_gpus_are_known_kernels_are_not_known(self) -> None:
+        assert ServiceConfig().engine_kernels is None
+
+
 class TestAuth:
     @pytest.mark.parametrize("token", ["secret", "", None])
     def test_a_token_in_the_configuration_is_refused_and_not_shown(self, token: str | None) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from rollout_service.errors import InvalidManifest, QuantizationError
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.convert import Converter
+from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import dequantize_blockwise
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
@@ -52,6 +53,17 @@ class TestCodes:
         expected = TrainerRecipe(weights="fp8_block", scales="fp32", quantized=tuple(projections))
         assert recipe.model_copy(update={"ignored": expected.ignored}) == expected
         assert "model.layers.0.self_attn.rotary_emb.inv_freq" in recipe.ignored
+
+    async def test_the_recipe_names_the_kernels_and_the_kv_cache(self, model: Path, tmp_path: Path) -> None:
+        ingest = Ingest(config_of(model, tmp_path / "log", scaling={"num_gpus": 1}))
+        await ingest.start()
+        before = await ingest.recipe()
+        await ingest.choose_kv_cache(KVCacheChoice(dtype="bfloat16", why="its keys are too large"))
+        after = await ingest.recipe()
+        await ingest.stop()
+        assert (before.kernels, before.kv_cache, after.kv_cache) == ("cuda_compiled", None, "bfloat16")
+        fixed = Ingest(config_of(model, tmp_path / "log", kv_cache={"dtype": "fp8_e4m3"}))
+        assert (await fixed.recipe()).kv_cache == "fp8_e4m3"
 
     async def test_codes_and_scales_make_the_same_version_as_the_weights(
         self, ingest: Ingest, trainer: Trainer, weights: Weights

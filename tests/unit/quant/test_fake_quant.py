@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.tensors import QuantWeights
-from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.protocol.upload import Kernels, TrainerRecipe
 from rollout_service.quant.blockwise import dequantize_blockwise, quantize_blockwise
 from rollout_service.quant.fake_quant import fake_quant, through_groups
 from rollout_service.store.log import WeightLog
@@ -118,6 +118,26 @@ class TestRoundings:
         with fake_quant(nn.Linear(128, 128), LINEAR) as quantized:
             assert quantized.roundings is None
         assert "Linear holds no transformers model" in caplog.text
+
+
+class TestKernels:
+    def test_the_recipes_kernels_are_imitated(self, tmp_path: Path) -> None:
+        model = loaded(make_model(tmp_path, "llama"), torch.bfloat16)
+        recipe = TrainerRecipe(weights="fp8_block", quantized=("model.layers.0.mlp.down_proj.weight",))
+        kernels: tuple[Kernels, ...] = ("cpu", "cuda_eager", "cuda_compiled")
+        found = []
+        for each in kernels:
+            with fake_quant(model, recipe.model_copy(update={"kernels": each})):
+                found.append(logits(model))
+            with fake_quant(model, recipe, kernels=each):
+                assert torch.equal(logits(model), found[-1])
+        assert not any(torch.equal(found[i], found[i - 1]) for i in range(3))
+
+    def test_an_fp8_kv_cache_is_not_imitated_with_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        with fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "bfloat16"})):
+            assert "KV cache" not in caplog.text
+        with fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "fp8_e4m3"})):
+            assert "the engines' KV cache is FP8, which fake_quant does not imitate" in caplog.text
 
 
 class TestBackward:
