@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.sharedctypes import SynchronizedArray
 from multiprocessing.synchronize import Event
 
 from rollout_service.client import RolloutClient
@@ -35,18 +36,20 @@ async def busy(concurrent: int, request: Callable[[int], Awaitable[object]]) -> 
 
 
 @contextmanager
-def rollouts(url: str, concurrent: int) -> Iterator[None]:
+def rollouts(url: str, concurrent: int) -> Iterator["SynchronizedArray[int]"]:
     """So many rollouts at any time, by a client in a process of its own: in a trainer's they would take the lock of
     Python from the threads of its push. Raises RuntimeError if it fails.
+
+    Yields the number of rollouts that have ended, and of those that an update aborted.
     """
     context = multiprocessing.get_context("spawn")
-    begun, stop = context.Event(), context.Event()
-    client = context.Process(target=_generate, args=(url, concurrent, begun, stop), daemon=True)
+    begun, stop, counts = context.Event(), context.Event(), context.Array("q", 2)
+    client = context.Process(target=_generate, args=(url, concurrent, begun, stop, counts), daemon=True)
     client.start()
     try:
         while not begun.wait(1):
             _require_alive(client.is_alive(), client.exitcode)
-        yield
+        yield counts
         _require_alive(client.is_alive(), client.exitcode)
     finally:
         if client.is_alive():  # set() would wait forever for a process that died while it waited for the event
@@ -60,13 +63,15 @@ def _require_alive(is_alive: bool, code: int | None) -> None:
         raise RuntimeError(f"the process that asks for rollouts has ended with code {code}")
 
 
-def _generate(url: str, concurrent: int, begun: Event, stop: Event) -> None:
+def _generate(url: str, concurrent: int, begun: Event, stop: Event, counts: "SynchronizedArray[int]") -> None:
     async def run() -> None:
         async with RolloutClient(url) as client:
 
-            def request(number: int) -> Awaitable[object]:
+            async def request(number: int) -> None:
                 prompt = list(range(number + 10, number + 10 + PROMPT_TOKENS))
-                return client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+                rollout = await client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+                counts[0] += 1
+                counts[1] += rollout.completions[0].finish_reason == "abort"
 
             await request(0)
             async with busy(concurrent, request):

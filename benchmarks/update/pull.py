@@ -1,0 +1,272 @@
+"""Time from ``POST /pull_weights`` until every replica serves a delta that a trainer has published.
+
+    python -m benchmarks.update.pull [--source folder --source http --source s3]
+
+Writes random weights of a published shape and versions in the format of slime and miles, each of which changes the
+last two bits of 1% of the elements. Starts the service as it comes, and pulls the versions while rollouts run.
+
+- ``folder``: from a local disk. The page cache holds the versions, as after a trainer on the same host;
+- ``http``: from a web server on loopback, beside reading the same files with the standard library;
+- ``s3``: from moto's S3 server on loopback, likewise; requires the packages of requirements/clients/stores.txt.
+
+Each source is a case of benchmarks/results/<machine>/update_pull.json. ``served_s`` ends when the last replica serves
+the version, ``reply_s`` with the reply, when the next delta's base is kept. The stages are ``fetch_s`` of a URL, the
+ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica's ``stage_s`` and ``closed_s``. On a
+CPU: ``--model tiny --concurrent 8``.
+"""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import torch
+from aiohttp import web
+from safetensors import safe_open
+
+from benchmarks.common import results
+from benchmarks.common.command import run
+from benchmarks.common.processes import process, raise_at_sigterm
+from benchmarks.common.shipped_service import ServedOptions, shipped_service
+from benchmarks.update.busy import rollouts
+from rollout_service.client import SyncRolloutClient
+from rollout_service.ingest.stores import Stores
+from rollout_service.local import free_port
+from rollout_service.runtime.threads import in_threads
+from tests.support.delta_writer import Change, change, write_version
+
+RESULT = "update_pull"
+_MODULE = "benchmarks.update.pull"
+SAME = ("model", "replicas", "source")
+"""Fields in which two cases agree that measured the same."""
+SHARE = 0.01
+"""Share of the elements that a version changes."""
+FILES = 8
+"""Files of a version."""
+FIRST = 2
+"""Pulls of each source that are reported apart: the first one copies the model, and memory is registered."""
+_S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+class SourceKind(StrEnum):
+    """Where versions are published."""
+
+    FOLDER = "folder"
+    HTTP = "http"
+    S3 = "s3"
+
+
+class PullOptions(ServedOptions):
+    """What is measured."""
+
+    source: tuple[SourceKind, ...] = (SourceKind.FOLDER, SourceKind.HTTP)
+    """May be repeated."""
+    replicas: int = 1
+    pulls: int = 5
+    """Versions from each source."""
+    concurrent: int = 64
+    """Rollouts under way."""
+
+
+class Source(NamedTuple):
+    """A place with all versions."""
+
+    kind: SourceKind
+    place: str
+    """The folder, or its URL for the service."""
+    http: str | None = None
+    """The address under which a plain GET reads the same files."""
+
+
+def write_versions(model: Path, store: Path, count: int) -> None:
+    """Publish versions 1 to ``count``, each as changes to the one before; version 0 is the model."""
+    places = []
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as reader:
+            places += [(file, name) for name in reader.keys()]  # noqa: SIM118 - it is no mapping
+
+    def changes(place: tuple[Path, str]) -> list[Change]:
+        file, name = place
+        with safe_open(file, "pt") as reader:
+            tensor = reader.get_tensor(name).flatten()
+        old = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()
+        random, found = np.random.default_rng(zlib.crc32(name.encode())), []
+        for _ in range(count):
+            new = old.copy()
+            changed = random.integers(new.size, size=max(1, int(SHARE * new.size)))
+            new[changed] ^= random.integers(1, 4, size=changed.size, dtype=new.dtype)
+            found.append(change(old.view(np.uint8), new.view(np.uint8)))
+            old = new
+        return found
+
+    found = list(in_threads(changes, places))
+    for version in range(1, count + 1):
+        of_version = {name: each[version - 1] for (_, name), each in zip(places, found, strict=True)}
+        write_version(store, version, of_version, files=FILES)
+
+
+# --- sources
+
+
+def file_server(arguments: list[str]) -> web.Application:
+    """Return a web server of a folder, and of ranges of its files, for ``python -m aiohttp.web``."""
+    application = web.Application()
+    application.router.add_static("/", arguments[0])
+    return application
+
+
+@contextmanager
+def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
+    """Publish the versions in a folder from ``kind`` until the block ends."""
+    if kind is SourceKind.FOLDER:
+        yield Source(kind, str(store))
+        return
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    if kind is SourceKind.HTTP:
+        command = ["aiohttp.web", "-H", "127.0.0.1", "-P", str(port), f"{_MODULE}:file_server", str(store.parent)]
+    else:
+        command = ["moto.server", "-p", str(port)]
+        os.environ.update(_S3, AWS_ENDPOINT_URL=address)  # noqa: TID251 - the service inherits it
+    log = store.with_suffix(f".{kind}.log")
+    with process([sys.executable, "-m", *command], log, folder=store, environment={}, grace_s=1) as server:
+        while server.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        else:
+            raise RuntimeError(f"the server of {kind} has ended: {log.read_text()}")
+        if kind is SourceKind.S3:
+            import s3fs
+
+            bucket = s3fs.S3FileSystem()
+            bucket.mkdir("run")
+            bucket.put(str(store), f"run/{store.name}", recursive=True)
+            yield Source(kind, f"s3://run/{store.name}", f"{address}/run/{store.name}")
+        else:
+            yield Source(kind, f"{address}/{store.name}", f"{address}/{store.name}")
+
+
+def read(source: Source, files: list[Path]) -> float:
+    """Return the seconds for reading the files of a version by HTTP, several at once."""
+
+    def size(file: Path) -> int:
+        with urllib.request.urlopen(f"{source.http}/{file.parent.name}/{file.name}") as reply:
+            return len(reply.read())
+
+    started = time.perf_counter()
+    sizes = list(in_threads(size, files))
+    took_s = time.perf_counter() - started
+    if sizes != [file.stat().st_size for file in files]:
+        raise RuntimeError(f"{source.http} gave files of {sizes} bytes")
+    return took_s
+
+
+# --- pulls
+
+
+def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> results.Json:
+    """Pull a version; return its digest, and the seconds of its stages."""
+    fleet, fetched = client.fleet(), None
+    if source.http is not None and fleet.log is not None:
+        fetched = Stores(fleet.log.root / "trainer/stores", (source.place,)).folder(source.place) / _folder(number)
+    body = {"source_dir" if source.http is None else "uri": source.place, "target_version": number}
+    found: dict[str, float] = {}
+    started = time.perf_counter()
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(httpx.post, f"{url}/pull_weights", json=body, timeout=600)
+        while "served_s" not in found and not call.done():
+            if "fetch_s" not in found and fetched is not None and fetched.exists():
+                found["fetch_s"] = time.perf_counter() - started
+            if all((replica.version or 0) > fleet.latest_version for replica in client.fleet().replicas):
+                found["served_s"] = time.perf_counter() - started
+            time.sleep(0.005)
+        reply = call.result()
+    found["reply_s"] = time.perf_counter() - started
+    if reply.is_error:
+        raise RuntimeError(f"version {number} of {source.place}: {reply.text}")
+    found.setdefault("served_s", found["reply_s"])
+    status = next(status for status in client.weights() if status.version == reply.json()["version"])
+    updates = [replica.update for replica in status.replicas if replica.update is not None]
+    assert status.timings is not None and updates
+    found |= {name: getattr(status.timings, name) for name in ("quantize_s", "store_s", "finish_s")}
+    found |= {name: max(getattr(update, name) for update in updates) for name in ("stage_s", "closed_s")}
+    return {"digest": status.digest, **found}
+
+
+def case_of(client: SyncRolloutClient, url: str, source: Source, store: Path, pulls: int) -> results.Json:
+    """Pull all versions from a source; return the seconds of each, and the digest of the last."""
+    each, read_s = [], list[float]()
+    for number in range(1, pulls + 1):
+        files = sorted((store / _folder(number)).glob("*.safetensors"))
+        if source.http is not None:
+            read_s.append(read(source, files))
+        each.append(pulled(client, url, source, number))
+        time.sleep(1.0)  # a trainer's step lasts longer
+    first, rest = each[:FIRST], each[FIRST:] or each
+    names = [name for name in rest[0] if name.endswith("_s") and all(name in one for one in rest)]
+    return {
+        "delta_bytes": sum(file.stat().st_size for file in files),
+        "changed_share": SHARE,
+        "median_served_s": statistics.median(one["served_s"] for one in rest),
+        "first": first,
+        **{name: [one[name] for one in rest] for name in names},
+        "read_s": read_s[-len(rest) :],
+        "digest": each[-1]["digest"],
+    }
+
+
+def _folder(number: int) -> str:
+    return f"weight_v{number:06d}"
+
+
+def main(asked: PullOptions) -> None:
+    """Publish, start the shipped service, pull from each source, and write the result."""
+    raise_at_sigterm()
+    model = asked.model_folder()
+    found: list[results.Json] = []
+    with ExitStack() as stack:
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="published-", dir=asked.folder)))
+        store = store.resolve() / "run"
+        store.mkdir()
+        started = time.perf_counter()
+        write_versions(model, store, asked.pulls)
+        print(f"wrote {asked.pulls} versions in {time.perf_counter() - started:.0f} s", flush=True)
+        sources = [stack.enter_context(opened(kind, store)) for kind in asked.source]
+        allowed: dict[str, object] = {
+            "source_roots": [str(store)],
+            "source_urls": [source.place for source in sources if source.http is not None],
+        }
+        url, start = stack.enter_context(shipped_service(asked, str(asked.replicas), weights=allowed))
+        client = stack.enter_context(SyncRolloutClient(url))
+        fleet = client.fleet()
+        common: results.Json = {"model": asked.model, "replicas": asked.replicas, "staging": fleet.replicas[0].staging}
+        common |= {"log": None if fleet.log is None else str(fleet.log.root), "start_s": start["start_s"]}
+        counts = stack.enter_context(rollouts(url, asked.concurrent))
+        for source in sources:
+            before = counts[:]
+            case = common | {"source": source.kind, **case_of(client, url, source, store, asked.pulls)}
+            ended, aborted = (now - then for now, then in zip(counts[:], before, strict=True))
+            case |= {"rollouts": ended, "aborted": aborted}
+            print(json.dumps(case), flush=True)
+            found.append(case)
+            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), found, SAME)})
+    if len({case["digest"] for case in found}) > 1:
+        raise RuntimeError("the last version's digests differ between sources")
+
+
+if __name__ == "__main__":
+    run(main)
