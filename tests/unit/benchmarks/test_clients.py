@@ -51,19 +51,3 @@ def recorded(tmp_path: Path) -> Callable[..., ClientRecorder]:
         return recorder
 
     return run
-
-
-class TestRecorder:
-    def test_a_client_passes_if_all_of_its_tests_do(self, recorded: Callable[..., ClientRecorder]) -> None:
-        [case] = recorded(["pass", "pass"]).cases()
-        assert (case["client"], case["version"], case["tests"], case["passed"]) == ("ART", "0.5.23", 2, True)
-
-    def test_one_failure_fails_it(self, recorded: Callable[..., ClientRecorder]) -> None:
-        [case] = recorded(["pass", "fail"]).cases()
-        assert not case["passed"]
-
-    def test_one_that_was_not_all_run_keeps_its_row(self, recorded: Callable[..., ClientRecorder]) -> None:
-        recorder = recorded(["pass", "skip"])
-        assert list(recorder.cases()) == [] and recorder.skipped() == ["ART"]
-        recorder = recorded(["pass", "pass", "pass"], "-k", "pass0")
-        assert list(recorder.cases()) == [] and recorder.skipped() == ["ART"]

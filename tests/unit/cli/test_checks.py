@@ -233,10 +233,6 @@ class TestDisks:
 
 
 class TestPorts:
-    def test_one_that_is_taken_is_named(self) -> None:
-        found = checks.port_finding("http_options.port", 8000, "taken by process 7 (python)")
-        assert (found.level, found.check) == ("problem", "port 8000") and found.advice.startswith("http_options.port")
-
     def test_the_upload_port_counts_if_it_is_fixed(self) -> None:
         assert len(list(checks.ports(plan()))) == 1
         fixed = list(checks.ports(plan(weights={"upload_port": 9000})))

@@ -253,12 +253,6 @@ class TestInspect:
         assert rows["layers.0.self_attn.o_proj"].endswith("BF16: quant.skip *.layers.0.*.o_proj")
         assert rows["layers.1.self_attn.o_proj"].endswith(" FP8")
 
-    def test_inspect_shows_int8_whose_channels_need_no_blocks(self, moe_config: Path) -> None:
-        result = run("inspect", moe_config, "--tp", "2", "--weights", "int8_channel")
-        assert result.exit_code == 0, result.stderr
-        # codes, with a scale of 4 bytes for each of 16 × 128 rows
-        assert rows_of(result.stdout)["mlp.experts.*.up_proj"] == "16 128×256 64×256 1.05 MB 532 kB INT8"
-
     def test_inspect_shows_whole_experts_where_they_are_asked_for(self, moe_config: Path) -> None:
         result = run("inspect", moe_config, "--tp", "2", "--expert-parallel", "--indivisible", "keep_bf16")
         assert result.exit_code == 0, result.stderr

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,36 +69,6 @@ def test_a_mask_picks_tokens_of_ragged_rows(mask: Rows) -> None:
     assert measure_mismatch([[-1.0, -9.0], [-2.0]], [[-1.0, -1.0], [-1.0]], mask).k1 == pytest.approx(0.5)
 
 
-def test_a_mask_beyond_the_end_of_a_ragged_row_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"trainer_logprobs\[1, 1\] is nan"):
-        correct([[-1.0, -2.0], [-1.0]], [[-1.0, -2.0], [-1.0]], torch.ones(2, 2))
-
-
-def test_ragged_rows_that_do_not_agree_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="row 1 of rollout_logprobs has 2 tokens and of trainer_logprobs 1"):
-        correct([[-1.0, -2.0], [-1.0]], [[-1.0, -2.0], [-1.0, -1.0]])
-    with pytest.raises(ValueError, match="mask has 1 rows and trainer_logprobs has 2"):
-        correct([[-1.0], [-1.0]], [[-1.0], [-1.0]], [[1]])
-    with pytest.raises(ValueError, match=r"1-D \[tokens\], not \[1, 2\]"):
-        correct([torch.zeros(1, 2)], [torch.zeros(1)])
-
-
-def test_a_ragged_row_longer_than_the_padded_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[1, 1\], \[1, 2\]"):
-        correct(torch.zeros(1, 1), [[-1.0, -1.0]])
-
-
-def test_padded_logprobs_need_a_mask() -> None:
-    with pytest.raises(ValueError, match="give a mask"):
-        correct(torch.zeros(1, 1), torch.zeros(1, 1))
-
-
-@pytest.mark.parametrize("rows", [[], [[]], [[], []]])
-def test_ragged_rows_without_a_token_are_refused(rows: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="selects no token"):
-        correct(rows, rows)
-
-
 LOST = [[-1.0, math.nan, -2.0], [-math.inf, -1.0]]
 TRAINER = [[-1.5, -0.5, -2.0], [-0.5, -1.0]]
 
@@ -126,11 +97,30 @@ def test_only_the_rollouts_logprobs_may_be_missing(missing: MissingLogprobs) -> 
         correct(torch.zeros(2, 2), [[-1.0, -2.0], [-1.0]], torch.ones(2, 2), missing_logprobs=missing)
 
 
-def test_a_batch_without_any_logprob_is_refused() -> None:
-    with pytest.raises(ValueError, match="no sampled token has a finite logprob"):
-        correct([[-1.0]], [[math.nan]], missing_logprobs="mask")
+ONE, TWO = [[-1.0], [-1.0]], [[-1.0, -2.0], [-1.0]]
 
 
-def test_an_unknown_treatment_of_missing_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match="missing_logprobs='drop' must be one of refuse, ratio_1, mask"):
-        correct([[-1.0]], [[-1.0]], missing_logprobs="drop")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((TWO, TWO, torch.ones(2, 2)), r"trainer_logprobs\[1, 1\] is nan"),
+        ((TWO, [*TWO[:1], [-1.0, -1.0]]), "row 1 of rollout_logprobs has 2 tokens and of trainer_logprobs 1"),
+        ((ONE, ONE, [[1]]), "mask has 1 rows and trainer_logprobs has 2"),
+        (([torch.zeros(1, 2)], [torch.zeros(1)]), r"1-D \[tokens\], not \[1, 2\]"),
+        ((torch.zeros(1, 1), [[-1.0, -1.0]]), r"\[1, 1\], \[1, 2\]"),
+        ((torch.zeros(1, 1), torch.zeros(1, 1)), "give a mask"),
+        *[((rows, rows), "selects no token") for rows in ([], [[]], [[], []])],
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(arguments: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        correct(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [("mask", "no sampled token has a finite logprob"), ("drop", "'drop' must be one of refuse, ratio_1, mask")],
+)
+def test_missing_logprobs_that_leave_nothing_are_refused(missing: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        correct([[-1.0]], [[math.nan]], missing_logprobs=missing)

@@ -37,10 +37,6 @@ class TestRequest:
     def test_stop_is_nothing_a_string_or_several(self, stop: object, strings: tuple[str, ...]) -> None:
         assert request(stop=stop).sampling().stop == strings
 
-    @pytest.mark.parametrize(("given", "ids"), [(None, ()), ([3, 5], (3, 5))])
-    def test_stop_ids_may_be_null(self, given: object, ids: tuple[int, ...]) -> None:
-        assert request(stop_token_ids=given).sampling().stop_token_ids == ids
-
     @pytest.mark.parametrize(
         ("logprobs", "candidates"), [(None, None), (False, None), (True, 0), (0, 0), (1, 1), (20, 20)]
     )
@@ -171,10 +167,6 @@ class TestReply:
             "top_logprobs": [{"b": -0.5}, {"a": -1.0}],
         }
         assert (await completions(request(), services))["choices"][0]["logprobs"] is None
-
-    async def test_tokens_may_be_spelled_as_their_ids(self, services: Services) -> None:
-        reply = await completions(request(prompt=[36, 37], logprobs=0, return_tokens_as_token_ids=True), services)
-        assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]
 
     async def test_ids_are_returned_when_asked_for_and_versions_always(self, services: Services) -> None:
         choice = (await completions(request(prompt=[36, 37], return_token_ids=True), services))["choices"][0]

@@ -6,11 +6,10 @@ import httpx
 import pytest
 
 from rollout_service.config.engine import EngineConfig
-from rollout_service.errors import InvalidRequest, TooEarly, VersionNotServed
+from rollout_service.errors import TooEarly, VersionNotServed
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
-from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from tests.unit.gateway.fakes import EchoEngine, LabelIngest, client_of, http_to
@@ -169,14 +168,3 @@ class Serving:
     async def fleet(self) -> Fleet:
         replica = ReplicaStatus(replica_id="r1", version=self._version, state="ready")
         return Fleet(latest_version=self._version, paused=False, replicas=(replica,))
-
-
-async def test_a_session_in_a_header_that_is_too_long_is_refused(services: Services) -> None:
-    assert (await post(services, "/v1/completions", header="x" * 257)).status_code == 422
-
-
-def test_options_are_those_fields_alone() -> None:
-    given = RolloutOptions(request_id="r", min_weight_version=3, session_id="s", priority=1, on_abort="return")
-    assert given.options(None) == given
-    with pytest.raises(InvalidRequest):
-        given.options("t")

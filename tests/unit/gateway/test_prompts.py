@@ -34,11 +34,6 @@ CONTEXT = 64
 
 
 class TestModelName:
-    @pytest.mark.parametrize("name", ["tiny", None])
-    async def test_the_served_model_may_be_named_or_not(self, services: Services, name: str | None) -> None:
-        reply = await generate(GenerateRequest(token_ids=(5, 6), model=name), services)
-        assert reply["model"] == "tiny" and reply["choices"][0]["token_ids"] == (6, 5)
-
     async def test_another_model_is_not_found_and_the_served_one_is_named(self, services: Services) -> None:
         with pytest.raises(NotFound, match="'gpt' is not served here; 'tiny' is") as refused:
             await model_and_adapter("gpt", None, services)
@@ -60,11 +55,6 @@ def ended(ids: tuple[int, ...], stop: str | None) -> Completion:
 
 
 class TestText:
-    async def test_text_becomes_ids_and_text_again(self, services: Services) -> None:
-        [ids] = await tokenize(["12+34="], services)
-        assert len(ids) == 6 and all(isinstance(token, int) for token in ids)
-        assert text_of(ended((*ids, 0), None), Sampling(), services) == "12+34="
-
     @pytest.mark.parametrize(
         ("text", "add", "number"),
         [
@@ -183,10 +173,6 @@ class GatedTokenizer:
 
 
 class TestCheckPrompt:
-    def test_an_empty_prompt_is_refused(self, services: Services) -> None:
-        with pytest.raises(InvalidRequest, match="prompt is empty"):
-            check_prompt((), Sampling(), services)
-
     @pytest.mark.parametrize("token", [-1, 128, 10**12])
     def test_the_first_invalid_token_id_is_named_with_its_position(self, services: Services, token: int) -> None:
         with pytest.raises(InvalidRequest, match=rf"token id {token} at position 2 .* \[0, 128\)") as refused:
@@ -251,8 +237,3 @@ class TestRollOut:
     async def test_rollouts_without_an_id_get_one_each(self, services: Services, engine: EchoEngine) -> None:
         first, second = [await roll_out((5,), Sampling(), services) for _ in range(2)]
         assert first.request_id != second.request_id
-
-    async def test_what_is_refused_never_reaches_an_engine(self, services: Services, engine: EchoEngine) -> None:
-        with pytest.raises(InvalidRequest):
-            await roll_out((), Sampling(), services)
-        assert engine.calls == []

@@ -191,11 +191,6 @@ async def test_how_a_completion_ended_is_told_and_trimmed(
     assert reply["text"] == text and reply["output_ids"] == list(ids)
 
 
-async def test_max_new_tokens_is_bounded_by_the_context(services: Services, engine: EchoEngine) -> None:
-    reply = await post(services, {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 10**6}})
-    assert reply.status_code == 200 and engine.calls[0].sampling.max_tokens == 62
-
-
 @pytest.mark.parametrize("tokens", ["1234", ""])
 async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tokens: str) -> None:
     ids = tuple(services.tokenizer.encode(tokens)) if tokens else ()

@@ -52,15 +52,6 @@ async def pushed(ingest: Ingest, folder: Path, number: int | None = None) -> int
     return (await ingest.push_folder(folder, NOW, number)).version
 
 
-async def test_a_folder_becomes_the_version_of_its_number(
-    ingest: Ingest, root: Path, weights: Weights, model: Path
-) -> None:
-    sent = changed(weights, 0.5)
-    status = await ingest.push_folder(saved(root, "step_7", sent), NOW, 7)
-    assert (status.version, status.state) == (7, "committed")
-    assert status.digest == expected.digest(sent, ServedModel.load(model).fingerprint)
-
-
 async def test_the_folder_may_go_once_the_call_has_returned(
     ingest: Ingest, root: Path, weights: Weights, model: Path
 ) -> None:
@@ -130,15 +121,6 @@ async def test_a_repeat_waits_for_the_replicas_too(ingest: Ingest, root: Path, w
     digest = (await ingest.status(7)).digest
     await ingest.report(replica("a", 7, 1, digest=digest))
     assert (await repeat).state == "live"
-
-
-async def test_other_files_in_the_same_folder_are_another_version(
-    ingest: Ingest, root: Path, weights: Weights, model: Path
-) -> None:
-    assert await pushed(ingest, saved(root, "weights", weights)) == 1
-    sent = changed(weights, 1.0)
-    status = await ingest.push_folder(saved(root, "weights", sent), NOW)
-    assert status.version == 2 and status.digest == expected.digest(sent, ServedModel.load(model).fingerprint)
 
 
 async def test_a_link_to_another_folder_is_another_version(ingest: Ingest, root: Path, weights: Weights) -> None:

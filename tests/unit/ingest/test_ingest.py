@@ -175,16 +175,6 @@ class TestUpload:
         sound = changed(weights, 1.0)
         assert (await trainer.push(1, sound)).digest == expected.digest(sound, fingerprint)
 
-    async def test_a_new_begin_of_a_failed_version_wants_every_part_again(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
-        broken = changed(weights, 0.0)
-        broken[UP_PROJ][0, 0] = float("inf")
-        plan = await trainer.upload(1, broken)
-        with pytest.raises(QuantizationError):
-            await ingest.commit(1, CommitUpload())
-        assert (await ingest.begin(begin_of(1, broken))).missing_parts == tuple(range(plan.num_parts))
-
     async def test_a_staged_version_can_be_discarded(
         self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
     ) -> None:
