@@ -1,5 +1,6 @@
 """What tests of several packages share: model folders, an ingest that has made version 0 from one of them, and Ray."""
 
+import multiprocessing
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 from rollout_service.config import ServiceConfig
 from rollout_service.fleet import registry
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.receiver import process, receiver
 from rollout_service.model.tiny import make_tiny_qwen3, tiny_qwen3_config
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
@@ -22,6 +24,15 @@ from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
 # No test is about a public server. Each HTTP client would read this machine's certificates, which takes 30 ms.
 os.environ.pop("SSL_CERT_FILE", None)  # noqa: TID251 - httpx looks there first
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # noqa: TID251 - and then there, and finds none
+
+# Only a power failure shows whether bytes have reached the disk, and a test that writes versions would wait for it 30
+# times. A descriptor that is not open is an error as before.
+os.fsync = os.fdatasync = lambda fd: os.fstat(fd if isinstance(fd, int) else fd.fileno())
+
+# A receiver spends seconds on its imports: here it is forked from a process that has made them, and has nothing of this
+# one either.
+receiver.CONTEXT = multiprocessing.get_context("forkserver")
+receiver.CONTEXT.set_forkserver_preload([process.__name__])
 
 torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost ten times what small models need
 

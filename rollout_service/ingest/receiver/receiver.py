@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -36,6 +37,7 @@ from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBack
 
 logger = logging.getLogger(__name__)
 
+CONTEXT: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
 RING_BYTES = 512 << 20
 """Size in bytes of the memory shared by receiver and ingest; larger only if a single tensor needs it."""
 JOIN_TIMEOUT_S = 360.0
@@ -69,11 +71,10 @@ class Receiver:
         self._in_use: deque[Future[None] | None] = deque()
         self._given_back = asyncio.Event()
         self._why_ended: str | None = None
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = CONTEXT.Pipe()
         # start it from the event loop's thread: the kernel treats the end of the starting thread as the death of the
         # parent
-        self._process = context.Process(target=run, args=(theirs, self._memory), name="weight-receiver", daemon=True)
+        self._process = CONTEXT.Process(target=run, args=(theirs, self._memory), name="weight-receiver", daemon=True)
         try:
             self._process.start()
         finally:

@@ -58,5 +58,6 @@ async def another_trainer_pushes(ingest: Ingest, weights: Weights) -> None:
 
 def receiver_pid() -> int:
     """Of this process's only receiver."""
-    (child,) = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    (server,) = [c for c in psutil.Process().children() if "forkserver" in " ".join(c.cmdline())]
+    (child,) = server.children()
     return child.pid
