@@ -138,8 +138,8 @@ CLIENTS = (
     Client(
         "S3, by s3fs",
         "",
-        "`/pull_weights`, `weights.watch`",
-        "whole and delta versions from moto's server",
+        "`/pull_weights`, `weights.watch`, `weights.publish`",
+        "whole and delta versions from and to moto's server",
         folder="stores",
         packages=("s3fs", "moto"),
     ),

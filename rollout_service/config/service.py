@@ -284,6 +284,10 @@ class WeightsConfig(Config):
     """Folder or URL whose newest version the service pulls and serves by itself, looking every ``poll_s``. It must be
     below ``source_roots`` or ``source_urls``, and its versions need an index. None: trainers announce them."""
 
+    publish: str | None = None
+    """Folder or URL, for this service alone, into which the ingest writes each committed version. Services on other
+    clusters follow it by ``watch``, and their versions have the same digests. It must begin empty. None: nowhere."""
+
     trainer_root: Path | None = None
     """Folder, on the ingest's node, of the weights that delta folders change, in the trainer's dtype. They are there
     from the first delta on. None: ``trainer`` in the log's folder."""
@@ -366,6 +370,12 @@ class WeightsConfig(Config):
                 f"weights.upload_advertise_address is {self.upload_advertise_address}, but weights.upload_port is 0, "
                 "so that each start takes another port: choose one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _published_elsewhere(self) -> "WeightsConfig":
+        if self.publish is not None and self.publish == self.watch:
+            raise ValueError(f"weights.publish and weights.watch are both {self.publish}: publish into another store")
         return self
 
     @model_validator(mode="after")

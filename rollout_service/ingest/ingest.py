@@ -26,7 +26,9 @@ from rollout_service.errors import (
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.adapters import AdapterIngest
 from rollout_service.ingest.own_log import own_newest, recipe_of
+from rollout_service.ingest.publisher import Publisher
 from rollout_service.ingest.pulls import Pulls
+from rollout_service.ingest.sources.delta_folder import kv_scales_of
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.shared_memory import GPU_BYTES
 from rollout_service.ingest.upload_address import UploadAddress
@@ -126,6 +128,9 @@ class Ingest:
         """Weight updates that a trainer broadcasts."""
         self.pulls = Pulls(self, self._uploads.trainer_weights)
         """Versions that a trainer publishes."""
+        weights = config.weights
+        self.publisher = None if weights.publish is None else Publisher(self._log, weights.publish, weights.poll_s)
+        """Publishes the versions for other services."""
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
         """KV scales: the measurements of replicas, and the dtype of the KV cache."""
         self._add_calls()
@@ -162,6 +167,8 @@ class Ingest:
         self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
         if self._config.weights.watch is not None:
             self.pulls.begin_following(self._config.weights.watch, self._config.weights.poll_s)
+        if self.publisher is not None:
+            self.publisher.begin()
 
     async def stop(self) -> None:
         """Release the log; staged versions stay on disk. A started commit is finished first.
@@ -172,6 +179,8 @@ class Ingest:
         for task in self._background:
             task.cancel()
         self.pulls.end_following()
+        if self.publisher is not None:
+            self.publisher.end()
         await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
@@ -185,6 +194,8 @@ class Ingest:
         if self._expiring is not None and self._expiring.done():
             raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
         self.pulls.check()
+        if self.publisher is not None:
+            self.publisher.check()
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._uploads.open)
@@ -259,7 +270,9 @@ class Ingest:
     async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int:
         async with self._writing:
             self._fleet.require_followed()
-            return await self._uploads.begin_folder(path, number, label, pulled=pulled)
+            kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
+            self._kv_scales.check(kv_scales)
+            return await self._uploads.begin_folder(path, number, label, pulled=pulled, kv_scales=kv_scales)
 
     async def verify(self, version: int) -> None:
         """Wait until a staged version is converted. Raises the error of the first failed conversion."""
@@ -546,6 +559,8 @@ class Ingest:
             extra={"weight_version": head.version},
         )  # fmt: skip
         self._fleet.follow(head)
+        if self.publisher is not None:
+            self.publisher.committed()
         await self._changes.notify()
 
     async def _remove_old(self) -> None:
@@ -559,6 +574,8 @@ class Ingest:
             return
         pinned = {pin.version for pin in self._pins().values()}
         in_use = self._fleet.table.in_use() | self._uploads.needed | pinned
+        if self.publisher is not None:
+            in_use |= self.publisher.needed
         kept = set(versions)
         # a starting replica reads the newest version, or the one before if a commit has just overtaken it
         for version in versions[: -max(2, self._config.weights.keep_versions)]:

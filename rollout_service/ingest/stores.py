@@ -58,12 +58,8 @@ class Stores:
                 (n for n in _numbers(names) if (Path(store) / f"weight_v{n:06d}" / INDEX_FILE).is_file()), default=None
             )
         self.folder(store)
-        with _reading(store) as (files, path):
-            names = [name.rstrip("/").rpartition("/")[2] for name in files.ls(path, detail=False)]
-            for number in sorted(_numbers(names), reverse=True):
-                if files.exists(f"{path}/weight_v{number:06d}/{INDEX_FILE}"):
-                    return number
-        return None
+        with open_store(store) as (files, path):
+            return next(iter(published_numbers(files, path)), None)
 
     def fetch(self, folder: Path) -> None:
         """Read a version into ``folder``, if it belongs to a store and is not there yet.
@@ -72,7 +68,7 @@ class Stores:
         """
         if folder.parent not in self._urls or folder.is_dir():
             return
-        with _reading(self._urls[folder.parent]) as (files, path):
+        with open_store(self._urls[folder.parent]) as (files, path):
             remote = f"{path}/{folder.name}"
             try:
                 index = files.cat_file(f"{remote}/{INDEX_FILE}")
@@ -98,6 +94,14 @@ class Stores:
             for other in folder.parent.iterdir():
                 if other != folder:
                     remove_tree(other)
+
+
+def published_numbers(files: Any, path: str) -> Iterator[int]:
+    """Yield the numbers of visible versions in a store, largest first; see ``open_store``."""
+    names = [name.rstrip("/").rpartition("/")[2] for name in files.ls(path, detail=False)]
+    for number in sorted(_numbers(names), reverse=True):
+        if files.exists(f"{path}/weight_v{number:06d}/{INDEX_FILE}"):
+            yield number
 
 
 def _numbers(names: list[str]) -> Iterator[int]:
@@ -135,8 +139,8 @@ def _read_all(read: Callable[..., bytes], remote: str, folder: Path, sizes: dict
 
 
 @contextmanager
-def _reading(url: str) -> Iterator[tuple[Any, str]]:
-    """Yield a store's file system and the store's path in it. Raises NotReady for a store that cannot be read."""
+def open_store(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield a store's file system and the store's path in it. Raises NotReady for a store that cannot be reached."""
     try:
         files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
@@ -148,4 +152,4 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError as error:
         raise NotFound(f"{url} is not there: {error}") from error
     except Exception as error:  # each kind of store raises its own
-        raise NotReady(f"{url} cannot be read: {error!r}; send the call again") from error
+        raise NotReady(f"{url} cannot be reached: {error!r}; send the call again") from error

@@ -178,7 +178,13 @@ class Uploads:
         return self.numbers.after(version for version, staged in self._staged.items() if staged.failure is None)
 
     async def begin_folder(
-        self, path: Path, number: int | None = None, label: str | None = None, *, pulled: bool = False
+        self,
+        path: Path,
+        number: int | None = None,
+        label: str | None = None,
+        *,
+        pulled: bool = False,
+        kv_scales: dict[str, float] | None = None,
     ) -> int:
         """Stage a folder's contents as the next version, unless they are already staged or the newest version.
 
@@ -187,7 +193,7 @@ class Uploads:
 
         ``number``: the trainer's number, used if it is free and above the newest version's; otherwise, the version gets
         the next free number. ``label``: an additional name. ``pulled``: ``path`` is one of
-        ``TrainerWeights.published``, and is kept for later deltas.
+        ``TrainerWeights.published``, and is kept for later deltas. ``kv_scales``: those of the version.
 
         Return the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest or VersionConflict.
         """
@@ -207,7 +213,7 @@ class Uploads:
         other = None if number is None else self._staged.get(number)
         if number is None or number <= newest or (other is not None and other.failure is None):
             number = self._next_number()
-        await self.stage(BeginUpload(version=number, source=same, label=label), source)
+        await self.stage(BeginUpload(version=number, source=same, label=label, kv_scales=kv_scales), source)
         return number
 
     async def _begin(self, begin: BeginUpload) -> UploadPlan:

@@ -95,10 +95,12 @@ async def bucket(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
 async def test_an_s3_store_is_pulled_and_followed(tmp_path: Path, base: Path, weights: Weights, bucket: Any) -> None:
     url, local = "s3://run/updates", tmp_path / "local"
     local.mkdir()
-    told = ingest_of(base, tmp_path / "log", source_urls=["s3://run"])
+    told = ingest_of(base, tmp_path / "log", source_urls=["s3://run"], publish="s3://run/served", poll_s=0.1)
+    second = ingest_of(base, tmp_path / "second", source_urls=["s3://run"], watch="s3://run/served", poll_s=0.1)
     follower = ingest_of(base, tmp_path / "follower", source_urls=["s3://run"], watch=url, poll_s=0.1)
-    await told.start()
-    await follower.start()
+    services = told, follower, second
+    for service in services:
+        await service.start()
     try:
         for number in range(1, 5):
             old, weights = weights, stepped(weights, number)
@@ -109,10 +111,10 @@ async def test_an_s3_store_is_pulled_and_followed(tmp_path: Path, base: Path, we
             await asyncio.to_thread(bucket.put, str(folder), f"run/updates/{folder.name}", recursive=True)
             status = await told.pull_weights(PullWeights(uri=url, target_version=number, wait="none"))
             assert status.version == number
-            while (await follower.fleet()).latest_version < number:
-                await asyncio.sleep(0.05)
-            await require(told, number, weights, base)
-            await require(follower, number, weights, base)
+            for service in services:
+                while (await service.fleet()).latest_version < number:
+                    await asyncio.sleep(0.05)
+                await require(service, number, weights, base)
     finally:
-        await told.stop()
-        await follower.stop()
+        for service in services:
+            await service.stop()

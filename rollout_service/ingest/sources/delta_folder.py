@@ -113,16 +113,29 @@ def is_delta(folder: Path) -> bool:
     return index is not None and "delta_encoding" in index.get("metadata", {})
 
 
+def kv_scales_of(folder: Path) -> dict[str, float] | None:
+    """Return the KV scales of a version that another service has published. Raises InvalidManifest."""
+    scales = (index_of(folder) or {}).get("metadata", {}).get("kv_scales")
+    if scales is None:
+        return None
+    if not isinstance(scales, dict) or not all(isinstance(scale, float) for scale in scales.values()):
+        raise InvalidManifest(f"{folder / INDEX_FILE} has kv_scales that are no numbers by name: publish it again")
+    return scales
+
+
 def whole_check(folder: Path, files: Iterable[Path]) -> Callable[[str, memoryview], None] | None:
     """Return a function that compares a tensor of a whole folder with its checksum; None: the index announces none.
 
-    ModelExpress writes them, into the files' ``__metadata__``. Raises InvalidManifest, also from the function.
+    ModelExpress writes them into the files' ``__metadata__``, and ``publisher.py`` into the index. Raises
+    InvalidManifest, also from the function.
     """
     said = (index_of(folder) or {}).get("metadata", {})
     if "checksum_format" not in said:
         return None
     checksum = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
-    sums = {name: text for file in files for name, text in Header.of(file).metadata.items()}
+    sums = said.get("checksums")
+    if not isinstance(sums, dict):
+        sums = {name: text for file in files for name, text in Header.of(file).metadata.items()}
 
     def check(name: str, room: memoryview) -> None:
         if (found := checksum(room)) != sums.get(name):

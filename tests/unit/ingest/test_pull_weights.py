@@ -566,7 +566,7 @@ async def test_a_store_that_is_not_reached_says_so(remote: Ingest, url: str) -> 
     with pytest.raises(NotFound, match="version 7 is not published"):
         await pull_url(remote, url, 7)
     weights = stores.Stores(Path("/nowhere"), ("http://127.0.0.1:1", "unknown://"))
-    with pytest.raises(NotReady, match="cannot be read"):
+    with pytest.raises(NotReady, match="cannot be reached"):
         await asyncio.to_thread(weights.newest, "http://127.0.0.1:1/run")
     with pytest.raises(InvalidRequest, match="install the package for its scheme"):
         weights.newest("unknown://bucket/run")
