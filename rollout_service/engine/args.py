@@ -96,23 +96,25 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         scheduler_cls=f"{keeping_scheduler.__module__}.{keeping_scheduler.__qualname__}" if _kv_age(config) else None,
         scheduling_policy="priority",  # with equal priorities it schedules in order of arrival, like the default policy
         disable_log_stats=True,
-        **_adapters(config),
+        **_adapters(config, on_cpu),
         **_attention(config),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
     )
     return AsyncEngineArgs(**with_extra(owned, config, on_cpu))
 
 
-def _adapters(config: ServiceConfig) -> dict[str, object]:
+def _adapters(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
     adapters = config.engine.adapters
     if not adapters.max_live:
         return {}
     linears = ServedModel.of(config.model).linears
+    # as many places as versions, so that vLLM never evicts one. On the CPU, tokens without an adapter read the last
+    # place: vLLM's kernels there index with -1, so it must stay empty
+    places = adapters.max_live + on_cpu
     return {
         "enable_lora": True,
-        # as many places as versions, so that vLLM never evicts one
-        "max_loras": adapters.max_live,
-        "max_cpu_loras": adapters.max_live,
+        "max_loras": places,
+        "max_cpu_loras": places,
         "max_lora_rank": adapters.max_rank,
         # without embeddings, output head and experts, whose adapters are refused
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in linears if ".experts." not in name}),

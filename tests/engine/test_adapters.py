@@ -131,3 +131,12 @@ async def test_a_removed_adapter_is_not_in_the_engine(adapted: Adapted) -> None:
     assert [(held.name, held.version) for held in adapted.held.status()] == [("run-b", 1)]
     with pytest.raises(TooEarly):
         await adapted.generate("run-a")
+
+
+async def test_full_places_leave_the_model_itself_as_it_is(adapted: Adapted) -> None:
+    for seed, name in enumerate(("run-c", "run-d", "run-e"), start=5):
+        await adapted.push(name, seed)
+    assert len(adapted.held.status()) == MAX_LIVE
+    of_model, of_last = await asyncio.gather(adapted.sample(None), adapted.sample("run-e"))  # in the same steps
+    assert adapted.difference(of_model, None) < 0.1 * adapted.difference(of_model, 7)
+    assert adapted.difference(of_last, 7) < 0.1 * adapted.difference(of_last, None)

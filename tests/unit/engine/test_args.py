@@ -215,5 +215,5 @@ def test_engines_have_lora_layers_only_where_adapters_are_served(tmp_path: Path)
     assert not engine_args(_config(tmp_path), (), has_tokenizer=False).enable_lora
     adapters = {"max_live": 3, "max_rank": 64}
     args = engine_args(_config(tmp_path, engine={"adapters": adapters}), (), has_tokenizer=False)
-    assert (args.enable_lora, args.max_loras, args.max_cpu_loras, args.max_lora_rank) == (True, 3, 3, 64)
+    assert (args.enable_lora, args.max_loras, args.max_cpu_loras, args.max_lora_rank) == (True, 4, 4, 64)
     assert args.lora_target_modules == ["k_proj", "o_proj", "q_proj", "v_proj"]
