@@ -98,12 +98,32 @@ class AdapterCalls:
             timeout_s=timeout_s,
             digest=upload.digest,
         )
+        return await self._commit(name, commit)
+
+    async def rollback_adapter(
+        self, name: str, to: int, *, wait: Literal["none", "all"] = "all", timeout_s: float = 600.0
+    ) -> AdapterStatus:
+        """Make an older version of an adapter its newest again, under a new number. Nothing is uploaded.
+
+        Args:
+            name: The adapter.
+            to: A version that the service keeps; ``adapters()`` lists them.
+            wait, timeout_s: See ``push_adapter``.
+
+        Raises:
+            NotFound: The service has no such version any more.
+            LogCorrupt: The version's files are damaged.
+            CommitTimeout: See ``push_adapter``.
+        """
+        return await self._commit(name, CommitAdapter(rollback_to=to, wait=wait, timeout_s=timeout_s))
+
+    async def _commit(self, name: str, commit: CommitAdapter) -> AdapterStatus:
         reply = await self._control.send(
             "POST",
             f"/v1/adapters/{name}/commit",
             json=commit.model_dump(mode="json", exclude_none=True),
             repeat=Repeat.IDEMPOTENT,
-            timeout=http_timeout(timeout_s + _MARGIN_S),
+            timeout=http_timeout(commit.timeout_s + _MARGIN_S),
         )
         return parse(AdapterStatus, reply)
 

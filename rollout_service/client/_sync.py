@@ -73,6 +73,7 @@ class SyncRolloutClient:
     push_weights = _blocking(RolloutClient.push_weights)
     push_path = _blocking(RolloutClient.push_path)
     push_adapter = _blocking(RolloutClient.push_adapter)
+    rollback_adapter = _blocking(RolloutClient.rollback_adapter)
     adapters = _blocking(RolloutClient.adapters)
     remove_adapter = _blocking(RolloutClient.remove_adapter)
     rollback = _blocking(RolloutClient.rollback)

@@ -83,7 +83,7 @@ async def put_part(name: Name, digest: str, part: int, request: Request, service
     "/v1/adapters/{name}/commit", responses=documented(*_COMMIT_ERRORS, UploadIncomplete, DigestMismatch, Forbidden)
 )
 async def commit(name: Name, body: CommitAdapter, services: Here) -> AdapterStatus:
-    """Make an upload, or a folder in PEFT's format, the newest version of an adapter."""
+    """Make an upload, a folder in PEFT's format, or an older version the newest version of an adapter."""
     return await services.ingest.commit_adapter(name, body)
 
 

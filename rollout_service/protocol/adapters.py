@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from rollout_service.protocol.base import Frozen, KnownVersion, NewVersion, VersionLabel
+from rollout_service.protocol.base import Frozen, KnownVersion, NewVersion, VersionLabel, WeightVersion
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 AdapterName = Annotated[str, Field(pattern=f"^{_NAME}$")]
@@ -112,17 +112,19 @@ class AdapterOptions(Frozen):
 
 
 class CommitAdapter(AdapterOptions):
-    """Body of ``POST /v1/adapters/{name}/commit``: commits an upload, or a folder."""
+    """Body of ``POST /v1/adapters/{name}/commit``: commits an upload, a folder, or an older version again."""
 
     digest: str | None = None
     """``AdapterUpload.digest``."""
     path: str | None = Field(default=None, max_length=4096)
     """A folder in PEFT's format below ``weights.source_roots``, as the ingest sees it."""
+    rollback_to: WeightVersion | None = None
+    """A version of the adapter that is kept, whose files become the newest version."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.digest is None) == (self.path is None):
-            raise ValueError("give either the digest of an upload, or the path of a folder")
+        if [self.digest, self.path, self.rollback_to].count(None) != 2:
+            raise ValueError("give one of the digest of an upload, the path of a folder, and rollback_to")
         return self
 
 

@@ -75,6 +75,20 @@ async def test_older_versions_leave_a_place_free(model: Path, tmp_path: Path) ->
         assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
 
 
+async def test_a_rollback_commits_the_files_of_an_older_version(model: Path, tmp_path: Path) -> None:
+    async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
+        first, _ = [
+            await client.push_adapter("run-a", adapter_tensors(model, seed), config=CONFIG, wait="none")
+            for seed in (1, 2)
+        ]
+        again = await client.rollback_adapter("run-a", 1, wait="none")
+        assert (again.version, again.digest, again.nbytes, again.rank) == (3, first.digest, first.nbytes, first.rank)
+        AdapterStore(service.log.root).verify(again)
+        assert await client.rollback_adapter("run-a", 3, wait="none") == again
+        with pytest.raises(NotFound, match=r"adapter run-a has no version 1 any more: give one of \[2, 3\]"):
+            await client.rollback_adapter("run-a", 1, wait="none")
+
+
 async def test_a_new_base_is_refused_while_adapters_live(
     model: Path, tmp_path: Path, weights: dict[str, torch.Tensor]
 ) -> None:
