@@ -8,8 +8,7 @@ from rollout_service.kv_scales.scales import (
     FP8_MAX,
     KVScales,
     LayerScales,
-    ScaledFrom,
     scales_from_amax,
 )
 
-__all__ = ["FP8_MAX", "KVScales", "LayerScales", "ScaledFrom", "scales_from_amax"]
+__all__ = ["FP8_MAX", "KVScales", "LayerScales", "scales_from_amax"]

@@ -26,7 +26,6 @@ from rollout_service.kv_scales.fp8_error import ErrorSums, masked_amax
 from rollout_service.kv_scales.scales import (
     Amax,
     KVScales,
-    ScaledFrom,
     scales_from_amax,
 )
 from rollout_service.protocol.kv_scales import LayerError
@@ -79,12 +78,10 @@ class Observation:
         """Return the number of unmasked positions in this rank's passes."""
         return sum(int(tokens) for tokens in self._tokens)
 
-    def scales(self, how: ScaledFrom | None = None, group: "torch.distributed.ProcessGroup | None" = None) -> KVScales:
+    def scales(self, group: "torch.distributed.ProcessGroup | None" = None) -> KVScales:
         """Return the scales, equal on all ranks: a collective call if ``torch.distributed`` is initialized.
 
-        Args:
-            how: percentile and margin.
-            group: the ranks whose measurements are merged; None: all.
+        ``group``: the ranks whose measurements are merged; None: all.
 
         Raises the InvalidRequests of ``scales_from_amax``, on every rank.
         """
@@ -97,7 +94,7 @@ class Observation:
             if isinstance(amax, InvalidRequest):
                 raise amax
             every.append(amax)
-        return scales_from_amax(every, how)
+        return scales_from_amax(every)
 
     def errors(self) -> dict[str, LayerError]:
         """Return layer → errors of FP8 with the given scales, on this rank. Raises InvalidRequest if none were

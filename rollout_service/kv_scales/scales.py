@@ -12,6 +12,8 @@ from rollout_service.protocol.base import Frozen
 
 FP8_MAX = 448.0
 """The largest finite E4M3 value (OCP 8-bit floating point specification)."""
+MARGIN = 1.05
+"""Factor on the largest value, as a margin for tokens that the calibration did not see."""
 TENSORS = ("q", "k", "v")
 """Order of the last axis of every array of largest absolute values."""
 
@@ -51,73 +53,44 @@ class KVScales(Frozen):
             )
 
 
-class ScaledFrom(Frozen):
-    """Parameters for computing scales from largest absolute values."""
-
-    percentile: float = Field(default=99.9, gt=0, le=100)
-    """Percentile over a rank's micro-batches, see ``percentile_over_micro_batches``: of up to 501, 99.9 is the
-    largest."""
-    margin: float = Field(default=1.05, gt=0, allow_inf_nan=False)
-    """Factor on the largest value, as a margin for tokens that the calibration did not see."""
-    power_of_two: bool = True
-    """Round each scale up to a power of two. In a floating-point format this only costs a bit of range at the lower
-    end. Values that a scale of 1 neither saturates nor loses then have the same codes as with 1. A scale also stays the
-    same from version to version until the largest value doubles or halves. False: NeMo-RL's scales."""
-
-
-def percentile_over_micro_batches(amax: npt.ArrayLike, percentile: float) -> Amax:
-    """Return a percentile over the first axis: [num_micro_batches, ...] → [...], float64. The result is an observed
-    value.
-
-    NeMo-RL's rule: of n values in ascending order, the one at ``round(percentile / 100 · (n − 1))``, halves to even.
-    """
-    ordered = np.sort(np.asarray(amax, np.float64), axis=0)
-    return np.asarray(ordered[round(percentile / 100.0 * (len(ordered) - 1))])
-
-
-def scales_from_amax(ranks: Sequence[Mapping[str, npt.ArrayLike]], how: ScaledFrom | None = None) -> KVScales:
+def scales_from_amax(ranks: Sequence[Mapping[str, npt.ArrayLike]]) -> KVScales:
     """Compute scales from the largest absolute values that each rank saw.
 
-        scale = max over ranks (percentile over micro-batches (amax)) · margin / 448
+        scale = max over ranks and micro-batches (amax) · 1.05 / 448, rounded up to a power of two
 
-    This is the rule of NeMo-RL's trainer-side calibration, then rounded up to a power of two unless ``how`` disables
-    that. Any trainer can call it: with Megatron, each rank passes the inputs of its core attention.
+    In a floating-point format, the rounding only costs a bit of range at the lower end. Values that a scale of 1
+    neither saturates nor loses then have the same codes as with 1. A scale also stays the same from version to version
+    until the largest value doubles or halves.
+
+    Any trainer can call it: with Megatron, each rank passes the inputs of its core attention.
 
     Args:
         ranks: per rank, layer → [num_micro_batches, 3], the largest |q|, |k| and |v| of each micro-batch. Ranks may
             hold different layers (pipeline parallelism) or heads (tensor parallelism), and any number of micro-batches.
-        how: percentile and margin.
 
     Raises InvalidRequest, with the layers' names, for zero, infinity or NaN, and if nothing was observed.
     """
-    how = how or ScaledFrom()
-    return KVScales(layers=layer_scales(largest_of_ranks(ranks, how.percentile), how))
+    layers = {}
+    for layer, amax in largest_of_ranks(ranks).items():
+        q, k, v = (next_power_of_two(float(x) * MARGIN / FP8_MAX) for x in amax)
+        layers[layer] = LayerScales(q=q, k=k, v=v)
+    return KVScales(layers=layers)
 
 
-def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]], percentile: float = 99.9) -> dict[str, Amax]:
-    """Return the largest |q|, |k| and |v| of each layer, [3]: the maximum over ranks of each rank's percentile.
+def largest_of_ranks(ranks: Sequence[Mapping[str, npt.ArrayLike]]) -> dict[str, Amax]:
+    """Return the largest |q|, |k| and |v| of each layer, [3], over ranks and micro-batches.
 
     ``ranks`` as in ``scales_from_amax``, which raises the same.
     """
     largest: dict[str, Amax] = {}
     for rank in ranks:
         for layer, observed in rank.items():
-            here = percentile_over_micro_batches(_require_valid(layer, observed), percentile)
+            here = _require_valid(layer, observed).max(axis=0)
             largest[layer] = np.maximum(largest.get(layer, here), here)
     if not largest:
         raise InvalidRequest("no q, k or v was observed: run at least one forward pass on at least one unmasked token")
     _require_usable(largest)
     return {layer: largest[layer] for layer in sorted(largest, key=_in_depth)}
-
-
-def layer_scales(largest: Mapping[str, Sequence[float] | Amax], how: ScaledFrom) -> dict[str, LayerScales]:
-    """Return layer → scales, from the largest |q|, |k| and |v| of each."""
-    layers = {}
-    for layer, amax in largest.items():
-        exact = [float(x) * how.margin / FP8_MAX for x in amax]
-        q, k, v = map(next_power_of_two, exact) if how.power_of_two else exact
-        layers[layer] = LayerScales(q=q, k=k, v=v)
-    return layers
 
 
 def next_power_of_two(scale: float) -> float:
@@ -132,7 +105,7 @@ def _require_valid(layer: str, observed: npt.ArrayLike) -> Amax:
         raise InvalidRequest(
             f"{layer}: amax has shape {list(amax.shape)}, wanted [num_micro_batches ≥ 1, 3] of q, k, v"
         )
-    if not np.isfinite(amax).all():  # checked before the percentile, which could leave it out
+    if not np.isfinite(amax).all():
         passes = int((~np.isfinite(amax)).any(1).sum())
         raise InvalidRequest(f"{layer}: q, k or v has NaN or infinity in {passes} of {len(amax)} micro-batches")
     return amax

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.kv_scales import KVScales, ScaledFrom, scales_from_amax
+from rollout_service.kv_scales import KVScales, scales_from_amax
 from rollout_service.kv_scales.observer import observe_qkv
 from tests.support.models import FAMILIES
 from tests.unit.kv_scales.small import small_model, tokens
@@ -172,4 +172,4 @@ def test_what_cannot_be_observed_is_refused() -> None:
         with pytest.raises(InvalidRequest, match=r"attention_mask is \[2, 1, 12, 12\]"):
             model(tokens(0), attention_mask=torch.ones(2, 1, 12, 12))
     with pytest.raises(InvalidRequest, match="forward pass"):
-        nothing.scales(ScaledFrom())
+        nothing.scales()
