@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterable, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ logger = logging.getLogger("rollout_service.client")
 PART_READ_S = 120.0
 PROOF_TIMEOUT = httpx.Timeout(5.0)
 """A short timeout, because a firewall may silently drop packets to a blocked address."""
+RETRY_S = 60.0
+"""Time in seconds after which a listener that did not prove itself is asked again."""
 _KIND = {"Content-Type": "application/octet-stream"}
 
 
@@ -51,7 +54,7 @@ class DirectListeners:
     def __init__(self, http: Http, direct: Http, pinned: PinnedCertificates, *, plain: bool) -> None:
         """Create it. See ``Uploader``."""
         self._http, self._direct, self._pinned, self._plain = http, direct, pinned, plain
-        self._asked = _AskedListener("")
+        self._failed_url, self._retry_at = "", 0.0
 
     async def find(self, plan: UploadPlan) -> DirectListener | None:
         """Return the ingest's direct listener, or None to send everything through the gateway.
@@ -61,9 +64,7 @@ class DirectListeners:
         """
         if plan.upload_url is None or plan.upload_key is None:
             return None
-        if self._asked.url != plan.upload_url:
-            self._asked = _AskedListener(plan.upload_url)
-        if not self._asked.is_due():
+        if plan.upload_url == self._failed_url and time.monotonic() < self._retry_at:
             return None
         url = plan.upload_url.rstrip("/")
         plain = PlainConnections(url, self._pinned.context, PART_READ_S) if self._plain else None
@@ -75,35 +76,13 @@ class DirectListeners:
                 self._pinned.add(plan.upload_certificate)
             await listener.prove(plan.version)
         except (httpx.TransportError, RolloutServiceError, ValueError) as error:
-            skipped = self._asked.failed(is_slow=isinstance(error, httpx.TimeoutException))
+            self._failed_url, self._retry_at = plan.upload_url, time.monotonic() + RETRY_S
             logger.warning(
-                "weights go through %s, not directly to %s: %s; it is asked again %s",
-                self._http.url, listener.url, reason_of(error),
-                f"after {skipped} more pushes" if skipped else "at the next push",
+                "weights go through %s, not directly to %s: %s; it is asked again after %g s",
+                self._http.url, listener.url, reason_of(error), RETRY_S,
             )  # fmt: skip
             return None
-        self._asked.failures = 0
         return listener
-
-
-class _AskedListener:
-    """Counts failed proofs of a listener, and the pushes that skip it."""
-
-    MAX_SKIPPED = 63
-
-    def __init__(self, url: str) -> None:
-        self.url, self.failures, self._skip = url, 0, 0
-
-    def is_due(self) -> bool:
-        """Return True if this push should try the listener. Call it once per push."""
-        self._skip -= 1
-        return self._skip < 0
-
-    def failed(self, *, is_slow: bool) -> int:
-        """Return the number of pushes that skip the listener: 1, 3, 7, …, or one step less after a slow answer."""
-        self.failures += 1
-        self._skip = min((1 << self.failures - is_slow) - 1, self.MAX_SKIPPED)
-        return self._skip
 
 
 def reason_of(error: Exception) -> str:
