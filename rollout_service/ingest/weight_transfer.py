@@ -46,6 +46,7 @@ from rollout_service.ingest.bucket import Bucket
 from rollout_service.ingest.receiver.receiver import RING_BYTES, Read, Receiver, backend_here
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.protocol.ignored import IgnoredTensors
+from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.upload import SourceDtype, UploadTensor
 from rollout_service.protocol.weight_transfer import (
     TensorsToCome,
@@ -129,10 +130,10 @@ class Reception(NamedTuple):
 class Group:
     """One receiver in one trainer's group."""
 
-    def __init__(self, init: TransferInit, backend: TransferBackend) -> None:
+    def __init__(self, init: TransferInit, backend: TransferBackend, largest_tensor_bytes: int) -> None:
         """Start to join the group. Raises OSError if the process cannot be started."""
         self.init, self.used = init, False
-        self.receiver = Receiver()
+        self.receiver = Receiver(max(RING_BYTES, aligned(largest_tensor_bytes)))
         self.joining = _task(self.receiver.join(init, backend))
         self.last: Reception | None = None
         self.finished_tables: Sequence[TensorsToCome] = ()
@@ -186,7 +187,7 @@ class WeightTransfer:
             if not await self._is_repeat(init):
                 await self._leave_group("another trainer has taken its place")
                 try:
-                    self._group = Group(init, backend_here())
+                    self._group = Group(init, backend_here(), self._versions.largest_tensor_bytes)
                 except OSError as error:
                     raise self._failed(f"no receiver process can be started: {error}") from error
                 self._error = None

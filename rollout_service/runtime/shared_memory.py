@@ -1,4 +1,4 @@
-"""Memory that a trainer shares with the ingest of its machine: an unnamed file (``memfd_create``).
+"""Memory that two processes of a machine share: an unnamed file (``memfd_create``).
 
 It cannot shrink, since that would kill processes that have it mapped. It is freed when its last process has ended, in
 whatever way. The other process opens it as ``/proc/<process>/fd/<number>``, which the kernel allows to processes of the

@@ -21,8 +21,6 @@ class Receive:
     """Receive these broadcasts. Answered by ``Filled`` for each batch, and by ``Received``."""
 
     tensors: TensorsToCome
-    ring_bytes: int
-    """Size of the shared memory from now on, in bytes; may be larger than before."""
 
 
 @dataclass(frozen=True)

@@ -24,21 +24,22 @@ from rollout_service.ingest.receiver.messages import (
     Received,
     TrainerThere,
 )
-from rollout_service.ingest.receiver.shared_memory import SharedMemory
 from rollout_service.protocol.ring import Ring, aligned
 from rollout_service.protocol.weight_transfer import TensorsToCome, broadcasts, total
+from rollout_service.runtime.shared_memory import SharedMemory
 
 BATCH_BYTES = 64 << 20
 """Maximum size in bytes of a batch, unless a single tensor is larger. The ingest converts several batches at once."""
 
 
-def run(pipe: Pipe, memory: SharedMemory) -> None:
-    """Run the process; ``memory`` is shared with the ingest."""
+def run(pipe: Pipe, process: int, descriptor: int, name: str) -> None:
+    """Run the process. The other arguments name memory of the ingest's: see ``SharedMemory.open``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the service, which ends this process
     try:
         first = pipe.recv()
         assert isinstance(first, Join), first
+        memory = SharedMemory.open(process, descriptor, name)
         link = join(first.init, first.backend)
         pipe.send(Joined())
         Rank(pipe, link, memory, first).serve()
@@ -54,7 +55,7 @@ class Rank:
     def __init__(self, pipe: Pipe, link: Link, memory: SharedMemory, joined: Join) -> None:
         self._pipe, self._link, self._memory = pipe, link, memory
         self._init = joined.init
-        self._ring = Ring(0)
+        self._ring = Ring(memory.nbytes)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=link.device)
 
     def serve(self) -> None:
@@ -76,9 +77,6 @@ class Rank:
             raise ValueError(f"{message} is nothing that this process can be told")
 
     def _receive(self, message: Receive) -> None:
-        if message.ring_bytes > self._memory.nbytes:  # the ingest has waited until the memory is empty
-            self._memory.grow(message.ring_bytes)
-            self._ring = Ring(message.ring_bytes)
         tensors = message.tensors
         sizes = tensors.sizes
         packed = self._init.packed if tensors.packed is None else tensors.packed
@@ -117,7 +115,7 @@ class Rank:
 
     def _copy(self, data: torch.Tensor, position: int) -> None:
         if data.nbytes:
-            room = self._memory.view()[position : position + data.nbytes]
+            room = self._memory.view[position : position + data.nbytes]
             torch.frombuffer(room, dtype=torch.uint8).copy_(data)
 
 

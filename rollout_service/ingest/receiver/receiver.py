@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,16 +31,15 @@ from rollout_service.ingest.receiver.messages import (
     TrainerThere,
 )
 from rollout_service.ingest.receiver.process import run
-from rollout_service.ingest.receiver.shared_memory import SharedMemory
 from rollout_service.ingest.sources.source import as_tensor
-from rollout_service.protocol.ring import aligned
 from rollout_service.protocol.weight_transfer import TensorsToCome, TransferBackend, TransferInit
+from rollout_service.runtime.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
 CONTEXT: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
 RING_BYTES = 512 << 20
-"""Size in bytes of the memory shared by receiver and ingest; larger only if a single tensor needs it."""
+"""Minimum size in bytes of the memory shared by receiver and ingest; larger only if a single tensor needs it."""
 JOIN_TIMEOUT_S = 360.0
 """Timeout in seconds, slightly above those of the links, so that their own errors are reported."""
 SILENCE_TIMEOUT_S = 330.0
@@ -64,17 +64,17 @@ class Receiver:
     WeightTransferFailed, and the process is killed.
     """
 
-    def __init__(self) -> None:
-        """Start the process. Raises OSError."""
-        self._memory = SharedMemory()
+    def __init__(self, memory_bytes: int = RING_BYTES) -> None:
+        """Start the process. ``memory_bytes``: of the shared memory, at least the largest tensor's. Raises OSError."""
+        self._memory = SharedMemory.create(memory_bytes)
         self._messages: asyncio.Queue[FromProcess | None] = asyncio.Queue()
         self._in_use: deque[Future[None] | None] = deque()
-        self._given_back = asyncio.Event()
         self._why_ended: str | None = None
         self._pipe, theirs = CONTEXT.Pipe()
         # start it from the event loop's thread: the kernel treats the end of the starting thread as the death of the
         # parent
-        self._process = CONTEXT.Process(target=run, args=(theirs, self._memory), name="weight-receiver", daemon=True)
+        memory = os.getpid(), self._memory.descriptor, self._memory.name
+        self._process = CONTEXT.Process(target=run, args=(theirs, *memory), name="weight-receiver", daemon=True)
         try:
             self._process.start()
         finally:
@@ -103,11 +103,7 @@ class Receiver:
 
         ``convert`` is called for a few tensors at a time, which stay in memory until its future is done.
         """
-        ring_bytes = max([RING_BYTES, *map(aligned, tensors.sizes)])
-        if ring_bytes > self._memory.nbytes:
-            await self._nothing_in_use()
-            self._memory.grow(ring_bytes)
-        self._send(Receive(tensors, ring_bytes))
+        self._send(Receive(tensors))
         while not isinstance(message := await self._next(SILENCE_TIMEOUT_S, "nothing was broadcast"), Received):
             assert isinstance(message, Filled), message
             self._hand_on(message, tensors, convert)
@@ -138,7 +134,7 @@ class Receiver:
 
     def _hand_on(self, filled: Filled, tensors: TensorsToCome, convert: Convert) -> None:
         where = {tensors.names[place]: (place, start) for place, start in filled.tensors}
-        memory = self._memory.view()
+        memory = self._memory.view
 
         def read(wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
             for name in wanted:
@@ -159,14 +155,8 @@ class Receiver:
             self._in_use.popleft()
             batches += 1
         if batches:
-            self._given_back.set()
             with contextlib.suppress(WeightTransferFailed):  # the next call that waits for the process raises the error
                 self._send(Free(batches))
-
-    async def _nothing_in_use(self) -> None:
-        while self._in_use:
-            self._given_back.clear()
-            await self._given_back.wait()
 
     def _send(self, message: ToProcess) -> None:
         try:

@@ -1,12 +1,9 @@
 """Memory shared by two processes, in batches."""
 
-import multiprocessing
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.ingest.receiver.shared_memory import SharedMemory
 from rollout_service.protocol.ring import Ring, aligned
 
 RING_BYTES = 1024
@@ -42,29 +39,3 @@ def test_what_never_fits_is_an_error() -> None:
 
 def test_offsets_suit_every_dtype() -> None:
     assert [aligned(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
-
-
-def test_a_spawned_process_writes_into_the_same_memory() -> None:
-    memory = SharedMemory()
-    memory.grow(128)
-    process = multiprocessing.get_context("spawn").Process(target=_write, args=(memory,))
-    process.start()
-    process.join()
-    assert bytes(memory.view()[:5]) == b"hello"
-    memory.close()
-    memory.close()
-
-
-def test_growing_keeps_what_was_mapped_before() -> None:
-    memory = SharedMemory()
-    memory.grow(64)
-    before = memory.view()
-    before[:1] = b"x"
-    memory.grow(8192)
-    assert bytes(memory.view()[:1]) == bytes(before[:1]) == b"x" and memory.nbytes == 8192
-    memory.close()
-
-
-def _write(memory: SharedMemory) -> None:
-    memory.grow(128)
-    memory.view()[:5] = b"hello"
