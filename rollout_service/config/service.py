@@ -293,8 +293,8 @@ class WeightsConfig(Config):
     from the first delta on. None: ``trainer`` in the log's folder."""
 
     upload_host: str = "127.0.0.1"
-    """Address on which the ingest listens for parts. Any address but loopback needs ``auth.token_file`` or
-    ``auth.trusted_networks``.
+    """Address on which the ingest listens for parts. Each part needs a key, which the gateway gives to callers that may
+    push.
 
     On loopback, trainers on its machine send parts there, and all others through the gateway, which must then run on
     the ingest's node. With ``0.0.0.0`` a trainer gets the address at which it reached the service if that is the
@@ -512,16 +512,6 @@ class ServiceConfig(Config):
         if share and share > 1:
             raise ValueError(
                 f"weights.ingest_num_gpus={share:g}, and the ingest quantizes on one GPU: set it to 1 at most"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _remote_uploads_need_a_token_or_trust(self) -> "ServiceConfig":
-        loopback = self.weights.upload_host in _LOOPBACK
-        if not loopback and self.auth.token_file is None and not self.auth.trusted_networks:
-            raise ValueError(
-                f"weights.upload_host={self.weights.upload_host} is reachable from other machines, but no token is "
-                "configured: set auth.token_file or auth.trusted_networks, or listen on 127.0.0.1"
             )
         return self
 

@@ -18,7 +18,6 @@ from rollout_service.runtime.logs import log_with_serve
 from rollout_service.runtime.rpc import IngestCalls
 from rollout_service.store.log import WeightLog
 from rollout_service.store.log_place import claim_log_place
-from rollout_service.web.auth import Authorizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ class IngestReplica(Ingest):
         super().__init__(here.model_copy(update={"weights": weights}), place)
         self._listener = UploadServer(
             self,
-            Authorizer(config.auth.secret(), config.auth.trusted_networks),
             config.weights.upload_host,
             config.weights.upload_port,
             config.weights.upload_certificate,

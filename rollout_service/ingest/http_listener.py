@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from typing import TypeAlias
-
-from starlette.requests import HTTPConnection
 
 from rollout_service.errors import MalformedRequest, RolloutServiceError
 from rollout_service.web.errors import error_response
@@ -69,8 +68,7 @@ class Request:
 
     method: str
     target: str
-    caller: HTTPConnection
-    """The caller's address and headers."""
+    headers: Message
     body: "Body"
 
 
@@ -139,10 +137,8 @@ class _Connection(BaseHTTPRequestHandler):
             self.send_error(400, f"Content-Length is {length!r}")
             return
         self._set_body_timeout()
-        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
-        caller = HTTPConnection({"type": "http", "headers": headers, "client": self.client_address[:2]})
         body = Body(self, int(length))
-        reply = self.server.handle(Request(self.command, self.path, caller, body))
+        reply = self.server.handle(Request(self.command, self.path, self.headers, body))
         self._send(reply, close=self.close_connection or body.left > 0 or self.server.is_stopping)
         if body.left:
             self._discard(body)

@@ -1,9 +1,9 @@
 """Address of the ingest's upload listener, the choice of the address for each client, and mutual authentication.
 
-The bearer token is only sent to the gateway. The reply to ``begin`` names an address of the listener and a key for that
-one version. The trainer first makes the listener prove that it knows the key, without sending the key. It then sends
-the key with each part. Another process that listens on such an address, for example on the trainer's own machine, gets
-neither token nor key nor weights.
+The bearer token is only sent to the gateway; the listener accepts only keys. The reply to ``begin`` names an address of
+the listener and a key for that one version. The trainer first makes the listener prove that it knows the key, without
+sending the key. It then sends the key with each part. Another process that listens on such an address, for example on
+the trainer's own machine, gets neither token nor key nor weights.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class UploadAddress:
         if elsewhere and _is_loopback(self._host):
             raise RolloutServiceError(
                 f"the ingest listens for parts on {self._host} of another node than this gateway's: set "
-                "weights.upload_host to 0.0.0.0, with auth.token_file, or push with a path"
+                "weights.upload_host to 0.0.0.0, or push with a path"
             )
         host = self._host
         if _is_wildcard(host):

@@ -26,6 +26,7 @@ from rollout_service.errors import (
     NotFound,
     PayloadTooLarge,
     RolloutServiceError,
+    Unauthorized,
     VersionConflict,
 )
 from rollout_service.ingest.http_listener import Body, CutOff, HTTPListener, Reply, Request
@@ -46,7 +47,6 @@ from rollout_service.runtime.tls import require_certificate
 from rollout_service.store.buffers import ThreadBuffers
 from rollout_service.store.durable_io import DISK_FULL, no_room
 from rollout_service.store.upload_record import UploadRecord
-from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import validation_error
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,9 @@ class UploadRoutes:
     Called from threads; raises nothing but ``CutOff``.
     """
 
-    def __init__(self, ingest: Ingest, authorizer: Authorizer, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, ingest: Ingest, loop: asyncio.AbstractEventLoop) -> None:
         """``loop``: the ingest's event loop."""
-        self._ingest, self._authorizer, self._loop = ingest, authorizer, loop
+        self._ingest, self._loop = ingest, loop
         self._buffers = ThreadBuffers()
 
     def __call__(self, request: Request) -> Reply:
@@ -133,8 +133,10 @@ class UploadRoutes:
 
     def _authorize(self, version: int, request: Request) -> None:
         address = self._ingest.upload_address
-        if address is None or not address.opens(version, request.caller.headers.get(UPLOAD_KEY_HEADER)):
-            self._authorizer.check(request.caller)
+        if address is None or not address.opens(version, request.headers.get(UPLOAD_KEY_HEADER)):
+            raise Unauthorized(
+                f"{UPLOAD_KEY_HEADER} is not the key of version {version} here: send parts to the service's own address"
+            )
 
     def _take_shared(self, version: int, request: Request) -> None:
         self._authorize(version, request)
@@ -143,7 +145,7 @@ class UploadRoutes:
 
     def _put_part(self, version: int, part: int, request: Request) -> PartReceipt:
         self._authorize(version, request)
-        headers, body = request.caller.headers, request.body
+        headers, body = request.headers, request.body
         expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
@@ -272,7 +274,6 @@ class UploadServer:
     def __init__(
         self,
         ingest: Ingest,
-        authorizer: Authorizer,
         host: str,
         port: int = 0,
         certificate: tuple[Path, Path] | None = None,
@@ -284,7 +285,7 @@ class UploadServer:
 
         Raises OSError if another process has the port, ValueError if the certificate or its key is invalid.
         """
-        self._ingest, self._authorizer = ingest, authorizer
+        self._ingest = ingest
         self.certificate: str | None = None
         """Its certificate in PEM; None: it uses plain HTTP."""
         tls: ssl.SSLContext | None = None
@@ -302,7 +303,7 @@ class UploadServer:
 
     def start(self) -> None:
         """Start serving; the ingest lives in the running event loop."""
-        self._listener.start(UploadRoutes(self._ingest, self._authorizer, asyncio.get_running_loop()))
+        self._listener.start(UploadRoutes(self._ingest, asyncio.get_running_loop()))
         encrypted = "" if self.certificate is None else ", with TLS"
         logger.info("taking parts on %s, port %d%s", self.host, self.port, encrypted)
 

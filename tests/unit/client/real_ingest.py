@@ -57,7 +57,7 @@ async def real_ingest(
     authorizer, pinned = Authorizer(token), PinnedCertificates()
     http = httpx.AsyncClient(verify=pinned.context)
     files = certificate and (certificate.certfile, certificate.keyfile)
-    uploads = UploadServer(ingest, authorizer, "127.0.0.1", certificate=files)
+    uploads = UploadServer(ingest, "127.0.0.1", certificate=files)
     uploads.start()
     ingest.upload_address = UploadAddress(uploads.host, uploads.port, certificate=uploads.certificate)
     try:

@@ -214,14 +214,6 @@ class TestAuth:
         assert "auth.token is refused: Ray logs" in message and "auth.token_file" in message
         assert "secret" not in message
 
-    def test_uploads_from_untrusted_machines_need_a_token(self) -> None:
-        message = message_of({"weights": {"upload_host": "0.0.0.0"}})
-        assert "weights.upload_host=0.0.0.0" in message and "auth.token_file" in message
-        for auth in ({"token_file": "token"}, {"trusted_networks": ["10.1.0.0/16"]}):
-            ServiceConfig.model_validate({"weights": {"upload_host": "0.0.0.0"}, "auth": auth})
-        for host in ("127.0.0.1", "localhost", "::1"):
-            assert ServiceConfig.model_validate({"weights": {"upload_host": host}}).auth.secret() is None
-
     def test_trusted_networks_are_ipv4_and_ipv6_networks(self) -> None:
         config = AuthConfig(trusted_networks=["10.1.0.0/16", "fd00:1::/32", "10.2.0.7"])
         assert [str(network) for network in config.trusted_networks] == ["10.1.0.0/16", "fd00:1::/32", "10.2.0.7/32"]

@@ -23,7 +23,7 @@ def echo(request: Request) -> Reply:
     while request.body.left:
         pieces.append(bytes(memory[: request.body.read_into(memory)]))
     said = {"method": request.method, "target": request.target, "body": b"".join(pieces).decode("latin-1")}
-    return Reply.of_json({**said, "nbytes": request.body.nbytes, "host": request.caller.headers.get("host")})
+    return Reply.of_json({**said, "nbytes": request.body.nbytes, "host": request.headers.get("host")})
 
 
 def refuse(request: Request) -> Reply:

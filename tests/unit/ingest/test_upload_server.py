@@ -14,11 +14,13 @@ import xxhash
 from rollout_service.ingest import http_listener, upload_server
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.staged_parts import Incoming
+from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.upload import (
     DTYPE_BYTES,
     PART_DIGEST_HEADER,
+    UPLOAD_KEY_HEADER,
     BeginUpload,
     CommitUpload,
     PartReceipt,
@@ -30,7 +32,6 @@ from rollout_service.protocol.upload import (
 from rollout_service.runtime.tls import tls_context
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import STAGED_FILE
-from rollout_service.web.auth import Authorizer
 from tests.support.certificates import make_certificate
 from tests.unit.ingest.trainer import (
     Trainer,
@@ -244,7 +245,8 @@ class TestBatchesOfSharedMemory:
     """What is taken: tests/unit/client/test_shared_memory.py."""
 
     async def send(self, trainer: Trainer, body: bytes, version: int = 1) -> tuple[int, str]:
-        reply = await trainer.http.post(f"/v1/weights/{version}/shared", content=body)
+        headers = {UPLOAD_KEY_HEADER: trainer._address.key(version)}
+        reply = await trainer.http.post(f"/v1/weights/{version}/shared", content=body, headers=headers)
         error = reply.json()["error"]
         return reply.status_code, f"{error['type']}: {error['message']}"
 
@@ -271,56 +273,19 @@ class TestBatchesOfSharedMemory:
         reply = await trainer.http.put("/v1/weights/1/shared", content=b"{}")
         assert reply.status_code == 405 and "only POST" in reply.json()["error"]["message"]
 
-    async def test_from_somebody_without_token_or_key(self, ingest: Ingest) -> None:
-        status, _ = await self.send(Trainer(ingest, token="secret"), BATCH.model_dump_json().encode())
-        assert status == 401
-
-
-class TestWhoMaySend:
-    @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic secret", "secret", "Bearer"])
-    async def test_a_caller_without_the_token_is_unauthorized(
-        self, ingest: Ingest, parts: list[bytes], log: WeightLog, header: str | None
-    ) -> None:
-        stranger = Trainer(ingest, token="secret")
-        reply = await stranger.put(1, 0, parts[0], **({"authorization": header} if header else {}))
-        assert reply.status_code == 401 and reply.json()["error"]["type"] == "Unauthorized"
-        assert received_files(log) == []
-
-    async def test_a_caller_with_the_token_may_come_from_anywhere(self, ingest: Ingest, parts: list[bytes]) -> None:
-        remote = Trainer(ingest, token="secret", address="192.0.2.7")
-        assert (await remote.put(1, 0, parts[0], authorization="Bearer secret")).status_code == 200
-
-    async def test_without_a_token_a_caller_from_elsewhere_is_forbidden(
-        self, ingest: Ingest, parts: list[bytes], log: WeightLog
-    ) -> None:
-        reply = await Trainer(ingest, address="192.0.2.7").put(1, 0, parts[0])
-        assert reply.status_code == 403 and "192.0.2.7" in reply.json()["error"]["message"]
-        assert received_files(log) == []
-
-    @pytest.mark.parametrize(
-        "headers",
-        [
-            {"Host": "evil.example"},
-            {"Origin": "http://evil.example"},
-            {"Sec-Fetch-Site": "cross-site"},
-            {"X-Forwarded-For": "127.0.0.1"},
-        ],
-        ids=lambda headers: next(iter(headers)),
-    )
-    async def test_without_a_token_web_pages_and_proxies_are_forbidden(
-        self, trainer: Trainer, parts: list[bytes], headers: dict[str, str], log: WeightLog
-    ) -> None:
-        assert (await trainer.put(1, 0, parts[0], **headers)).status_code == 403
-        assert received_files(log) == []
-
 
 @pytest.fixture
 async def server(ingest: Ingest, plan: UploadPlan) -> AsyncIterator[UploadServer]:
     """A listener that version 1 may be sent to."""
-    server = UploadServer(ingest, Authorizer(None), "127.0.0.1")
+    server = UploadServer(ingest, "127.0.0.1")
     server.start()
     yield server
     await server.stop()
+
+
+def headers_of(server: UploadServer, digest: str) -> dict[str, str]:
+    address = server._ingest.upload_address = server._ingest.upload_address or UploadAddress("127.0.0.1", 7000)
+    return {PART_DIGEST_HEADER: digest, UPLOAD_KEY_HEADER: address.key(1)}
 
 
 def url_of(server: UploadServer) -> str:
@@ -386,8 +351,9 @@ class TestBadMoments:
     ) -> None:
         before = open_files()
         head = f"PUT /v1/weights/1/parts/0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(parts[0])}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers_of(server, "0").items())
         reader, writer = await asyncio.open_connection(server.host, server.port)
-        writer.write(f"{head}{PART_DIGEST_HEADER}: 0\r\n\r\n".encode() + parts[0][:1000])
+        writer.write(f"{head}\r\n".encode() + parts[0][:1000])
         writer.write_eof()
         reply = await reader.read()
         writer.close()
@@ -407,9 +373,9 @@ class TestBadMoments:
             write(incoming, start, data)
 
         monkeypatch.setattr(Incoming, "write", held)
-        digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+        headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
         async with httpx.AsyncClient() as http:
-            sending = asyncio.create_task(http.put(url_of(server), content=parts[0], headers=digest))
+            sending = asyncio.create_task(http.put(url_of(server), content=parts[0], headers=headers))
             await asyncio.to_thread(writing.wait, 30)
             stopping = asyncio.create_task(server.stop())
             await settle()
@@ -429,7 +395,7 @@ class TestBadMoments:
         monkeypatch.setattr(upload_server, "STOP_S", 0.0)
         body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
         async with httpx.AsyncClient() as http:
-            headers = {PART_DIGEST_HEADER: "0", "Content-Length": str(body.nbytes)}
+            headers = headers_of(server, "0") | {"Content-Length": str(body.nbytes)}
             sending = asyncio.create_task(http.put(url_of(server), content=body, headers=headers))
             await asyncio.to_thread(begun.wait)
             await server.stop()
@@ -439,9 +405,9 @@ class TestBadMoments:
                 assert (await sending).status_code == 400
 
     async def test_a_stopped_listener_fails_its_health_check(self, server: UploadServer, parts: list[bytes]) -> None:
-        digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+        headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
         async with httpx.AsyncClient() as http:
-            assert (await http.put(url_of(server), content=parts[0], headers=digest)).status_code == 200
+            assert (await http.put(url_of(server), content=parts[0], headers=headers)).status_code == 200
             await server.check_health()
             await server.stop()  # a connection is open still
             with pytest.raises(httpx.ConnectError):
@@ -454,19 +420,19 @@ class TestBadMoments:
         self, ingest: Ingest, parts: list[bytes], tmp_path: Path
     ) -> None:
         made = make_certificate(tmp_path / "tls", "127.0.0.1")
-        server = UploadServer(ingest, Authorizer(None), "127.0.0.1", certificate=(made.certfile, made.keyfile))
+        server = UploadServer(ingest, "127.0.0.1", certificate=(made.certfile, made.keyfile))
         server.start()
-        digest = {PART_DIGEST_HEADER: xxhash.xxh3_128_hexdigest(parts[0])}
+        headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
         route = f"127.0.0.1:{server.port}/v1/weights/1/parts/0"
         async with httpx.AsyncClient(verify=tls_context(made.certfile)) as http:
             for _ in range(2):
-                assert (await http.put(f"https://{route}", content=parts[0], headers=digest)).status_code == 200
+                assert (await http.put(f"https://{route}", content=parts[0], headers=headers)).status_code == 200
             with pytest.raises(httpx.TransportError):
-                await http.put(f"http://{route}", content=parts[0], headers=digest)
+                await http.put(f"http://{route}", content=parts[0], headers=headers)
         await server.stop()
         assert server.certificate == made.pem and upload_threads() == []
 
     def test_a_listener_whose_key_is_another_s_does_not_start(self, tmp_path: Path) -> None:
         made, other = make_certificate(tmp_path / "one", "a"), make_certificate(tmp_path / "two", "a")
         with pytest.raises(ValueError, match=r"^weights\.upload_ssl_certfile and weights\.upload_ssl_keyfile: "):
-            UploadServer(None, Authorizer(None), "127.0.0.1", certificate=(made.certfile, other.keyfile))  # type: ignore[arg-type]
+            UploadServer(None, "127.0.0.1", certificate=(made.certfile, other.keyfile))  # type: ignore[arg-type]

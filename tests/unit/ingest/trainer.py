@@ -11,16 +11,22 @@ import httpx
 import torch
 import xxhash
 from safetensors.torch import load_file
-from starlette.requests import HTTPConnection
 
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
 from rollout_service.protocol.fleet import PauseMode, ReplicaStatus
-from rollout_service.protocol.upload import PART_DIGEST_HEADER, BeginUpload, CommitUpload, UploadPlan, UploadTensor
+from rollout_service.protocol.upload import (
+    PART_DIGEST_HEADER,
+    UPLOAD_KEY_HEADER,
+    BeginUpload,
+    CommitUpload,
+    UploadPlan,
+    UploadTensor,
+)
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.upload_record import JOURNAL
-from rollout_service.web.auth import Authorizer
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -61,25 +67,14 @@ def journal_of(parts: Path) -> list[str]:
     return journal.read_text().splitlines() if journal.exists() else []
 
 
-class CallersFrom(Authorizer):
-    """Takes every caller for one at an address of its own."""
-
-    def __init__(self, token: str | None, address: str) -> None:
-        super().__init__(token)
-        self._address = address
-
-    def check(self, request: HTTPConnection) -> None:
-        super().check(HTTPConnection({**request.scope, "client": (self._address, 1)}))
-
-
 class Listener(httpx.AsyncBaseTransport):
     """Each request has a listener of its own, which has ended, with its threads, when the request has.
 
     Those made while it is ``kept`` share one.
     """
 
-    def __init__(self, ingest: Ingest, authorizer: Authorizer) -> None:
-        self._ingest, self._authorizer = ingest, authorizer
+    def __init__(self, ingest: Ingest) -> None:
+        self._ingest = ingest
         self._open: tuple[UploadServer, httpx.AsyncHTTPTransport] | None = None
 
     @asynccontextmanager
@@ -99,7 +94,7 @@ class Listener(httpx.AsyncBaseTransport):
 
     @asynccontextmanager
     async def _listening(self) -> AsyncIterator[tuple[UploadServer, httpx.AsyncHTTPTransport]]:
-        server = UploadServer(self._ingest, self._authorizer, "127.0.0.1")
+        server = UploadServer(self._ingest, "127.0.0.1")
         server.start()
         try:
             async with httpx.AsyncHTTPTransport(verify=False) as transport:  # there is no TLS to be prepared for
@@ -118,9 +113,13 @@ async def _answer(request: httpx.Request, server: UploadServer, transport: httpx
 class Trainer:
     """Pushes versions into ``ingest``."""
 
-    def __init__(self, ingest: Ingest, token: str | None = None, address: str = "127.0.0.1") -> None:
-        self._listener = Listener(ingest, CallersFrom(token, address))
-        self.http = httpx.AsyncClient(transport=self._listener, base_url="http://127.0.0.1")
+    def __init__(self, ingest: Ingest) -> None:
+        self._listener = Listener(ingest)
+        self._address = ingest.upload_address = ingest.upload_address or UploadAddress("127.0.0.1", 7000)
+        self.http = httpx.AsyncClient(
+            transport=self._listener, base_url="http://127.0.0.1", headers={UPLOAD_KEY_HEADER: self._address.key(1)}
+        )
+        """Has the key of version 1."""
         self._ingest = ingest
 
     async def put(
@@ -128,6 +127,7 @@ class Trainer:
     ) -> httpx.Response:
         """One part with its own digest, or a given one."""
         headers[PART_DIGEST_HEADER] = digest or xxhash.xxh3_128_hexdigest(data)
+        headers.setdefault(UPLOAD_KEY_HEADER, self._address.key(version))
         return await self.http.put(f"/v1/weights/{version}/parts/{part}", content=data, headers=headers)
 
     async def upload(

@@ -104,7 +104,7 @@ from rollout_service.ingest.upload_server import UploadServer
 log_with_serve()
 config = ServiceConfig.model_validate({"model": {"path": sys.argv[2]}, "engine": {"max_model_len": 64}})
 engine_args(config, (), has_tokenizer=False).create_engine_config()
-UploadServer(None, None, "127.0.0.1")
+UploadServer(None, "127.0.0.1")
 logging.getLogger("rollout_service.engine").info("ours")
 logging.getLogger("vllm.engine").info("vLLM's")
 serve.info("Serve's")
