@@ -43,7 +43,6 @@ class MismatchCalls:
         trainer_logprobs: PerCompletion,
         mask: PerCompletion | None = None,
         *,
-        by_request_id: bool = False,
         renormalized: bool = False,
     ) -> Coroutine[object, None, MismatchReceipt]:
         """Report the trainer's logprobs of sampled tokens. The service keeps statistics of the mismatch.
@@ -55,8 +54,6 @@ class MismatchCalls:
                 or ragged lists or 1-D tensors.
             mask: True for tokens that count, in the same form. None: all tokens count. Masked logprobs have no
                 influence.
-            by_request_id: True to omit the rollouts' own logprobs, which halves the bytes. The service remembers them
-                for a limited time.
             renormalized: True if ``trainer_logprobs`` of truncated rollouts are renormalized over their sampling masks
                 (``rollout_service.correction.SamplingSupport``). Otherwise such rollouts are counted separately and not
                 judged, and one TruncatedSamplingWarning per process is emitted.
@@ -64,20 +61,18 @@ class MismatchCalls:
         Raises:
             ValueError: Rows do not match the completions, or a logprob of the trainer is not finite.
             InvalidRequest: A logprob is invalid, such as a positive one.
-            NotFound: With ``by_request_id``, the service no longer remembers some rollouts. Earlier parts of a batch of
-                more than 100 000 tokens are already counted.
         """
         # Not a coroutine function: SyncRolloutClient runs this part in the caller's thread, because its CUDA stream
         # matters.
         if not renormalized and any(rollout.truncated_sampling for rollout in rollouts):
             warn_of_truncated_sampling("report_mismatch")
         chunks = list(_chunks(_rows(rollouts, trainer_logprobs, mask)))
-        return self._send(chunks, by_request_id, renormalized)
+        return self._send(chunks, renormalized)
 
-    async def _send(self, chunks: list[list[_Row]], by_request_id: bool, renormalized: bool) -> MismatchReceipt:
+    async def _send(self, chunks: list[list[_Row]], renormalized: bool) -> MismatchReceipt:
         name, receipts = uuid.uuid4().hex, []
         for number, chunk in enumerate(chunks):
-            body = await asyncio.to_thread(_report, f"{name}-{number}", chunk, by_request_id, renormalized)
+            body = await asyncio.to_thread(_report, f"{name}-{number}", chunk, renormalized)
             reply = await self._control.send("POST", "/v1/mismatch", json=body, repeat=Repeat.IDEMPOTENT)
             receipts.append(parse(MismatchReceipt, reply))
         return MismatchReceipt(
@@ -140,14 +135,13 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
         yield chunk
 
 
-def _report(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized: bool) -> dict[str, object]:
+def _report(report_id: str, chunk: list[_Row], renormalized: bool) -> dict[str, object]:
     """Return one report as JSON."""
     grouped = [list(rows) for _, rows in itertools.groupby(chunk, key=lambda row: id(row[0]))]
     rollouts = tuple(
         ReportedRollout(
-            request_id=rows[0][0].request_id,
             replica_id=rows[0][0].replica_id,
-            completions=tuple(_completion(row, by_request_id) for row in rows),
+            completions=tuple(_completion(row) for row in rows),
             truncated_sampling=rows[0][0].truncated_sampling,
             renormalized=renormalized,
         )
@@ -156,10 +150,8 @@ def _report(report_id: str, chunk: list[_Row], by_request_id: bool, renormalized
     return MismatchReport(report_id=report_id, rollouts=rollouts).model_dump(mode="json", exclude_none=True)
 
 
-def _completion(row: _Row, by_request_id: bool) -> ReportedCompletion:
+def _completion(row: _Row) -> ReportedCompletion:
     _, completion, logprobs, mask = row
-    if by_request_id:
-        return ReportedCompletion(trainer_logprobs=logprobs, mask=mask, index=completion.index)
     return ReportedCompletion(
         trainer_logprobs=logprobs, mask=mask, rollout_logprobs=list(completion.logprobs), spans=completion.spans
     )

@@ -391,10 +391,6 @@ class WeightsConfig(Config):
 class MonitorConfig(Config):
     """Statistics of the mismatch between engines and trainer, and thresholds for suspect versions."""
 
-    remember_tokens: int = Field(default=1 << 22, ge=0)
-    """Number of tokens of recent rollouts kept for reports by request id, 4 bytes a token. A rollout and each of its
-    completions count 256 tokens more. 0: none are kept, and reports must contain the rollouts' logprobs."""
-
     ratio_bound: float = Field(default=2.0, gt=1, allow_inf_nan=False)
     """C: tokens with a probability ratio outside [1/C, C] are counted. Weights are truncated at C for the effective
     sample size. Use the cap of the trainer's TIS, if it has one."""

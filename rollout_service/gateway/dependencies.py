@@ -18,7 +18,6 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.placements import routed_fleet
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.model.served_model import ServedModel
-from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.runtime.connections import ManyConnections
 from rollout_service.runtime.rpc import (
@@ -68,8 +67,6 @@ class Services:
     http: httpx.AsyncClient
     """HTTP client of the ingest's upload listener."""
     monitor: MonitorCalls
-    feed: RolloutFeed
-    """Reports rollouts to the monitor."""
     pinned: PinnedCertificates = field(default_factory=PinnedCertificates)
     """The certificates that ``http`` trusts."""
     aliases: tuple[str, ...] = ()
@@ -144,7 +141,6 @@ class Services:
             ),
             pinned=pinned,
             monitor=calls_monitor,
-            feed=RolloutFeed(calls_monitor, config.monitor.remember_tokens, config.scaling.gateways),
             aliases=config.model.aliases,
             sessions=SessionStore() if sessions is None else session_client(sessions),
             returns_masks=config.engine.return_sampling_mask,

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
-from rollout_service.errors import InvalidRequest, NotFound, NotReady, RolloutServiceError
+from rollout_service.errors import InvalidRequest, NotReady, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.routes import GuardedRoute, body_of, read_body
 from rollout_service.protocol.base import WeightVersion
@@ -24,12 +24,11 @@ SUSPICIONS_S = 2.0
 _Reply = TypeVar("_Reply")
 
 
-@router.post("", responses=documented(InvalidRequest, NotFound), openapi_extra=body_of(MismatchReport))
+@router.post("", responses=documented(InvalidRequest), openapi_extra=body_of(MismatchReport))
 async def report(request: Request, services: Here) -> MismatchReceipt:
     """Count a ``MismatchReport``. The monitor's process parses the JSON, because parsing here would delay rollouts."""
     body = await read_body(request, REPORT_BYTES)
-    await services.feed.wait_until_sent()  # a report by request id must not arrive before its rollout
-    return await _answer(services.monitor.report(body, services.feed.others_wait_s), ANSWER_S)
+    return await _answer(services.monitor.report(body), ANSWER_S)
 
 
 @router.get("", responses=documented(InvalidRequest))

@@ -353,5 +353,4 @@ async def roll_out(
     if sampling.is_truncated:
         rollout = rollout.model_copy(update={"truncated_sampling": True})
     describe(rollout)
-    services.feed.note(rollout)
     return rollout

@@ -5,18 +5,14 @@ All its state is in memory: after a restart it is empty.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
 
 from rollout_service.config import MonitorConfig
 from rollout_service.monitor.judge import Judge
-from rollout_service.monitor.recent import RecentRollouts
-from rollout_service.monitor.scoring import Scored, missing_ids, parse_report, require_remembered, score
+from rollout_service.monitor.scoring import Scored, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.mismatch_report import MismatchReport
-from rollout_service.protocol.recent_rollout import RecentRollout
 
 KEEP_VERSIONS = 64
 """Number of versions whose statistics are kept, about 12 KB for each replica of each."""
@@ -30,41 +26,22 @@ class Monitor:
     def __init__(self, config: MonitorConfig, keep_versions: int = KEEP_VERSIONS) -> None:
         self._config = config
         self._table = VersionTable(keep_versions)
-        self._recent = RecentRollouts(config.remember_tokens)
         self._judge = Judge(config)
         self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()
         self._reporting = asyncio.Lock()
-        self._told = asyncio.Event()
-        """Set, and replaced, when a gateway sends rollouts."""
 
-    async def report(self, body: bytes, wait_s: float = 0.0) -> MismatchReceipt:
+    async def report(self, body: bytes) -> MismatchReceipt:
         """Count a trainer's report (JSON of ``MismatchReport``), all of it or nothing.
 
-        ``wait_s``: time in seconds to wait for rollouts that it names but that are not remembered yet, since their
-        gateway may be about to send them. Raises InvalidRequest, MalformedRequest, or NotFound for request ids that are
-        not remembered.
+        Raises InvalidRequest, or MalformedRequest for invalid JSON.
         """
         report = await asyncio.to_thread(parse_report, body)
-        await self._wait_for_rollouts(report, wait_s)
         async with self._reporting:  # one at a time: a repeated report must find the first one's receipt
             known = None if report.report_id is None else self._receipts.get(report.report_id)
             if known is not None:
                 return known.model_copy(update={"repeated": True})
-            remembered = require_remembered(report, self._recent)
-            scored = await asyncio.to_thread(score, report, remembered, self._config.ratio_bound)
+            scored = await asyncio.to_thread(score, report, self._config.ratio_bound)
             return self._count(report, scored)
-
-    async def remember(self, rollouts: Sequence[RecentRollout]) -> None:
-        """Store rollouts for reports that contain only request ids."""
-        self._recent.remember(rollouts)
-        told, self._told = self._told, asyncio.Event()
-        told.set()
-
-    async def _wait_for_rollouts(self, report: MismatchReport, wait_s: float) -> None:
-        with suppress(TimeoutError):  # then ``require_remembered`` raises with the missing ids
-            async with asyncio.timeout(wait_s):
-                while missing_ids(report, self._recent):
-                    await self._told.wait()
 
     async def rows(self, version: int | None = None, replica_id: str | None = None) -> list[MismatchRow]:
         """Return the statistics of each version and replica, oldest version first. Filters: None: all."""

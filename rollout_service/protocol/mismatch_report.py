@@ -10,38 +10,24 @@ REPORT_BYTES = 32 << 20
 
 
 class ReportedCompletion(Frozen):
-    """One completion with the trainer's logprobs: natural logs [tokens] of the sampled tokens, as in Completion.
-
-    Give ``rollout_logprobs`` and ``spans``, or neither if the service still remembers the rollout.
-    """
+    """One completion with the trainer's logprobs: natural logs [tokens] of the sampled tokens, as in Completion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     trainer_logprobs: list[float]
-    rollout_logprobs: list[float] | None = None
-    spans: tuple[Span, ...] | None = None
+    rollout_logprobs: list[float]
+    spans: tuple[Span, ...]
     """The version and replica that sampled each range of tokens; the ranges cover all tokens."""
     mask: list[bool] | None = None
     """Tokens to count; None: all. Values at other tokens have no influence."""
-    index: int | None = Field(default=None, ge=0)
-    """Index of the completion in a remembered rollout; None: its place in this report."""
-
-    @model_validator(mode="after")
-    def _both_or_neither(self) -> "ReportedCompletion":
-        if (self.rollout_logprobs is None) != (self.spans is None):
-            raise ValueError("send rollout_logprobs and spans together, or neither for a rollout that is remembered")
-        return self
 
 
 class ReportedRollout(Frozen):
     """The completions of one rollout."""
 
     completions: tuple[ReportedCompletion, ...]
-    request_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The ``request_id`` of the rollout's reply. Fields that are left out here are looked up by it."""
     replica_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The ``replica_id`` of the rollout's reply, for spans without one. Required with ``rollout_logprobs``, unless all
-    spans have one."""
+    """The ``replica_id`` of the rollout's reply, for spans without one. Required unless all spans have one."""
     truncated_sampling: bool = False
     """The ``truncated_sampling`` of the rollout's reply. Its tokens are counted apart and not judged, unless they are
     ``renormalized``."""
@@ -49,13 +35,10 @@ class ReportedRollout(Frozen):
     """True if ``trainer_logprobs`` are renormalized over the rollout's sampling mask, as its own logprobs are."""
 
     @model_validator(mode="after")
-    def _can_be_told_apart(self) -> "ReportedRollout":
-        looked_up = [completion.spans is None for completion in self.completions]
-        if any(looked_up) and self.request_id is None:
-            raise ValueError("no request_id: without it every completion needs rollout_logprobs and spans")
-        unnamed = any(span.replica_id is None for c in self.completions for span in c.spans or ())
+    def _has_replicas(self) -> "ReportedRollout":
+        unnamed = any(span.replica_id is None for completion in self.completions for span in completion.spans)
         if unnamed and self.replica_id is None:
-            raise ValueError("no replica_id: it is needed where a completion brings its rollout_logprobs")
+            raise ValueError("no replica_id: it is needed unless every span has one")
         return self
 
 

@@ -29,13 +29,13 @@ def k3_of(*offsets: float) -> float:
     return math.fsum(math.exp(-offset) - 1 + offset for offset in offsets) / len(offsets)
 
 
-async def test_full_and_by_id_reports_count_alike_per_replica(client: RolloutClient, telltale: int) -> None:
+async def test_reports_are_counted_per_replica(client: RolloutClient, telltale: int) -> None:
     rollouts = await rollouts_of(client, telltale)
     trainer = scored(rollouts, 0.0, 0.05, 0.1, 0.25)
     tokens = sum(map(len, trainer))
     assert (await client.report_mismatch(rollouts, trainer)).tokens == tokens
     in_full = await client.mismatch(telltale)
-    assert (await client.report_mismatch(rollouts, trainer, by_request_id=True)).tokens == tokens
+    assert (await client.report_mismatch(rollouts, trainer)).tokens == tokens
     twice = await client.mismatch(telltale)
     assert {row.replica_id for row in in_full.rows} == {rollout.replica_id for rollout in rollouts}
     assert [(row.version, row.tokens, row.sequences) for row in in_full.versions] == [

@@ -8,7 +8,6 @@ from rollout_service.config import ServiceConfig
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.runtime.rpc import EngineCalls, IngestCalls
 from rollout_service.web.auth import Authorizer
@@ -27,5 +26,4 @@ def services_of(ingest: Ingest, config: ServiceConfig, authorizer: Authorizer, h
         authorizer=authorizer,
         http=http,
         monitor=monitor,
-        feed=RolloutFeed(monitor, 0),
     )

@@ -11,15 +11,13 @@ import torch
 from rollout_service.client import RolloutClient, SyncRolloutClient, _mismatch
 from rollout_service.config import MonitorConfig
 from rollout_service.config.engine import EngineConfig
-from rollout_service.errors import InvalidRequest, NotFound
+from rollout_service.errors import InvalidRequest
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.protocol import truncation
 from rollout_service.protocol.mismatch import MismatchReceipt
-from rollout_service.protocol.recent_rollout import RecentRollout
 from rollout_service.protocol.truncation import TruncatedSamplingWarning
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.fakes import EchoEngine
@@ -48,7 +46,6 @@ def transport(monitor: Monitor) -> httpx.ASGITransport:
         authorizer=Authorizer(None),
         http=httpx.AsyncClient(),
         monitor=handle,
-        feed=RolloutFeed(handle, 0),
     )
     return httpx.ASGITransport(create_app(services), client=("127.0.0.1", 1))
 
@@ -82,36 +79,25 @@ async def test_a_trainer_s_logprobs_may_come_in_any_form(client: RolloutClient, 
     assert row.k1 == pytest.approx(K1)
 
 
-@pytest.mark.parametrize("by_request_id", [False, True])
-async def test_masked_tokens_are_left_out(client: RolloutClient, monitor: Monitor, by_request_id: bool) -> None:
-    await monitor.remember([RecentRollout.of(each) for each in ROLLOUTS])
+async def test_masked_tokens_are_left_out(client: RolloutClient) -> None:
     trainer = torch.tensor(padded(TRAINER, 0.0))
     trainer[0, 0] = torch.nan
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[0, 0] = False
-    receipt = await client.report_mismatch(ROLLOUTS, trainer, mask, by_request_id=by_request_id)
+    receipt = await client.report_mismatch(ROLLOUTS, trainer, mask)
     assert receipt.tokens == 5
     assert (await client.mismatch()).versions[0].k1 == pytest.approx((-0.25 + 0.25) / 5)
 
 
-async def test_by_request_id_needs_rollouts_that_are_remembered(client: RolloutClient, monitor: Monitor) -> None:
-    with pytest.raises(NotFound, match=r"\(a, b\)"):
-        await client.report_mismatch(ROLLOUTS, TRAINER, by_request_id=True)
-    await monitor.remember([RecentRollout.of(each) for each in ROLLOUTS])
-    assert (await client.report_mismatch(ROLLOUTS, TRAINER, by_request_id=True)).tokens == 6
-
-
-@pytest.mark.parametrize("by_request_id", [False, True])
 async def test_a_large_batch_becomes_reports_that_may_split_a_rollout(
-    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, monitor: Monitor, by_request_id: bool
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, monitor: Monitor
 ) -> None:
-    await monitor.remember([RecentRollout.of(each) for each in ROLLOUTS])
     monkeypatch.setattr(_mismatch, "TOKENS_PER_REPORT", 7)  # completions of 3, 1, 2 and 0 tokens in turn
-    receipt = await client.report_mismatch(ROLLOUTS * 3, TRAINER * 3, by_request_id=by_request_id)
+    receipt = await client.report_mismatch(ROLLOUTS * 3, TRAINER * 3)
     assert receipt.tokens == 18
     assert [receipt.tokens for receipt in monitor._receipts.values()] == [6, 6, 6]
     monkeypatch.setattr(_mismatch, "TOKENS_PER_REPORT", 3)
-    await client.report_mismatch(ROLLOUTS, TRAINER, by_request_id=by_request_id)
+    await client.report_mismatch(ROLLOUTS, TRAINER)
     assert [receipt.tokens for receipt in monitor._receipts.values()][3:] == [3, 3]
     assert (await client.mismatch(3)).versions[0].k1 == pytest.approx(K1)
 
@@ -174,18 +160,16 @@ async def test_nothing_to_report_is_no_request(client: RolloutClient) -> None:
 TRUNCATED = [each.model_copy(update={"truncated_sampling": True}) for each in ROLLOUTS]
 
 
-@pytest.mark.parametrize("by_request_id", [False, True])
 async def test_truncated_rollouts_are_reported_with_a_single_warning(
-    client: RolloutClient, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, by_request_id: bool
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(truncation, "_warned", set())
-    await monitor.remember([RecentRollout.of(each) for each in TRUNCATED])
     with pytest.warns(TruncatedSamplingWarning, match="report_mismatch: rollouts were sampled with top_p"):
-        receipt = await client.report_mismatch(TRUNCATED, TRAINER, by_request_id=by_request_id)
+        receipt = await client.report_mismatch(TRUNCATED, TRAINER)
     assert (receipt.tokens, receipt.truncated_tokens) == (0, 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        await client.report_mismatch(TRUNCATED, TRAINER, by_request_id=by_request_id)
+        await client.report_mismatch(TRUNCATED, TRAINER)
     table = await client.mismatch()
     assert table.rows == () and [not_judged.tokens for not_judged in table.truncated] == [12]
 

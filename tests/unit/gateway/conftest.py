@@ -14,7 +14,6 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.model.tiny import character_tokenizer, make_tiny_qwen3
-from rollout_service.monitor.feed import RolloutFeed
 from rollout_service.monitor.monitor import Monitor
 from rollout_service.web.auth import Authorizer
 from tests.unit.gateway.chats import URL, ScriptedEngine, config_of
@@ -44,7 +43,6 @@ def services(engine: EchoEngine, monitor: Monitor) -> Services:
         authorizer=Authorizer(None),
         http=httpx.AsyncClient(),
         monitor=monitor,
-        feed=RolloutFeed(monitor, MonitorConfig().remember_tokens),
     )
 
 

@@ -8,13 +8,10 @@ import torch
 
 from rollout_service.config import MonitorConfig
 from rollout_service.correction import measure_mismatch
-from rollout_service.errors import InvalidRequest, NotFound
-from rollout_service.monitor.feed import OTHERS_S, RolloutFeed
+from rollout_service.errors import InvalidRequest
 from rollout_service.monitor.monitor import REPORT_IDS, Monitor
 from rollout_service.monitor.scoring import MAX_AGE
-from rollout_service.protocol.recent_rollout import RecentRollout
-from rollout_service.protocol.rollout import Span
-from tests.unit.monitor.reports import body, full, rollout, span
+from tests.unit.monitor.reports import body, full, span
 
 
 @pytest.fixture
@@ -34,18 +31,10 @@ class TestReport:
             row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
         )
 
-    @pytest.mark.parametrize("by_id", [False, True])
-    async def test_tokens_are_split_by_the_age_of_their_keys(self, monitor: Monitor, by_id: bool) -> None:
+    async def test_tokens_are_split_by_the_age_of_their_keys(self, monitor: Monitor) -> None:
         sampled, trained = [-1.0] * 4, [-1.0, -1.5, -2.0, -2.5]
         spans = [span(3, 0, 1), {**span(4, 1, 3), "kv_from": 3}, {**span(500, 3, 4), "kv_from": 3}]
-        if by_id:
-            made = rollout("a", sampled)
-            of_spans = {"spans": tuple(Span.model_validate(each) for each in spans)}
-            completions = (made.completions[0].model_copy(update=of_spans),)
-            await monitor.remember([RecentRollout.of(made.model_copy(update={"completions": completions}))])
-            await monitor.report(body({"trainer_logprobs": trained}, request_id="a"))
-        else:
-            await monitor.report(body(full(trained, sampled, spans)))
+        await monitor.report(body(full(trained, sampled, spans)))
         table = await monitor.table()
         ages = {row.version: [(each.age, each.tokens) for each in row.kv_ages] for row in table.versions}
         assert ages == {4: [(1, 2)], 500: [(MAX_AGE, 1)]}  # of version 3 nothing is kept
@@ -93,13 +82,6 @@ class TestReport:
         )
         assert (receipt.tokens, receipt.too_old_tokens) == (3, 2)
         assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
-
-    async def test_a_rollout_is_reported_by_id_once_the_monitor_knows_it(self, monitor: Monitor) -> None:
-        by_id = body({"trainer_logprobs": [-1.0, -2.0]}, request_id="a")
-        with pytest.raises(NotFound, match="not remembered"):
-            await monitor.report(by_id)
-        await monitor.remember([RecentRollout.of(rollout("a", [-1.5, -1.0]))])
-        assert (await monitor.report(by_id)).tokens == 2
 
 
 class TestTable:
@@ -155,37 +137,3 @@ class TestTruncated:
         receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))
         assert receipt.truncated_tokens == 1
         assert (await monitor.table()).truncated == ()
-
-
-class TestOtherGateways:
-    async def test_a_report_waits_for_rollouts_from_another_gateway(self, monitor: Monitor) -> None:
-        held = asyncio.Event()
-
-        class Slow:
-            async def remember(self, rollouts: list[RecentRollout]) -> None:
-                await held.wait()
-                await monitor.remember(rollouts)
-
-        first, second = (RolloutFeed(Slow(), 1, gateways=2) for _ in range(2))
-        first.note(rollout("a", [-1.0]))
-        await second.wait_until_sent()  # the gateway that takes the report knows nothing of the rollout
-        named = body({"trainer_logprobs": [-1.5]}, request_id="a")
-        report = asyncio.create_task(monitor.report(named, wait_s=3600))
-        await monitor.remember([RecentRollout.of(rollout("b", [-1.0]))])  # another one's does not end the wait
-        held.set()
-        assert (await report).tokens == 1
-
-    async def test_a_report_that_waits_keeps_no_other_from_being_counted(self, monitor: Monitor) -> None:
-        waiting = asyncio.create_task(monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=3600))
-        assert (await monitor.report(body(full([-1.0], [-1.5])))).tokens == 1
-        assert not waiting.done()
-        waiting.cancel()
-
-    async def test_rollouts_still_unknown_when_the_wait_ends_are_named(self, monitor: Monitor) -> None:
-        with pytest.raises(NotFound, match="never"):
-            await monitor.report(body({"trainer_logprobs": []}, request_id="never"), wait_s=0.01)
-
-    def test_reports_wait_only_where_there_are_several_gateways(self) -> None:
-        waits = {gateways: RolloutFeed(None, 1, gateways=gateways).others_wait_s for gateways in (1, 2, 3)}
-        assert waits == {1: 0.0, 2: OTHERS_S, 3: OTHERS_S}
-        assert RolloutFeed(None, 0, gateways=2).others_wait_s == 0

@@ -22,25 +22,18 @@ def json_of(rollout: dict[str, Any]) -> bytes:
     return json.dumps({"rollouts": [rollout]}).encode()
 
 
-def test_a_rollout_may_come_in_full_or_by_its_request_id() -> None:
-    full = MismatchReport.model_validate_json(json_of({"replica_id": "r", "completions": [FULL]}))
-    assert full.rollouts[0].completions[0].trainer_logprobs == [-1.0, -2.0]
-    MismatchReport.model_validate_json(json_of({"request_id": "a", "completions": [{"trainer_logprobs": []}]}))
-
-
 def test_spans_with_versions_as_text_are_accepted() -> None:
     pasted = {**FULL, "spans": [{**SPAN, "version": "3"}]}
     report = MismatchReport.model_validate_json(json_of({"replica_id": "r", "completions": [pasted]}))
     spans = report.rollouts[0].completions[0].spans
-    assert spans is not None and spans[0].version == 3
+    assert spans[0].version == 3
 
 
 @pytest.mark.parametrize(
     ("rollout", "says"),
     [
-        ({"completions": [{"trainer_logprobs": [-1.0]}]}, "no request_id"),
-        ({"request_id": "a", "completions": [FULL]}, "no replica_id"),
-        ({"replica_id": "r", "completions": [{**FULL, "spans": None}]}, "together"),
+        ({"completions": [FULL]}, "no replica_id"),
+        ({"replica_id": "r", "completions": [{"trainer_logprobs": [-1.0]}]}, "required"),
         ({"replica_id": "r", "completions": [{**FULL, "mask": [1, 0]}]}, "valid boolean"),
         ({"replica_id": "r", "completions": [{**FULL, "trainer_logprobs": ["-1", True]}]}, "valid number"),
         ({"replica_id": "r", "completions": [{**FULL, "trainer_logprobs": [None, -1.0]}]}, "valid number"),
