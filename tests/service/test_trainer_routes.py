@@ -5,11 +5,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 from tests.support.checkpoints import save_checkpoint
+from tests.support.delta_writer import publish
 from tests.support.telltale import assert_pure, canary_weights
 
 
@@ -81,6 +84,38 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
     assert (await http.post("/continue_generation", json={})).status_code == 200
     await assert_served(client, version)
     assert (await http.get("/model_info")).json()["weight_version"] == str(version)
+
+
+@pytest.mark.slow
+@pytest.mark.client("slime")
+async def test_twenty_deltas_of_slime_are_served_one_by_one(
+    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, next_version: int
+) -> None:
+    """As slime 624b824's update_weight_from_disk_delta.py asks at each step, with rollouts under way."""
+    model, store, checkpoint = service.config.model.path, sources / "deltas", "/local/nvme/checkpoint"
+    pull = {"local_checkpoint_dir": checkpoint, "source_dir": str(store)}
+    store.mkdir()
+    old: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
+    assert (await http.post("/pull_weights", json={**pull, "target_version": 0})).status_code == 200
+    for step in range(1, 21):
+        version = next_version + step - 1
+        new = canary_weights(model, version)
+        publish(store, step, old, new)
+        under_way = asyncio.create_task(http.post("/generate", json={"input_ids": [5, 6], "sampling_params": LONG}))
+        await running(client, 1)
+        assert (await http.post("/pull_weights", json={**pull, "target_version": step})).status_code == 200
+        assert not under_way.done()
+        assert (await http.post("/pause_generation", json={})).status_code == 200
+        assert (await under_way).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await http.get("/flush_cache")).status_code == 200
+        body = {"model_path": checkpoint, "weight_version": str(step)}
+        assert (await http.post("/update_weights_from_disk", json=body)).json()["version"] == version
+        assert (await http.post("/continue_generation", json={})).status_code == 200
+        await assert_served(client, version)
+        old = new
+    last, whole = version, await client.push_weights("next", new)
+    digests = {status.version: status.digest for status in await client.weights()}
+    assert digests[last] == whole.digest
 
 
 @pytest.mark.client("slime")
