@@ -9,8 +9,8 @@ from rollout_service.protocol.tensors import QuantWeights
 
 _GRAPH_KEYS = {"cudagraph_capture_sizes", "cudagraph_mode", "cudagraph_num_of_warmups", "max_cudagraph_capture_size"}
 """Keys of vLLM's ``compilation_config`` that change no result."""
-_COMPILATION_ENV = {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "VLLM_BATCH_INVARIANT"}
-"""Variables of ``engine.env`` that change where an engine rounds."""
+_EMULATE_CASTS = "TORCHINDUCTOR_EMULATE_PRECISION_CASTS"
+"""Variable of ``engine.env`` that changes where an engine rounds."""
 _KERNELS_OF_MODE: dict[str, Literal["cuda_eager", "cuda_compiled"]] = {
     "0": "cuda_eager", "none": "cuda_eager", "3": "cuda_compiled", "vllm_compile": "cuda_compiled",
 }  # fmt: skip
@@ -179,6 +179,10 @@ class EngineConfig(Config):
     memory in bytes: the KV cache's tokens times layers and experts per token. Only for mixtures of experts; not on the
     CPU."""
 
+    deterministic: bool = False
+    """Use vLLM's batch-invariant kernels: a sequence's logprobs do not depend on the rest of its batch, nor on the run.
+    Samples repeat for requests with a ``seed`` or temperature 0. Slower. Not on the CPU, nor for experts in FP8."""
+
     adapters: AdaptersConfig = AdaptersConfig()
 
     extra: dict[str, JsonValue] = Field(default_factory=dict)
@@ -189,6 +193,10 @@ class EngineConfig(Config):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engines' processes: ``{"NCCL_SOCKET_IFNAME": "eth0"}``. Variables that the
     service sets are refused. Ray logs them, so they must not contain secrets."""
+
+    max_logprobs: int = Field(default=20, ge=-1)
+    """Maximum number of top logprobs that a request may ask for at each token; -1: the whole vocabulary. Distillation
+    asks for 64 to 256 (docs/rollouts.md)."""
 
     seed: int = 0
     """Seed of the engine; requests may have their own."""
@@ -214,19 +222,11 @@ class EngineConfig(Config):
         return self.admission_limit or 4 * self.max_num_seqs
 
     @property
-    def max_logprobs(self) -> int:
-        """Return the maximum number of top-k logprobs of a request, as in vLLM; -1: the whole vocabulary."""
-        given = self.extra.get("max_logprobs", 20)
-        if isinstance(given, bool) or not isinstance(given, int) or given < -1:
-            raise ValueError(f"engine.extra.max_logprobs is {given!r}: give a number, or -1 for the whole vocabulary")
-        return given
-
-    @property
     def gpu_kernels(self) -> Literal["cuda_eager", "cuda_compiled"] | None:
         """Return the kernels between the matrix products of an engine on a GPU, see ``TrainerRecipe``. None: they are
-        not known, because ``extra`` or ``env`` changes the compilation."""
+        not known, because ``deterministic``, ``extra`` or ``env`` changes them."""
         compilation = self.extra.get("compilation_config", {})
-        if not isinstance(compilation, dict) or not self.env.keys().isdisjoint(_COMPILATION_ENV):
+        if not isinstance(compilation, dict) or self.deterministic or _EMULATE_CASTS in self.env:
             return None
         if self.enforce_eager:
             return "cuda_eager"

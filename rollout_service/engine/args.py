@@ -68,6 +68,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         language_model_only=True,  # only affects multimodal models
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        max_logprobs=engine.max_logprobs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_dtype=_kv_cache_dtype(config, on_cpu),
         block_size=engine.block_size,

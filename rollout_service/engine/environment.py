@@ -31,6 +31,7 @@ def engine_environment(config: ServiceConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer is not installed: it compiles for minutes on first use
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_BATCH_INVARIANT": str(int(config.engine.deterministic)),
         # on Hopper, power-of-two scales would requantize our weights in place
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
         # tensors do not pass through our RPCs, so pickle is not needed
@@ -56,6 +57,8 @@ def with_env(owned: dict[str, str], config: ServiceConfig) -> dict[str, str]:
     for name in config.engine.env:
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"engine.env.{name}: no name of an environment variable")
+        if name == "VLLM_BATCH_INVARIANT":
+            raise ValueError(f"engine.env.{name} is not taken: set engine.deterministic")
         if name in owned:
             raise ValueError(f"engine.env.{name} is not taken: the service sets it to {owned[name]!r}")
         if _RAYS_OWN.fullmatch(name):

@@ -45,6 +45,7 @@ INSTEAD: dict[str, str] = {
     "load_format": "engines load versions of the log",
     "logging_config": _LOGS,
     "logprobs_mode": "logprobs are those of the distribution that was sampled from",
+    "max_logprobs": "set engine.max_logprobs",
     "max_model_len": "set engine.max_model_len",
     "max_num_batched_tokens": "set engine.max_num_batched_tokens",
     "max_num_seqs": "set engine.max_num_seqs",
@@ -129,7 +130,6 @@ def check_extra(config: ServiceConfig) -> None:
             raise ValueError(f"engine.extra.{name} is not taken: {_NODES}")
         if name in INSTEAD:
             raise ValueError(f"engine.extra.{name} is not taken: {INSTEAD[name]}")
-    _ = config.engine.max_logprobs  # raises ValueError
     _check_speculation(extra.get("speculative_config"))
     overrides = extra.get("hf_overrides", {})
     if not isinstance(overrides, dict):

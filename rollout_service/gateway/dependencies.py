@@ -84,7 +84,7 @@ class Services:
     returns_experts: bool = False
     """The setting ``engine.return_routed_experts``."""
     max_logprobs: int = 20
-    """Maximum number of top logprobs that a request may ask for: ``engine.extra.max_logprobs``."""
+    """Maximum number of top logprobs that a request may ask for: ``engine.max_logprobs``."""
     may_sleep: bool = False
     """The setting ``engine.enable_sleep_mode``."""
     keeps_kv_cache: bool = False

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypedDict
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.batch_invariance import is_batch_invariant
 from rollout_service.engine.hardware import FLASH_ATTENTION_3
 
 GROUP = "CUSTOM"
@@ -141,8 +140,8 @@ def _against_groups(
         yield f"the model has layers of {', '.join(others)}"
     if model.get("attn_logit_softcapping"):
         yield "the model caps its attention's logits"
-    if is_batch_invariant(config):
-        yield "results depend on who shares the batch, and engine.env asks for batch invariance"
+    if engine.deterministic:
+        yield "results depend on who shares the batch, and engine.deterministic is true"
     if extra.get("speculative_config") is not None:
         yield "it decodes one token of a sequence a step, and engine.extra.speculative_config asks for more"
     if extra.get("decode_context_parallel_size", 1) != 1:

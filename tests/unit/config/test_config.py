@@ -195,6 +195,7 @@ class TestEngineKernels:
             ({"extra": {"compilation_config": {"cudagraph_capture_sizes": [8]}}}, "cuda_compiled"),
             ({"extra": {"compilation_config": {"mode": 1}}}, None),
             ({"extra": {"compilation_config": {"pass_config": {"fuse_act_quant": False}}}}, None),
+            ({"deterministic": True}, None),
             ({"env": {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}}, None),
         ],
     )

@@ -18,7 +18,7 @@ from rollout_service.engine.plugin import PARTIAL_PENALTIES
 from tests.support.models import make_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-ASKED: dict[str, object] = {"env": {"VLLM_BATCH_INVARIANT": "1"}}
+ASKED: dict[str, object] = {"deterministic": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -50,19 +50,14 @@ class TestExtra:
 
     def test_other_arguments_reach_the_engine(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
-        made = engine_args(config_of(tmp_path, extra={"max_logprobs": 40}), (), has_tokenizer=False)
-        assert made.max_logprobs == 40
-
-    @pytest.mark.parametrize("wrong", ["many", -2, True])
-    def test_a_number_of_logprobs_that_is_none_is_refused(self, tmp_path: Path, wrong: object) -> None:
-        make_model(tmp_path, "llama")
-        with pytest.raises(ValueError, match=r"engine\.extra\.max_logprobs is"):
-            check_extra(config_of(tmp_path, extra={"max_logprobs": wrong}))
+        made = engine_args(config_of(tmp_path, extra={"optimization_level": 1}), (), has_tokenizer=False)
+        assert made.optimization_level == 1
 
     @pytest.mark.parametrize(
         ("name", "instead"),
         [
             ("max_model_len", "set engine.max_model_len"),
+            ("max_logprobs", "set engine.max_logprobs"),
             ("tensor_parallel_size", "set engine.tensor_parallel_size"),
             ("quantization", "set quant.weights"),
             ("data_parallel_size", "scaling.max_replicas"),
@@ -187,4 +182,10 @@ class TestBatchInvariance:
         refuse_batch_invariance(config, on_cpu=False, has_experts=False)
         bf16 = ServiceConfig.model_validate({**config.model_dump(), "quant": {"weights": "none"}})
         refuse_batch_invariance(bf16, on_cpu=False, has_experts=True)
-        refuse_batch_invariance(config_of(env={"VLLM_BATCH_INVARIANT": "0"}), on_cpu=True, has_experts=True)
+        refuse_batch_invariance(config_of(), on_cpu=True, has_experts=True)
+
+    def test_the_setting_alone_switches_it_on(self) -> None:
+        assert engine_environment(config_of(**ASKED))["VLLM_BATCH_INVARIANT"] == "1"
+        assert engine_environment(config_of())["VLLM_BATCH_INVARIANT"] == "0"
+        with pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT is not taken: set engine\.deterministic"):
+            engine_environment(config_of(env={"VLLM_BATCH_INVARIANT": "1"}))

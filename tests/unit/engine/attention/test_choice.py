@@ -71,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "the model has layers of linear_attention",
     ),
     ({"model": {"attn_logit_softcapping": 50.0}}, "caps its attention's logits"),
-    ({"env": {"VLLM_BATCH_INVARIANT": "1"}}, "asks for batch invariance"),
+    ({"deterministic": True}, "engine.deterministic is true"),
     ({"extra": {"speculative_config": {"method": "ngram"}}}, "decodes one token of a sequence a step"),
     ({"extra": {"decode_context_parallel_size": 2}}, "engine.extra.decode_context_parallel_size cuts them"),
 ]
