@@ -35,6 +35,7 @@ DOCS = PROJECT / "docs"
 MAKER = "python -m scripts.reference"
 TITLES = {
     "generate": "Rollouts",
+    "score": "Rollouts",
     "completions": "Rollouts",
     "openai.routes": "Chats and sessions",
     "openai.sessions": "Chats and sessions",

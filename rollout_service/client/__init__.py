@@ -9,6 +9,7 @@
 
 from rollout_service.client._client import RolloutClient
 from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
+from rollout_service.client._score import Scores
 from rollout_service.client._stream import RolloutStream, StreamPiece
 from rollout_service.client._sync import SyncRolloutClient
 
@@ -18,6 +19,7 @@ __all__ = [
     "PartialRollout",
     "RolloutClient",
     "RolloutStream",
+    "Scores",
     "StreamPiece",
     "SyncRolloutClient",
 ]

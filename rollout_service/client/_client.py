@@ -20,6 +20,7 @@ from rollout_service.client._mismatch import MismatchCalls
 from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
 from rollout_service.client._push_options import PushOptions, require_push_options
 from rollout_service.client._retry import Repeat
+from rollout_service.client._score import ScoreOptions, Scores, score_request, scores_of
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._shared_memory import MIN_SHARED_BYTES
 from rollout_service.client._stream import RolloutStream
@@ -185,6 +186,32 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         request = request_from(prompt, request_id, options)
         reply = await self._data.send("POST", "/inference/v1/generate", json=body_of(request), repeat=Repeat.IF_LOST)
         return rollout_of(reply, request)
+
+    async def score(
+        self,
+        tokens: Sequence[int],
+        *,
+        start: int = 1,
+        top_logprobs: int = 0,
+        target_token_ids: Sequence[Sequence[int]] | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """Return the logprobs of given tokens, as a teacher's of a student's completion.
+
+        Args:
+            tokens: Token ids of prompt and completion together.
+            start: First token that is scored.
+            top_logprobs: Number of most likely tokens beside each token, at most ``engine.max_logprobs``.
+            target_token_ids: Tokens to score instead, a list for each token from ``start`` on. The engine needs a GPU.
+            **options: See ``generate``.
+
+        Raises:
+            InvalidRequest: The service does not accept an argument. Other errors are those of ``generate``.
+        """
+        asked = {"start": start, "top_logprobs": top_logprobs, **options}
+        request = score_request(tokens, target_token_ids, asked)
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return scores_of(await self._data.send("POST", "/inference/v1/score", json=body, repeat=Repeat.IDEMPOTENT))
 
     def generate_stream(
         self, prompt: Prompt, *, request_id: str | None = None, **options: Unpack[GenerateOptions]

@@ -70,6 +70,7 @@ class SyncRolloutClient:
 
     generate = _blocking(RolloutClient.generate)
     generate_batch = _blocking(RolloutClient.generate_batch)
+    score = _blocking(RolloutClient.score)
     push_weights = _blocking(RolloutClient.push_weights)
     push_path = _blocking(RolloutClient.push_path)
     push_adapter = _blocking(RolloutClient.push_adapter)

@@ -6,6 +6,7 @@ calls, its health check fails, and the replica is replaced.
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
@@ -47,11 +49,12 @@ from rollout_service.fleet.continuation import of_version
 from rollout_service.metrics import table
 from rollout_service.metrics.process import record
 from rollout_service.protocol.adapters import TENSORS_FILE
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.fleet import PauseMode, Staging
 from rollout_service.protocol.kv_scales import KVMeasurement
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
-from rollout_service.protocol.sampling import Reasoning, Sampling
+from rollout_service.protocol.sampling import Reasoning, Sampling, Scoring
 from rollout_service.protocol.sampling_mask import pack
 
 logger = logging.getLogger(__name__)
@@ -157,20 +160,21 @@ class EngineAdapter:
         session_id: str | None = None,
         note_cached: Callable[[int], None] | None = None,
         adapter: LoadedAdapter | None = None,
+        scoring: Scoring | None = None,
     ) -> tuple[Completion, ...]:
         """Return the ``n`` completions of one prompt. Cancelling the call aborts them in the engine.
 
-        ``partial_tokens``, ``session_id``: see ``GenerateCall``. ``exact_version``: the only weight version whose
-        tokens are returned. A completion that another version would continue ends with "abort". Such a request reads no
-        keys and values of its session's earlier versions. ``note_cached``: called with the number of the prompt's
-        tokens that the prefix cache had. ``adapter``: samples the tokens; None: the model itself.
+        ``partial_tokens``, ``session_id``, ``scoring``: see ``GenerateCall``. ``exact_version``: the only weight
+        version whose tokens are returned. A completion that another version would continue ends with "abort". Such a
+        request reads no keys and values of its session's earlier versions. ``note_cached``: called with the number of
+        the prompt's tokens that the prefix cache had. ``adapter``: samples the tokens; None: the model itself.
 
         Raises EngineFailed if the engine is dead or broken, InvalidRequest if vLLM refuses the request, and
         NonFiniteLogprob.
         """
         if sampling.routed_experts_prompt_start is not None and not self._llm.vllm_config.aux_output_config.enabled:
             raise InvalidRequest("routed experts are asked for, and engine.return_routed_experts is not set")
-        parameters = vllm_sampling(sampling, len(prompt), partial_tokens)
+        parameters = vllm_sampling(sampling, len(prompt), partial_tokens, scoring)
         if exact_version is not None:
             self._exact[request_id], session_id = exact_version, None
         if adapter is not None:
@@ -179,7 +183,7 @@ class EngineAdapter:
         try:
             with kv as salt:
                 stream = self._stream(request_id, prompt, parameters, priority, salt, reasoning, adapter)
-                made = completions(await self._output(request_id, stream, note_cached), sampling)
+                made = completions(await self._output(request_id, stream, note_cached), sampling, scoring)
                 return tuple(self._with_versions(request_id, made))
         finally:
             self._exact.pop(request_id, None)
@@ -530,7 +534,9 @@ _NOT_VLLMS = {"stop", "stop_token_ids", "logprobs", "structured_outputs", "route
 """The sampling parameters that vLLM takes in another format or not at all."""
 
 
-def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0, partial_tokens: int = 0) -> SamplingParams:
+def vllm_sampling(
+    sampling: Sampling, prompt_tokens: int = 0, partial_tokens: int = 0, scoring: Scoring | None = None
+) -> SamplingParams:
     """Return vLLM's sampling parameters, for a single output when all completions have ended.
 
     An engine that records routed experts returns them with every completion. If the request does not ask for them,
@@ -541,11 +547,12 @@ def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0, partial_tokens: in
     Args:
         sampling: the request's sampling parameters.
         prompt_tokens: length of the prompt in tokens.
-        partial_tokens: see ``GenerateCall``.
+        partial_tokens, scoring: see ``GenerateCall``.
     """
     experts_from = sampling.routed_experts_prompt_start
     parameters = sampling.model_dump(exclude=_NOT_VLLMS | {"detokenize", "output_kind", "extra_args"})
     parameters |= with_partial_penalties(sampling, partial_tokens)
+    parameters |= _targets(scoring)
     try:
         return SamplingParams(
             **parameters,
@@ -562,6 +569,16 @@ def vllm_sampling(sampling: Sampling, prompt_tokens: int = 0, partial_tokens: in
         raise InvalidRequest(str(error)) from error
 
 
+def _targets(scoring: Scoring | None) -> dict[str, object]:
+    """Return vLLM's parameters for the logprobs of target tokens, in rows of one length: -1 is none."""
+    if scoring is None or scoring.target_token_ids is None:
+        return {}
+    width = max(1, *map(len, scoring.target_token_ids))
+    rows = [[*row, *[-1] * (width - len(row))] for row in scoring.target_token_ids]
+    # vLLM counts from the token that predicts the first one
+    return {"prompt_logprob_token_ids": np.array(rows, np.int32), "prompt_logprob_start": scoring.start - 1}
+
+
 def _structured_outputs(sampling: Sampling) -> StructuredOutputsParams | None:
     wanted = sampling.structured_outputs
     if wanted is None:
@@ -573,7 +590,7 @@ def _structured_outputs(sampling: Sampling) -> StructuredOutputsParams | None:
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def completions(output: RequestOutput, sampling: Sampling) -> tuple[Completion, ...]:
+def completions(output: RequestOutput, sampling: Sampling, scoring: Scoring | None = None) -> tuple[Completion, ...]:
     """Return vLLM's final output as this service's completions.
 
     Raises InvalidRequest if vLLM could not follow the requested structure, which it reports as finish reason "error".
@@ -589,6 +606,9 @@ def completions(output: RequestOutput, sampling: Sampling) -> tuple[Completion, 
             each.model_copy(update={"routed_experts": routed_experts(told, experts_from, tokens)})
             for each, told in zip(made, output.outputs, strict=True)
         )
+    if scoring is not None:
+        was_cut = any(each.finish_reason == "abort" for each in made)
+        return made if was_cut else tuple(each.model_copy(update={"scores": scores(output, scoring)}) for each in made)
     if sampling.prompt_logprobs is None:
         return made
     of_the_prompt = prompt_candidates(output)
@@ -669,6 +689,27 @@ def top_logprobs(output: CompletionOutput) -> tuple[tuple[Candidate, ...], ...]:
     """Return the top logprobs of each position, without vLLM's leading entry for the sampled token. Tokens that could
     not be sampled have no finite logprob and are left out."""
     return tuple(each[1:] for each in _candidates(output.logprobs))
+
+
+def scores(output: RequestOutput, scoring: Scoring) -> CompactLogprobs:
+    """Return the logprobs of the prompt's tokens. Raises NonFiniteLogprob, or EngineFailed if vLLM returned none."""
+    if scoring.target_token_ids is None:
+        prompt_logprobs(output)  # raises NonFiniteLogprob
+        flat = output.prompt_logprobs
+        assert isinstance(flat, FlatLogprobs)
+        starts = flat.start_indices[scoring.start :]
+        first, offsets = starts[0], [*starts, flat.end_indices[-1]]
+        entries = flat.token_ids[first:], flat.logprobs[first:]
+        return CompactLogprobs.of(*entries, [each - first for each in offsets], offsets[-1] - offsets[-2] - 1)
+    values = output.prompt_token_id_logprobs
+    if values is None:
+        raise EngineFailed("vLLM returned no logprobs of target tokens: send the request again")
+    lengths = [len(row) for row in scoring.target_token_ids]
+    asked = np.arange(values.shape[1]) < np.array(lengths)[:, None]
+    if not np.isfinite(values[asked]).all():
+        raise NonFiniteLogprob("a target token has a logprob that is not finite: the weights are likely broken")
+    ids = list(itertools.chain.from_iterable(scoring.target_token_ids))
+    return CompactLogprobs.of(ids, values[asked], list(itertools.accumulate(lengths, initial=0)), 0)
 
 
 def prompt_candidates(output: RequestOutput) -> tuple[tuple[Candidate, ...] | None, ...]:

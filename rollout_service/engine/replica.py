@@ -196,6 +196,7 @@ class EngineReplica:
                     call.session_id,
                     turn.note_cached,
                     adapter,
+                    call.scoring,
                 )
                 turn.end(completions)
         except (EngineFailed, NotReady, Overloaded, TooEarly) as error:

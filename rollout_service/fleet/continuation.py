@@ -86,7 +86,7 @@ def of_version(completion: Completion, version: int) -> Completion:
         return completion
     cut: dict[str, object] = {"finish_reason": "abort", "stop_reason": None}
     if end == 0:  # the other version has read the prompt, too
-        cut["prompt_logprobs"] = None
+        cut |= {"prompt_logprobs": None, "scores": None}
     return slice_completion(completion, 0, end).model_copy(update=cut)
 
 
@@ -141,6 +141,7 @@ def merge_completions(call: GenerateCall, partial: Completion, rest: Completion)
         spans=merge_spans((*partial.spans, *(span.shift(done) for span in rest.spans))),
         top_logprobs=_concatenate([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
         prompt_logprobs=of_the_prompt,
+        scores=rest.scores,
         packed_sampling_mask=_concatenate([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
         routed_experts=_joined_experts(partial, rest, len(call.prompt_token_ids)),
     )

@@ -20,6 +20,7 @@ from rollout_service.gateway import (
     metrics,
     mismatch,
     models,
+    score,
     update_weights,
     vllm_weights,
     weights,
@@ -38,7 +39,7 @@ from rollout_service.web.errors import install_error_handlers
 
 logger = logging.getLogger(__name__)
 SURFACES = (
-    *(generate, completions, openai, sessions, models),
+    *(generate, score, completions, openai, sessions, models),
     *(weights, adapters, update_weights, vllm_weights, mismatch, control, metrics),
     *(sglang, areal),
 )

@@ -1,13 +1,11 @@
 """``POST /inference/v1/generate``: vLLM's token-in, token-out API."""
 
-import base64
 import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import numpy as np
 from fastapi import APIRouter, Response
 
 from rollout_service.fleet.progress import CompletionDelta
@@ -22,8 +20,8 @@ from rollout_service.gateway.prompts import (
 from rollout_service.gateway.routes import PromptsRoute
 from rollout_service.gateway.streams import EVENT_STREAM, Spans, event_stream, live_pieces
 from rollout_service.gateway.text import TextStream
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.generate import (
-    CompactLogprobs,
     GenerateReply,
     GenerateRequest,
     RolloutOptions,
@@ -146,13 +144,8 @@ def _compact_logprobs(completion: Completion, num_top: int) -> CompactLogprobs:
     likeliest = completion.top_logprobs or ((),) * len(completion.token_ids)
     rows = [sampled_first(*each) for each in zip(completion.token_ids, completion.logprobs, likeliest, strict=True)]
     entries = [entry for row in rows for entry in row]
-    ids = np.array([entry.token_id for entry in entries], dtype="<u4")
-    logprobs = np.array([entry.logprob for entry in entries], dtype="<f4")
-    return CompactLogprobs(
-        data=base64.b64encode(ids.tobytes() + logprobs.tobytes()).decode(),
-        offsets=list(itertools.accumulate(map(len, rows), initial=0)),
-        num_top_logprobs=num_top,
-    )
+    offsets = list(itertools.accumulate(map(len, rows), initial=0))
+    return CompactLogprobs.of([e.token_id for e in entries], [e.logprob for e in entries], offsets, num_top)
 
 
 def _by_token(completion: Completion) -> list[dict[str, object]]:

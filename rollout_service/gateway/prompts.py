@@ -26,7 +26,7 @@ from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
-from rollout_service.protocol.sampling import FEW, MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling
+from rollout_service.protocol.sampling import FEW, MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling, Scoring
 from rollout_service.runtime.tasks import raise_first_failure
 from rollout_service.tracing import describe
 from rollout_service.web.errors import documented
@@ -147,7 +147,7 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, services: Services) 
         if asked is not None and asked > services.max_logprobs:
             raise InvalidRequest(
                 f"{name}={asked}: this deployment returns at most {services.max_logprobs} top logprobs: ask for "
-                "fewer, or raise engine.extra.max_logprobs",
+                "fewer, or raise engine.max_logprobs",
                 {name: asked, "limit": services.max_logprobs},
             )
     if services.returns_masks:
@@ -317,12 +317,14 @@ async def roll_out(
     reasoning: Reasoning | None = None,
     progress: RolloutProgress | None = None,
     partial: tuple[int, ...] = (),
+    scoring: Scoring | None = None,
 ) -> Rollout:
     """Check one prompt and complete it on an engine.
 
     Args:
         prompt, sampling, services, options, reasoning: the request.
         progress: receives the tokens during generation, for a streaming client.
+        scoring: see ``GenerateCall``.
         partial: see ``GenerateRequest.partial_token_ids``. The rollout has these tokens at the end of its prompt.
     """
     if partial:
@@ -341,6 +343,7 @@ async def roll_out(
         session_id=options.session_id,
         priority=options.priority,
         cache_salt=options.cache_salt,
+        scoring=scoring,
         reasoning=reasoning if sampling.structured_outputs is not None else None,
     )
     try:

@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.base import Frozen, KnownVersion, WeightVersion
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import CommonSampling, Sampling, refuse_many_unknown, without_idle_nulls
@@ -240,22 +241,6 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """vLLM's form: a dict per prompt token, by token id, with its own logprob and the top-k ones; None for the first token.
 """
-
-
-class CompactLogprobs(BaseModel):
-    """All logprobs of a completion as packed numbers, in the format of prime-rl's renderers 0.1.13.dev17.
-
-    Token ``i`` has the entries ``offsets[i]`` to ``offsets[i + 1]``: the sampled token, then the most likely others.
-    """
-
-    data: str
-    """Base64 of the token id of each entry (u32, little endian), then of the logprob of each (f32, little endian). Must
-    be the first field: the client searches the reply's bytes for its name."""
-    format: Literal["u32-f32-le-v1"] = "u32-f32-le-v1"
-    offsets: list[int]
-    """[tokens + 1]"""
-    num_top_logprobs: int
-    """``sampling_params.logprobs`` of the request."""
 
 
 class GenerateChoice(BaseModel):

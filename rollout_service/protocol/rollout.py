@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, WithJsonSchema, model_validator
 
 from rollout_service.protocol.base import MAX_VERSION, Frozen, WeightVersion
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.routed_experts import Experts, Known, RoutedExperts
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -102,6 +103,8 @@ class Completion(Frozen):
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
     """For each token of the prompt, its own logprob, then the ``sampling.prompt_logprobs`` most likely tokens, at
     temperature 1. None for the first token, and if not requested."""
+    scores: CompactLogprobs | None = None
+    """Logprobs of the prompt's tokens, if the call has ``scoring``."""
     packed_sampling_mask: tuple[str, ...] | None = None
     """The tokens from which each token was drawn, as chunks of ``rollout_service.protocol.sampling_mask``. None unless
     ``engine.return_sampling_mask`` is set."""

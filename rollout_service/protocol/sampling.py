@@ -135,7 +135,7 @@ class CommonSampling(Frozen):
     ignore_eos: bool = False
     """Continue after the end of sequence."""
     logprobs: int | None = Field(default=0, ge=0)
-    """Number of most likely tokens returned for each position, at most 20, or ``engine.extra.max_logprobs``. The
+    """Number of most likely tokens returned for each position, at most ``engine.max_logprobs``. The
     sampled token's logprob is always returned."""
     prompt_logprobs: int | None = Field(default=None, ge=0)
     """The same for the tokens of the prompt, at temperature 1 and without truncation. None: no prompt logprobs."""
@@ -224,6 +224,13 @@ class Sampling(CommonSampling):
     """Extra arguments of ``/inference/v1/generate``; engines do not see them."""
 
 
+class Scoring(Frozen):
+    """What is scored of a prompt, see ``ScoreRequest``."""
+
+    start: int
+    target_token_ids: tuple[tuple[int, ...], ...] | None = None
+
+
 class Reasoning(Frozen):
     """Reasoning state of a prompt for an engine: structured outputs begin after the model's reasoning."""
 
@@ -253,6 +260,8 @@ class GenerateCall(Frozen):
     """Calls of one session go to one replica while it lives, to share its prefix cache."""
     priority: int = 0
     """vLLM's priority: a lower value is scheduled earlier."""
+    scoring: Scoring | None = None
+    """Return ``Completion.scores`` of the prompt instead of ``prompt_logprobs``."""
     reasoning: Reasoning | None = None
     """Only with ``sampling.structured_outputs``."""
     cache_salt: str | None = None

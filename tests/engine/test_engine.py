@@ -25,7 +25,7 @@ from rollout_service.fleet.continuation import merge_completions, slice_completi
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.rollout import Completion
-from rollout_service.protocol.sampling import GenerateCall, Sampling, StructuredOutputs
+from rollout_service.protocol.sampling import GenerateCall, Sampling, Scoring, StructuredOutputs
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE, read_manifest
@@ -166,6 +166,29 @@ async def test_candidates_and_prompt_logprobs_are_the_models(served: tuple[Servi
     for candidates in cut.top_logprobs:  # of logits in BF16 several may be the third largest
         assert len(candidates) >= 3
         assert {candidate.logprob for candidate in candidates[3:]} <= {candidates[2].logprob}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_scores_are_the_prompt_logprobs_from_a_token_on(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+    config, engine = served
+    await load(engine, WeightLog(config.weights.root).folder(0), 0)
+    prompt, asked = PROMPTS[3], Sampling(max_tokens=1, ignore_eos=True, prompt_logprobs=3)
+    [whole] = await engine.generate("whole", prompt, asked)
+    [scored] = await engine.generate("scored", prompt, asked, scoring=Scoring(start=4))
+    assert whole.prompt_logprobs is not None and scored.scores is not None
+    expected = [each for row in whole.prompt_logprobs[4:] for each in row or ()]
+    ids, logprobs = scored.scores.unpacked()
+    assert ids.tolist() == [each.token_id for each in expected]
+    assert logprobs.tolist() == pytest.approx([each.logprob for each in expected], abs=FP8_MAX)
+    assert scored.scores.offsets == list(range(0, 4 * (len(prompt) - 4) + 1, 4))
+    assert (scored.prompt_logprobs, scored.scores.num_top_logprobs) == (None, 3)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_target_tokens_are_refused_without_a_gpu(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+    targets = Scoring(start=2, target_token_ids=((5, 6), (7,)))
+    with pytest.raises(InvalidRequest, match="prompt_logprob_token_ids requires the V2 model runner"):
+        await served[1].generate("targets", (5, 6, 7, 8), Sampling(max_tokens=1), scoring=targets)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -69,6 +69,16 @@ async def test_candidates_and_structure_reach_the_engine(http: httpx.AsyncClient
     assert first is None and len(rest) == 3 and all(1 <= len(candidates) <= 2 for candidates in rest)
 
 
+async def test_a_completion_is_scored_after_its_prompt(client: RolloutClient) -> None:
+    [completion] = (await client.generate([5, 6, 7], max_tokens=6, ignore_eos=True)).completions
+    scores = await client.score([5, 6, 7, *completion.token_ids], start=3, top_logprobs=4)
+    assert scores.offsets.tolist() == [0, 5, 10, 15, 20, 25, 30]
+    assert scores.token_ids[scores.offsets[:-1]].tolist() == list(completion.token_ids)
+    differences = scores.logprobs[scores.offsets[:-1]] - completion.logprobs
+    assert abs(differences).mean() < 0.3  # another batch rounds otherwise
+    assert scores.weight_version == completion.versions[-1]
+
+
 async def test_a_request_the_client_cancels_is_aborted_in_the_engine(client: RolloutClient) -> None:
     await client.pause()  # so that it cannot come to an end by itself
     rollout = asyncio.create_task(client.generate([5, 6], n=8, max_tokens=480, ignore_eos=True))

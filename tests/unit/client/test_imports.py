@@ -48,6 +48,7 @@ def test_what_is_public_is_named() -> None:
         "PartialRollout",
         "RolloutClient",
         "RolloutStream",
+        "Scores",
         "StreamPiece",
         "SyncRolloutClient",
     ]

@@ -9,6 +9,7 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import NotFound, RolloutServiceError
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.protocol.upload import CommitUpload, PullWeights
@@ -22,6 +23,7 @@ class EchoEngine:
     calls: list[GenerateCall] = field(default_factory=list)
     top_logprobs: tuple[tuple[Candidate, ...], ...] | None = None
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
+    scores: CompactLogprobs | None = None
 
     async def generate(self, call: GenerateCall) -> Rollout:
         self.calls.append(call)
@@ -35,6 +37,7 @@ class EchoEngine:
                 spans=(Span(version=7, start=0, end=len(tokens)),),
                 top_logprobs=self.top_logprobs,
                 prompt_logprobs=self.prompt_logprobs,
+                scores=self.scores,
             )
             for index in range(call.sampling.n)
         )

@@ -202,7 +202,7 @@ class TestCheckPrompt:
     @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
     def test_logprobs_are_bounded_by_the_engines_setting(self, services: Services, name: str) -> None:
         check_prompt((5,), Sampling.model_validate({name: 40}), replace(services, max_logprobs=40))
-        with pytest.raises(InvalidRequest, match=f"{name}=41.*at most 40 .*engine.extra.max_logprobs"):
+        with pytest.raises(InvalidRequest, match=f"{name}=41.*at most 40 .*engine.max_logprobs"):
             check_prompt((5,), Sampling.model_validate({name: 41}), replace(services, max_logprobs=40))
         with pytest.raises(InvalidRequest, match=f"{name}=21.*at most 20 "):
             check_prompt((5,), Sampling.model_validate({name: 21}), services)

@@ -19,6 +19,7 @@ from tests.unit.gateway.fakes import EchoEngine
 
 OPEN = {
     ("POST", "/inference/v1/generate"),
+    ("POST", "/inference/v1/score"),
     ("POST", "/v1/completions"),
     ("POST", "/generate"),
     ("GET", "/health_generate"),

@@ -1,0 +1,70 @@
+"""``POST /inference/v1/score``: logprobs of given tokens."""
+
+import time
+from itertools import pairwise
+
+from fastapi import APIRouter
+
+from rollout_service.errors import InvalidRequest, NotReady
+from rollout_service.gateway.dependencies import Here, Services, SessionHeader
+from rollout_service.gateway.prompts import DATA_ERRORS, model_and_adapter, roll_out
+from rollout_service.gateway.routes import PromptsRoute
+from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.scoring import ScoreReply, ScoreRequest
+
+router = APIRouter(tags=["score"], route_class=PromptsRoute)
+
+
+@router.post(
+    "/inference/v1/score",
+    response_model=dict[str, object],
+    responses={200: {"model": ScoreReply}, **DATA_ERRORS},
+)
+async def score(body: ScoreRequest, services: Here, x_session_id: SessionHeader = None) -> dict[str, object]:
+    """Return the logprobs of given tokens, and of the most likely or of given tokens beside them."""
+    model, adapter = await model_and_adapter(body.model, body.adapter, services)
+    options = body.options(x_session_id).model_copy(update={"adapter": adapter})
+    _check_targets(body, services)
+    # vLLM returns a prompt's logprobs with a first sampled token, which is dropped here
+    sampling = Sampling(
+        max_tokens=1,
+        ignore_eos=True,
+        top_k=int(services.returns_masks),
+        prompt_logprobs=None if body.target_token_ids is not None else body.top_logprobs,
+    )
+    rollout = await roll_out(body.token_ids, sampling, services, options, scoring=body.scoring)
+    [completion] = rollout.completions
+    scores = completion.scores
+    if scores is None:
+        raise NotReady(f"{rollout.request_id} lost its replica after the scores were made: send it again")
+    reply: dict[str, object] = {
+        "request_id": rollout.request_id,
+        "model": model,
+        "created": int(time.time()),
+        "replica_id": rollout.replica_id,
+        "weight_version": str(completion.spans[0].version),
+        "start": body.start,
+    }
+    if body.compact:
+        return reply | {"compact_logprobs": scores.model_dump()}
+    ids, logprobs = (entries.tolist() for entries in scores.unpacked())
+    rows = list(pairwise(scores.offsets))
+    return reply | {"token_ids": [ids[a:b] for a, b in rows], "logprobs": [logprobs[a:b] for a, b in rows]}
+
+
+def _check_targets(body: ScoreRequest, services: Services) -> None:
+    if body.width - (body.target_token_ids is None) > services.max_logprobs:
+        name = "top_logprobs" if body.target_token_ids is None else "target_token_ids"
+        raise InvalidRequest(
+            f"{name}: this deployment returns at most {services.max_logprobs} for a token: ask for fewer, or raise "
+            "engine.max_logprobs",
+            {"limit": services.max_logprobs},
+        )
+    for position, targets in enumerate(body.target_token_ids or (), start=body.start):
+        outside = [token for token in targets if not 0 <= token < services.vocab_size]
+        if outside:
+            raise InvalidRequest(
+                f"target token id {outside[0]} of position {position} is outside the vocabulary "
+                f"[0, {services.vocab_size})",
+                {"position": position, "token_id": outside[0]},
+            )
