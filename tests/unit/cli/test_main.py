@@ -191,10 +191,6 @@ class TestConfig:
         assert result.exit_code == 1
         assert str(path) in result.stderr and message in result.stderr
 
-    def test_config_says_which_file_it_cannot_read(self, tmp_path: Path) -> None:
-        result = run("config", tmp_path / "missing.yaml")
-        assert result.exit_code == 1 and "missing.yaml" in result.stderr
-
 
 class TestInspectOfTheHub:
     REPO = "some-org/small-moe"

@@ -96,12 +96,6 @@ def test_the_rest_is_of_weights_no_older_than_its_beginning(
     assert continuation_call(asking, partial, 2).min_weight_version == wanted
 
 
-def test_rest_of_an_exact_call_has_no_other_minimum() -> None:
-    asking = CALL.model_copy(update={"min_weight_version": None, "exact_weight_version": 4})
-    rest = continuation_call(asking, piece((6, 7), (4, 2)), 2)
-    assert (rest.min_weight_version, rest.exact_weight_version) == (None, 4)
-
-
 def test_completion_of_one_version_is_left_as_it_is() -> None:
     completion = piece((6, 7), (4, 2), end="stop")
     assert of_version(completion, 4) is completion
@@ -296,13 +290,6 @@ def test_a_part_has_the_logprobs_spans_and_masks_of_its_tokens() -> None:
 TEXT_OF = {1: "a", 2: "b", 3: "END", 4: "E", 5: "ND", 6: "", 7: "ENDx"}
 
 
-def stopped(tokens: tuple[int, ...], seam: int, *stop: str, min_tokens: int = 0) -> Completion:
-    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return "".join(TEXT_OF[token] for token in token_ids)
-
-    return ended(call(stop=stop, min_tokens=min_tokens), piece(tokens, (3, len(tokens)), end="length"), seam, decode)
-
-
 def ended(asking: GenerateCall, whole: Completion, seam: int, decode: Decode) -> Completion:
     search = StopSearch(asking, whole.token_ids[:seam], decode)
     found = search.end_in(whole.token_ids[seam:])
@@ -328,11 +315,3 @@ class TestStopStringsAcrossASeam:
         assert search.is_over
         *each, once = sorted(lengths)
         assert once == 4096 + 8 and max(each) < 20 and len(each) < 2 * 1000 + 10
-
-    def test_the_one_that_ends_first_counts(self) -> None:
-        cut = stopped((1, 4, 7, 2), 2, "aEENDx", "EEN")
-        assert (cut.token_ids, cut.stop_reason) == ((1, 4, 7), "EEN")
-
-    def test_none_ends_it_before_the_least_number_of_tokens(self) -> None:
-        assert stopped((4, 5, 1), 1, "END", min_tokens=2).token_ids == (4, 5, 1)
-        assert stopped((4, 5, 1), 1, "END", min_tokens=1).token_ids == (4, 5)
