@@ -15,7 +15,7 @@ import safetensors.numpy
 import xxhash
 import zstandard
 
-from rollout_service.errors import RolloutServiceError, VersionConflict
+from rollout_service.errors import LogCorrupt, RolloutServiceError, VersionConflict
 from rollout_service.ingest.stores import open_store, published_numbers
 from rollout_service.ingest.trainer_weights import folder_name
 from rollout_service.model.weight_files import INDEX_FILE
@@ -84,6 +84,8 @@ class Publisher:
             except (RolloutServiceError, OSError) as error:  # the next turn tries again
                 if str(error) != str(self.problem):
                     logger.warning("weights.publish=%s: the newest version is not there yet: %s", self._store, error)
+                if isinstance(error, LogCorrupt):
+                    self._base = None  # it may be the base that is damaged: the next attempt needs none
                 self.problem, wait_s = error, min(2 * wait_s, _LONGEST_WAIT * self._retry_s)
                 self._committed.set()
                 await asyncio.sleep(wait_s)

@@ -131,6 +131,19 @@ async def test_a_restart_publishes_a_whole_version_next(model: Path, store: Path
     assert published(store) == {1: True, 2: True}
 
 
+async def test_a_damaged_base_makes_the_next_version_whole(model: Path, store: Path, weights: Weights) -> None:
+    async with both(model, store) as (leader, follower):
+        await Trainer(leader).push(1, stepped(weights, 1))
+        await require_same(leader, follower)
+        file = next((store.parent / "log" / "1").glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-2000:] = bytes(2000)
+        file.write_bytes(data)
+        await Trainer(leader).push(2, stepped(stepped(weights, 1), 2))
+        await require_same(leader, follower)
+        assert published(store) == {1: True, 2: True}
+
+
 async def test_a_published_version_is_not_written_again(model: Path, store: Path, weights: Weights) -> None:
     async with both(model, store) as (leader, follower):
         await Trainer(leader).push(1, stepped(weights, 1))
