@@ -42,7 +42,7 @@ async def differences(one: OneEngine) -> tuple[float, float]:
 
     recipe: TrainerRecipe = await one.recipe()
     plain = difference()
-    with engine_roundings(model) if recipe.weights == "none" else fake_quant(model, recipe):
+    with engine_roundings(model, recipe) if recipe.weights == "none" else fake_quant(model, recipe):
         return plain, difference()
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import quantize_blockwise
+from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import Products, fake_quant, group_codes
 
 GPU = torch.device("cuda")
@@ -73,6 +75,28 @@ def test_what_experts_make_of_the_gate_gets_the_codes_and_scales_of_vllm(tokens:
     # an exponential of another library may have another last bit
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
     assert unlike(codes.view(torch.uint8), expected_codes.view(torch.uint8)) < 1e-4
+
+
+@pytest.mark.parametrize("columns", [256, 4096])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_norm_that_quantizes_has_the_codes_of_vllm(tokens: int, columns: int) -> None:
+    config = Qwen3Config(hidden_size=columns, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(GPU)
+    layer = model.model.layers[0]
+    norm, attention = layer.input_layernorm, layer.self_attn
+    torch.nn.init.normal_(norm.weight, 1, 0.1)
+    added = activations(tokens, columns, 0).clamp(-1e4, 1e4)
+    residual = activations(tokens, columns, 1).clamp(-1e4, 1e4)
+    quantized = (attention.q_proj, attention.k_proj, attention.v_proj)
+    with torch.no_grad(), engine_roundings(model, kernels="cuda_compiled", quantized=quantized):
+        codes, scales = group_codes(norm(added.float() + residual.float()), fused="norm")
+    expected_codes, expected_scales = ops.rms_norm_per_block_quant(
+        added, norm.weight.data, norm.variance_epsilon, torch.float8_e4m3fn, [1, 128], residual=residual
+    )
+    # squares are summed in another order: a number may round to its neighbour
+    torch.testing.assert_close(scales, expected_scales, rtol=2**-7, atol=0)
+    assert unlike(scales, expected_scales) < 1e-2
+    assert unlike(codes.view(torch.uint8), expected_codes.view(torch.uint8)) < 1e-2
 
 
 def test_every_amax_and_every_value_below_it_gets_the_code_of_vllm() -> None:
