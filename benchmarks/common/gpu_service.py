@@ -77,12 +77,21 @@ class EngineOptions(Options):
     """Where versions are staged: auto, device, host or none."""
     eager: bool = False
     """No torch.compile and no CUDA graphs: the engine starts sooner."""
+    compiled: bool = True
+    """No: CUDA graphs without torch.compile (``compilation_config.mode: 0``)."""
+    deterministic: bool = False
+    """engine.deterministic."""
     kv_gb: float | None = None
     """Of the KV cache; else what is left of the share, which vLLM measures: nothing else may start or end on the GPU
     meanwhile."""
 
     def settings(self, sequences: int) -> dict[str, Any]:
         """In the service's terms, with CUDA graphs for up to so many sequences."""
+        extra: dict[str, Any] = {}
+        if self.kv_gb is not None:
+            extra["kv_cache_memory_bytes"] = int(self.kv_gb * 1e9)
+        if not self.compiled:
+            extra["compilation_config"] = {"mode": 0}
         return {
             "linear_backend": self.linear,
             "attention_backend": self.attention,
@@ -91,7 +100,8 @@ class EngineOptions(Options):
             "cuda_graph_sizes": None if self.eager else graph_sizes(self.graph_step, sequences),
             "staging": self.staging,
             **({"enforce_eager": True} if self.eager else {}),
-            **({} if self.kv_gb is None else {"extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}),
+            **({"deterministic": True} if self.deterministic else {}),
+            **({"extra": extra} if extra else {}),
         }
 
 
