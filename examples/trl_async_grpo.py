@@ -3,8 +3,9 @@
     make clients       then          PYTHONPATH=.clients/trl .venv/bin/python -m examples.trl_async_grpo --help
 
 The task is the demo's (``digits_task``). TRL's own trainer and rollout worker do everything; what is ours is one
-argument, ``weight_transfer=RolloutServiceWeightTransfer(url)``. With a GPU and a service elsewhere leave out what is
-marked CPU; docs/trainers/trl.md has these lines alone.
+argument, ``weight_transfer=RolloutServiceWeightTransfer(url)``, which ``--lora`` does without: TRL then has the service
+load adapters by vLLM's route. With a GPU and a service elsewhere leave out what is marked CPU; docs/trainers/trl.md has
+these lines alone.
 """
 
 import importlib.util
@@ -27,6 +28,7 @@ from rollout_service.local import running_service
 from rollout_service.model.tiny import make_tiny_qwen3
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
 MISSING = """\
@@ -37,7 +39,9 @@ TRL is not installed here. Install the version that this example was written for
 """
 COMPLETIONS_PER_PROMPT = 8
 SAMPLES_PER_STEP = 128
-LEARNING_RATE = 2e-4
+LEARNING_RATE, LORA_LEARNING_RATE = 2e-4, 5e-3
+ADAPTERS = {"max_live": 6, "max_rank": 8}
+"""``engine.adapters``: TRL names max_staleness + 2 adapters, and an update needs a free place."""
 NUM_PROMPTS = 4096
 
 
@@ -50,6 +54,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the model, before and after, and summary.json.")] = Path(
         "out/trl"
     ),
+    lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter.")] = False,
 ) -> None:
     """Train a small model to write digits backwards with TRL's AsyncGRPOTrainer."""
     # the tests' packages hold TRL without what it needs, for its chat templates
@@ -60,35 +65,46 @@ def main(
     logging.getLogger("rollout_service.client").setLevel(logging.INFO)
     model = model or warm_started(out / "start")
     with service_for(model, url, out) as address:
-        summary = train(str(model), address, steps, out)
+        summary = train(str(model), address, steps, out, lora)
     (out / "summary.json").write_text(json.dumps(summary, indent=2))
     typer.echo(f"versions {summary['versions']}, reward {summary['rewards'][0]:.2f} to {summary['rewards'][-1]:.2f}")
 
 
-def train(model: str, url: str, steps: int, out: Path) -> dict[str, Any]:
+def train(model: str, url: str, steps: int, out: Path, lora: bool) -> dict[str, Any]:
     """A whole training; returns the version after each sync and the rewards of each step."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     allow_training_on_a_cpu()  # CPU
-    transfer = RecordedTransfer(url)
+    transfer = None if lora else RecordedTransfer(url)
     rewards = Rewards()
     prompts = make_prompts(random.Random(0), NUM_PROMPTS)
     trainer = AsyncGRPOTrainer(
         model=model,
         reward_funcs=digits_reward,
-        args=arguments(url, steps, out),
+        args=arguments(url, steps, out, LORA_LEARNING_RATE if lora else LEARNING_RATE),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts]}),
         processing_class=tokenizer_of(model),
         callbacks=[rewards],
         weight_transfer=transfer,
+        peft_config=lora_config() if lora else None,
     )
     trainer.train()
-    trainer.save_model(str(out / "trained"))
-    return {"versions": transfer.versions, "rewards": rewards.seen}
+    if transfer is not None:
+        trainer.save_model(str(out / "trained"))
+        return {"versions": transfer.versions, "rewards": rewards.seen}
+    trainer.model.merge_and_unload().save_pretrained(out / "trained")
+    return {"versions": list(range(1, trainer.model_version + 1)), "rewards": rewards.seen}
 
 
-def arguments(url: str, steps: int, out: Path) -> "AsyncGRPOConfig":
+def lora_config() -> "LoraConfig":
+    """An adapter of every linear layer but the head."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def arguments(url: str, steps: int, out: Path, learning_rate: float) -> "AsyncGRPOConfig":
     """TRL's settings."""
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
@@ -102,7 +118,7 @@ def arguments(url: str, steps: int, out: Path) -> "AsyncGRPOConfig":
         token_budget=0,  # a fixed number of samples a step
         max_inflight_tasks=SAMPLES_PER_STEP,
         max_staleness=2,
-        learning_rate=LEARNING_RATE,
+        learning_rate=learning_rate,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -180,7 +196,8 @@ def service_for(model: Path, url: str | None, out: Path) -> Iterator[str]:
         return
     overrides: dict[str, dict[str, object]] = {
         "model": {"path": model, "create": None, "aliases": [str(model)]},
-        "weights": {"root": out / "weights"},
+        "weights": {"root": out / "weights", "source_roots": [out.absolute()]},
+        "engine": {"adapters": ADAPTERS},
     }
     with running_service(Path("deployments/cpu_rollout.yaml"), overrides) as service:
         yield service.url

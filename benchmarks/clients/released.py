@@ -58,8 +58,8 @@ CLIENTS = (
     Client(
         "TRL, async",
         "completions",
-        "our upload client as its `weight_transfer`",
-        "its whole training loop on the CPU",
+        "our upload client as its `weight_transfer`; adapters by vLLM's route",
+        "its whole training loop on the CPU, also of a LoRA adapter",
         folder="trl",
         packages=("trl",),
         links={"TRL, async": "trainers/trl.md"},

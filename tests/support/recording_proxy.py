@@ -21,7 +21,7 @@ _PER_CONNECTION = {"connection", "content-length", "host", "keep-alive", "transf
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request that was answered, with JSON both ways."""
+    """One request that was answered. A reply that is no JSON has its text alone."""
 
     path: str
     headers: dict[str, str]
@@ -54,10 +54,11 @@ class RecordingProxy:
             headers=_without_hop_by_hop(request.headers.items()),
         )
         if self._recorded.fullmatch(path):
+            is_json = "json" in reply.headers.get("content-type", "")
+            answer = reply.json() if is_json else {"text": reply.text}
             exchange = Exchange(
-                path, dict(request.headers), json.loads(body), reply.status_code, reply.json(), began,
-                time.perf_counter(),
-            )  # fmt: skip
+                path, dict(request.headers), json.loads(body), reply.status_code, answer, began, time.perf_counter()
+            )
             self.exchanges.append(exchange)
         headers = _without_hop_by_hop(reply.headers.items())
         headers.pop("content-encoding", None)  # httpx has decoded it
