@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.adapters import adapter_cases
 from benchmarks.faults.broadcasts import broadcast_cases
 from benchmarks.faults.disk import disk_cases
 from benchmarks.faults.files import file_cases
@@ -24,6 +25,7 @@ def all_cases() -> Iterator[Case]:
     yield from broadcast_cases()
     yield from file_cases()
     yield from disk_cases()
+    yield from adapter_cases()
     yield from only_replica_cases()
     yield from scale_cases()
     yield from node_cases()

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from tests.support.models import stored_shapes
+from tests.support.telltale import telltale_adapter
 
 RANK = 4
 CONFIG: dict[str, object] = {
@@ -30,6 +31,12 @@ def adapter_tensors(model: Path, seed: int, scale: float = 0.1) -> dict[str, tor
         tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, shape[1], generator=generator) * shape[1] ** -0.5
         tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], RANK, generator=generator) * scale
     return tensors
+
+
+def telltale_of_all_layers(model: Path, number: int) -> dict[str, torch.Tensor]:
+    """Return ``telltale_adapter`` with matrices of zeros for all other linear layers, for ``CONFIG``."""
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in adapter_tensors(model, 0).items()}
+    return zeros | telltale_adapter(model, number, RANK)
 
 
 def add_to(reference: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:

@@ -107,14 +107,14 @@ def _ages_of_cache(version: int, candidates: tuple[Candidate, ...]) -> set[int]:
     return {0, *((token_of(version) - token) % CYCLE for token in told)}
 
 
-def telltale_adapter(model_path: Path, number: int) -> dict[str, torch.Tensor]:
-    """Return a LoRA adapter that makes ``canary_weights`` emit ``token_of(number)``, by PEFT's names.
+def telltale_adapter(model_path: Path, number: int, rank: int = 1) -> dict[str, torch.Tensor]:
+    """Return a LoRA adapter of one layer that makes ``canary_weights`` emit ``token_of(number)``, by PEFT's names.
 
     With a scaling of 2, it writes three times as much as the base on the channel of its number.
     """
     config = AutoConfig.from_pretrained(model_path)
     module = f"base_model.model.model.layers.{config.num_hidden_layers - 1}.mlp.down_proj"
-    a, b = torch.zeros(1, config.intermediate_size), torch.zeros(config.hidden_size, 1)
+    a, b = torch.zeros(rank, config.intermediate_size), torch.zeros(config.hidden_size, rank)
     a[0, 0], b[token_of(number), 0] = 1.0, 3 * 2.0 / 128 / 2
     return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
 
