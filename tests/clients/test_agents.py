@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_service.client import RolloutClient
-from tests.clients.conftest import Push, folder_of
+from tests.clients.conftest import folder_of
 from tests.clients.lines import ClientProcess, client_process
 
 pytestmark = pytest.mark.client("The newest SDKs, openai-agents, pydantic-ai, LiteLLM")
@@ -51,9 +51,7 @@ async def assert_one_branch(client: RolloutClient, session: Any, version: int, t
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 class TestAgents:
     @pytest.mark.parametrize("api", ["chat", "responses"])
-    async def test_openai_agents_calls_its_tool_and_answers(
-        self, agents: ClientProcess, client: RolloutClient, push: Push, api: str, stream: bool
-    ) -> None:
+    async def test_openai_agents_calls_its_tool_and_answers(self, agents, client, push, api, stream):
         version = await push()
         async with client.session() as session:
             found = await agents.call("openai_agents.run", session.openai_base_url, api, stream)
@@ -65,9 +63,7 @@ class TestAgents:
             await assert_one_branch(client, session, version, turns=2)
 
     @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-    async def test_pydantic_ai_gets_its_structured_answers(
-        self, agents: ClientProcess, client: RolloutClient, push: Push, api: str, stream: bool
-    ) -> None:
+    async def test_pydantic_ai_gets_its_structured_answers(self, agents, client, push, api, stream):
         version = await push()
         async with client.session() as session:
             url = session.anthropic_base_url if api == "messages" else session.openai_base_url
@@ -78,9 +74,7 @@ class TestAgents:
 
 class TestLiteLLM:
     @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-    async def test_chats_say_what_the_native_route_says(
-        self, agents: ClientProcess, service_url: str, model: Path, client: RolloutClient, provider: str
-    ) -> None:
+    async def test_chats_say_what_the_native_route_says(self, agents, service_url, model, client, provider):
         asked = {"messages": HELLO, "temperature": 0, "max_tokens": 8}
         where = ("acompletion", f"{provider}/{model}", f"{service_url}/v1")
         reply = await agents.call("litellm.call", *where, **asked)
@@ -89,7 +83,7 @@ class TestLiteLLM:
         chunks = await agents.call("litellm.stream", *where, **asked)
         assert "".join(each["choices"][0]["delta"].get("content") or "" for each in chunks) == text
 
-    async def test_a_forced_tool_is_called(self, agents: ClientProcess, service_url: str, model: Path) -> None:
+    async def test_a_forced_tool_is_called(self, agents, service_url, model):
         reply = (
             await agents.call(  # its provider hosted_vllm takes "strict" out, and vLLM then lets arguments be anything
                 *("litellm.call", "acompletion", f"openai/{model}", f"{service_url}/v1"),
@@ -101,17 +95,13 @@ class TestLiteLLM:
         [call] = reply["choices"][0]["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"])["unit"] in ("c", "f")
 
-    async def test_responses_say_what_the_native_route_says(
-        self, agents: ClientProcess, service_url: str, model: Path, client: RolloutClient
-    ) -> None:
+    async def test_responses_say_what_the_native_route_says(self, agents, service_url, model, client):
         where = ("aresponses", f"openai/{model}", f"{service_url}/v1")
         reply = await agents.call("litellm.call", *where, input="1+1", temperature=0, max_output_tokens=16)
         [text] = [part["text"] for item in reply["output"] for part in item.get("content") or ()]
         assert text == await native_text(client, 16)  # LiteLLM asks for no fewer, as OpenAI has it
 
-    async def test_messages_say_what_the_native_route_says(
-        self, agents: ClientProcess, service_url: str, model: Path, client: RolloutClient
-    ) -> None:
+    async def test_messages_say_what_the_native_route_says(self, agents, service_url, model, client):
         where = ("anthropic.messages.acreate", f"anthropic/{model}", service_url)
         reply = await agents.call("litellm.call", *where, messages=HELLO, max_tokens=8, temperature=0)
         assert "".join(block["text"] for block in reply["content"]) == await native_text(client)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.client import RolloutClient
-from tests.clients.conftest import Push, folder_of
+from tests.clients.conftest import folder_of
 from tests.clients.lines import ClientProcess, client_process
 from tests.support.checkpoints import save_checkpoint
 from tests.support.native_route import assert_as_native
@@ -28,7 +27,7 @@ async def areal(service_url: str, tmp_path: Path) -> AsyncIterator[ClientProcess
         yield process
 
 
-async def test_rollouts_have_the_native_tokens(areal: ClientProcess, client: RolloutClient, push: Push) -> None:
+async def test_rollouts_have_the_native_tokens(areal, client, push):
     for _ in range(2):
         version = await push()
         await areal.call("engine.set_version", version)
@@ -39,9 +38,7 @@ async def test_rollouts_have_the_native_tokens(areal: ClientProcess, client: Rol
         )
 
 
-async def test_labels_are_right_across_an_update(
-    areal: ClientProcess, client: RolloutClient, model: Path, sources: Path, next_version: int
-) -> None:
+async def test_labels_are_right_across_an_update(areal, client, model, sources, next_version):
     """AReaL labels each piece of a rollout by its own count, so what its pause aborts must come back to it."""
     old, new = next_version, next_version + 1
     await client.push_weights(old, canary_weights(model, old))

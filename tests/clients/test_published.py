@@ -47,7 +47,7 @@ async def require(ingest: Ingest, version: int, weights: Weights, base: Path) ->
 
 
 @pytest.mark.client("ModelExpress's writer")
-async def test_modelexpress_s_versions_equal_whole_pushes(tmp_path: Path, base: Path, weights: Weights) -> None:
+async def test_modelexpress_s_versions_equal_whole_pushes(tmp_path, base, weights):
     store = tmp_path / "store"
     await run_with("modelexpress", "-m", "tests.clients.modelexpress_writer", str(store), str(base))
     ingest = ingest_of(base, tmp_path / "log", source_roots=[store])
@@ -92,7 +92,7 @@ async def bucket(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
 
 
 @pytest.mark.client("S3, by s3fs")
-async def test_an_s3_store_is_pulled_and_followed(tmp_path: Path, base: Path, weights: Weights, bucket: Any) -> None:
+async def test_an_s3_store_is_pulled_and_followed(tmp_path, base, weights, bucket):
     url, local = "s3://run/updates", tmp_path / "local"
     local.mkdir()
     told = ingest_of(base, tmp_path / "log", source_urls=["s3://run"], publish="s3://run/served", poll_s=0.1)

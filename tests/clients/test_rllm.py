@@ -1,14 +1,12 @@
 """rLLM's model gateway 0.1.0 between OpenAI's SDK and the service: what it keeps of each call."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from rollout_service.client import RolloutClient
-from tests.clients.conftest import Push, folder_of
+from tests.clients.conftest import folder_of
 from tests.clients.lines import ClientProcess, client_process
 from tests.support.native_route import assert_as_native
 
@@ -31,9 +29,7 @@ async def agent(rllm: ClientProcess) -> AsyncIterator[openai.AsyncOpenAI]:
         yield agent
 
 
-async def test_traces_have_the_native_tokens(
-    rllm: ClientProcess, agent: openai.AsyncOpenAI, model: Path, client: RolloutClient, push: Push
-) -> None:
+async def test_traces_have_the_native_tokens(rllm, agent, model, client, push):
     for count in (1, 2):
         version = await push()
         await agent.chat.completions.create(model=str(model), **GREEDY_CHAT)
@@ -45,9 +41,7 @@ async def test_traces_have_the_native_tokens(
         assert trace["raw_response"]["weight_version"] == version
 
 
-async def test_a_stream_is_traced_too(
-    rllm: ClientProcess, agent: openai.AsyncOpenAI, model: Path, client: RolloutClient, push: Push
-) -> None:
+async def test_a_stream_is_traced_too(rllm, agent, model, client, push):
     version = await push()
     stream = await agent.chat.completions.create(model=str(model), stream=True, **GREEDY_CHAT)
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
@@ -57,9 +51,7 @@ async def test_a_stream_is_traced_too(
     await assert_as_native(client, prompt, tokens, trace["logprobs"], version=version)
 
 
-async def test_completions_are_traced_too(
-    rllm: ClientProcess, agent: openai.AsyncOpenAI, model: Path, client: RolloutClient, push: Push
-) -> None:
+async def test_completions_are_traced_too(rllm, agent, model, client, push):
     """This gateway looks for ids and logprobs only where chats have them; those of completions are where vLLM's are."""
     version = await push()
     await agent.completions.create(model=str(model), prompt="12345>", temperature=0, max_tokens=8)

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout_service.client import RolloutClient
-from tests.clients.conftest import Push, folder_of
+from tests.clients.conftest import folder_of
 from tests.clients.lines import ClientError, ClientProcess, client_process
 from tests.support.native_route import assert_as_native
 
@@ -54,9 +53,7 @@ async def native_text(client: RolloutClient, max_tokens: int = 8) -> str:
 
 
 class TestOpenAI:
-    async def test_chats_and_their_streams_have_the_native_tokens(
-        self, sdks: ClientProcess, url: str, model: Path, client: RolloutClient, push: Push
-    ) -> None:
+    async def test_chats_and_their_streams_have_the_native_tokens(self, sdks, url, model, client, push):
         asked = {"model": str(model), "messages": HELLO, "temperature": 0, "max_tokens": 8, "logprobs": True}
         for _ in range(2):
             version = await push()
@@ -74,7 +71,7 @@ class TestOpenAI:
         assert chunks[-1]["usage"]["completion_tokens"] == 8
         assert [each["finish_reason"] for each in streamed if each["finish_reason"]] == ["length"]
 
-    async def test_a_forced_tool_is_called_on_both_apis(self, sdks: ClientProcess, url: str, model: Path) -> None:
+    async def test_a_forced_tool_is_called_on_both_apis(self, sdks, url, model):
         tool = {"name": "weather", "parameters": SCHEMA, "strict": True}
         chat = await sdks.call(
             *("openai.create", url, CHAT),
@@ -96,24 +93,20 @@ class TestOpenAI:
         [call] = [item for item in reply["output"] if item["type"] == "function_call"]
         assert json.loads(call["arguments"])["unit"] in ("c", "f")
 
-    async def test_structured_outputs_are_kept_to(self, sdks: ClientProcess, url: str, model: Path) -> None:
+    async def test_structured_outputs_are_kept_to(self, sdks, url, model):
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
         asked = {"model": str(model), "messages": HELLO, "max_tokens": 400, "response_format": wanted}
         reply = await sdks.call("openai.create", url, CHAT, **asked)
         assert json.loads(reply["choices"][0]["message"]["content"])["unit"] in ("c", "f")
 
-    async def test_completions_have_the_native_tokens(
-        self, sdks: ClientProcess, url: str, model: Path, client: RolloutClient, push: Push
-    ) -> None:
+    async def test_completions_have_the_native_tokens(self, sdks, url, model, client, push):
         version = await push()
         asked = {"model": str(model), "prompt": "12345>", "temperature": 0, "max_tokens": 8, "logprobs": 0}
         [choice] = (await sdks.call("openai.create", url, "completions.create", **asked, extra_body=TOKENS))["choices"]
         logprobs = choice["logprobs"]["token_logprobs"]
         await assert_as_native(client, choice["prompt_token_ids"], choice["token_ids"], logprobs, version=version)
 
-    async def test_responses_say_what_the_native_route_says(
-        self, sdks: ClientProcess, url: str, model: Path, client: RolloutClient, push: Push
-    ) -> None:
+    async def test_responses_say_what_the_native_route_says(self, sdks, url, model, client, push):
         version = await push()
         asked = {"model": str(model), "input": "1+1", "temperature": 0, "max_output_tokens": 8}
         reply = await sdks.call("openai.create", url, RESPONSES, **asked)
@@ -122,7 +115,7 @@ class TestOpenAI:
         events = await sdks.call("openai.stream", url, RESPONSES, **asked)
         assert_streamed((each["delta"] for each in events if each["type"] == "response.output_text.delta"), text)
 
-    async def test_errors_are_the_sdks(self, sdks: ClientProcess, url: str, model: Path) -> None:
+    async def test_errors_are_the_sdks(self, sdks, url, model):
         with pytest.raises(ClientError, match=r"NotFoundError.*gpt-9"):
             await sdks.call("openai.create", url, CHAT, model="gpt-9", messages=HELLO)
         overlong = [{"role": "user", "content": "1" * 5000}]
@@ -137,9 +130,7 @@ def assert_streamed(pieces: Iterable[str], text: str) -> None:
 
 
 class TestAnthropic:
-    async def test_messages_say_what_the_native_route_says(
-        self, sdks: ClientProcess, service_url: str, model: Path, client: RolloutClient, push: Push
-    ) -> None:
+    async def test_messages_say_what_the_native_route_says(self, sdks, service_url, model, client, push):
         version = await push()
         asked = {"model": str(model), "max_tokens": 8, "messages": HELLO, "extra_body": GREEDY}
         reply = await sdks.call("anthropic.create", service_url, MESSAGES, **asked)
@@ -150,12 +141,12 @@ class TestAnthropic:
         deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
         assert_streamed((delta["text"] for delta in deltas), text)
 
-    async def test_messages_are_counted(self, sdks: ClientProcess, service_url: str, model: Path) -> None:
+    async def test_messages_are_counted(self, sdks, service_url, model):
         asked = {"model": str(model), "messages": HELLO, "system": "brief"}
         counted = await sdks.call("anthropic.create", service_url, "messages.count_tokens", **asked)
         assert counted["input_tokens"] == len("system: brief\n" + PROMPT)
 
-    async def test_the_tool_that_must_be_used_is_used(self, sdks: ClientProcess, service_url: str, model: Path) -> None:
+    async def test_the_tool_that_must_be_used_is_used(self, sdks, service_url, model):
         reply = await sdks.call(
             *("anthropic.create", service_url, MESSAGES),
             model=str(model),
@@ -167,9 +158,7 @@ class TestAnthropic:
         [used] = [block for block in reply["content"] if block["type"] == "tool_use"]
         assert used["name"] == "weather" and used["input"]["unit"] in ("c", "f")
 
-    async def test_an_agents_turn_is_kept_in_tokens(
-        self, sdks: ClientProcess, model: Path, client: RolloutClient, push: Push
-    ) -> None:
+    async def test_an_agents_turn_is_kept_in_tokens(self, sdks, model, client, push):
         version = await push()
         asked = {"model": str(model), "max_tokens": 8, "messages": HELLO, "extra_body": GREEDY}
         async with client.session() as session:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from rollout_service.client import RolloutClient
-from tests.clients.conftest import Push
-from tests.clients.lines import ClientError, ClientProcess
+from tests.clients.lines import ClientError
 from tests.support.native_route import assert_as_native
 
 pytestmark = pytest.mark.client("SkyRL")
@@ -25,7 +23,7 @@ SAMPLING = {
 """Of SkyRL's GeneratorConfig, for a greedy evaluation."""
 
 
-async def test_generate_has_the_native_tokens(skyrl: ClientProcess, client: RolloutClient, push: Push) -> None:
+async def test_generate_has_the_native_tokens(skyrl, client, push):
     for _ in range(2):
         version = await push()
         batch = {"prompt_token_ids": PROMPTS, "sampling_params": SAMPLING, "session_ids": ["a", "b"]}
@@ -35,7 +33,7 @@ async def test_generate_has_the_native_tokens(skyrl: ClientProcess, client: Roll
             await assert_as_native(client, prompt, tokens, logprobs, version=version, min_tokens=1)
 
 
-async def test_tinker_samples_with_the_prompts_logprobs(skyrl: ClientProcess, push: Push) -> None:
+async def test_tinker_samples_with_the_prompts_logprobs(skyrl, push):
     await push()
     body = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPTS[0]}]},
@@ -51,7 +49,7 @@ async def test_tinker_samples_with_the_prompts_logprobs(skyrl: ClientProcess, pu
     assert first is None and len(others) == len(PROMPTS[0]) - 1 and all(logprob < 0 for logprob in others)
 
 
-async def test_chats_and_texts_become_tokens(skyrl: ClientProcess, client: RolloutClient, push: Push) -> None:
+async def test_chats_and_texts_become_tokens(skyrl, client, push):
     version = await push()
     chat = {
         "messages": [{"role": "user", "content": "1+1"}],
@@ -69,7 +67,7 @@ async def test_chats_and_texts_become_tokens(skyrl: ClientProcess, client: Rollo
     assert len(ids) == 6 and await skyrl.call("rollouts.detokenize", [ids]) == ["12345>"]
 
 
-async def test_its_control_calls_are_answered(skyrl: ClientProcess, service_url: str, client: RolloutClient) -> None:
+async def test_its_control_calls_are_answered(skyrl, service_url, client):
     assert await skyrl.call("rollouts.get_world_size") == [1, 1]
     await skyrl.call("rollouts.pause")
     assert await client.is_paused()
@@ -80,7 +78,7 @@ async def test_its_control_calls_are_answered(skyrl: ClientProcess, service_url:
     await skyrl.call("rollouts.finish_session", "agent-1")
 
 
-async def test_a_refusal_is_told_as_an_error(skyrl: ClientProcess) -> None:
+async def test_a_refusal_is_told_as_an_error(skyrl):
     batch = {"prompt_token_ids": [[10**6]], "sampling_params": SAMPLING}
     with pytest.raises(ClientError, match="outside the vocabulary"):
         await skyrl.call("rollouts.generate", batch)

@@ -1,14 +1,12 @@
 """SkyRL 0.4's own weight-sync client pushes weights: under vLLM's trainer engine, with gloo in place of NCCL."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.weight_transfer import nccl_engine
 
-from rollout_service.client import RolloutClient
 from tests.clients.lines import ClientProcess
 from tests.support.gloo_trainer import AnnouncesOnce, Tensors, trainer_info, use_gloo
 from tests.support.telltale import assert_pure, canary_weights
@@ -44,9 +42,7 @@ async def trainer(
     return await asyncio.to_thread(begin, trainer_info(), client=client, source=source)
 
 
-async def test_skyrls_client_pushes_versions_that_are_served(
-    model: Path, client: RolloutClient, skyrl: ClientProcess, trainer: Any, source: Tensors, next_version: int
-) -> None:
+async def test_skyrls_client_pushes_versions_that_are_served(model, client, skyrl, trainer, source, next_version):
     for version in (next_version, next_version + 1):
         source.weights = canary_weights(model, version)
         await skyrl.call("weights.pause_generation")
@@ -58,9 +54,7 @@ async def test_skyrls_client_pushes_versions_that_are_served(
         assert_pure(completion)
 
 
-async def test_skyrls_client_tells_what_was_refused(
-    model: Path, client: RolloutClient, skyrl: ClientProcess, trainer: Any, source: Tensors, next_version: int
-) -> None:
+async def test_skyrls_client_tells_what_was_refused(model, client, skyrl, trainer, source, next_version):
     source.weights = {"model.extra.weight": torch.zeros(2), **canary_weights(model, next_version)}
     with pytest.raises(RuntimeError, match=r"failed \[422\]: .*unknown: model\.extra\.weight"):
         await asyncio.to_thread(trainer.send_weights)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from rollout_service.client import RolloutClient
 from rollout_service.local import free_port
-from tests.clients.conftest import PROJECT, Push, folder_of
+from tests.clients.conftest import PROJECT, folder_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import publish
 from tests.support.native_route import assert_as_native
@@ -88,13 +87,13 @@ async def runs(client: RolloutClient) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_the_router_finds_what_it_asks_for(router: httpx.AsyncClient, model: Path) -> None:
+async def test_the_router_finds_what_it_asks_for(router, model):
     [worker] = (await router.get("/workers")).json()["workers"]
     assert worker["is_healthy"] and worker["connection_mode"] == "HTTP"
     assert worker["model_id"] in (str(model), model.name) and worker["metadata"]["tp_size"] == "1"
 
 
-async def test_rollouts_have_the_native_tokens(router: httpx.AsyncClient, client: RolloutClient, push: Push) -> None:
+async def test_rollouts_have_the_native_tokens(router, client, push):
     for _ in range(2):
         version = await push()
         meta = (await generate(router, [8, 9, 10]))["meta_info"]
@@ -104,9 +103,7 @@ async def test_rollouts_have_the_native_tokens(router: httpx.AsyncClient, client
         assert meta["weight_version"] == str(version) and meta["finish_reason"]["type"] == "length"
 
 
-async def test_an_update_by_disk_returns_what_it_aborts(
-    router: httpx.AsyncClient, service_url: str, client: RolloutClient, model: Path, sources: Path, next_version: int
-) -> None:
+async def test_an_update_by_disk_returns_what_it_aborts(router, service_url, client, model, sources, next_version):
     """Weights go past the router; a sample that came back aborted is asked for again, with its tokens."""
     old, new = next_version, next_version + 1
     await client.push_weights(old, canary_weights(model, old))
@@ -127,9 +124,7 @@ async def test_an_update_by_disk_returns_what_it_aborts(
     assert rest["output_ids"] == [token_of(new)] * 8 and rest["meta_info"]["weight_version"] == str(new)
 
 
-async def test_deltas_are_pulled_beside_rollouts_and_served(
-    router: httpx.AsyncClient, service_url: str, client: RolloutClient, model: Path, sources: Path
-) -> None:
+async def test_deltas_are_pulled_beside_rollouts_and_served(router, service_url, client, model, sources):
     """As slime's update_weight_from_disk_delta.py asks, whose numbers begin at 1."""
     store, checkpoint = sources / "deltas", "/local/nvme/checkpoint"
     pull = {"local_checkpoint_dir": checkpoint, "source_dir": str(store)}
@@ -160,7 +155,7 @@ async def test_deltas_are_pulled_beside_rollouts_and_served(
     assert "version 4 is not published" in refused.json()["message"]
 
 
-async def test_aborting_all_ends_what_the_router_awaits(router: httpx.AsyncClient, client: RolloutClient) -> None:
+async def test_aborting_all_ends_what_the_router_awaits(router, client):
     """slime asks the router for its workers, and each of them to abort."""
     rollout = asyncio.create_task(generate(router, [8, 9, 10], max_new_tokens=LONG))
     await runs(client)
@@ -170,6 +165,6 @@ async def test_aborting_all_ends_what_the_router_awaits(router: httpx.AsyncClien
     assert (await rollout)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_a_refusal_comes_through_the_router(router: httpx.AsyncClient) -> None:
+async def test_a_refusal_comes_through_the_router(router):
     reply = await router.post("/generate", json={"input_ids": [10**6], "sampling_params": SAMPLING})
     assert reply.status_code == 400 and "outside the vocabulary" in reply.json()["error"]["message"]

@@ -64,7 +64,7 @@ async def training(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tr
         yield Training(model, out / "trained", versions, generations, loads, before, client)
 
 
-async def test_adapters_are_sent_instead_of_weights(training: Training) -> None:
+async def test_adapters_are_sent_instead_of_weights(training):
     assert [exchange.body["lora_name"] for exchange in training.loads] == names(training)
     assert {exchange.status for exchange in training.loads} == {200}
     fleet = await training.client.fleet()
@@ -74,7 +74,7 @@ async def test_adapters_are_sent_instead_of_weights(training: Training) -> None:
     assert all(len(adapter.replicas) == 2 for adapter in live) and live[-1].name == names(training)[-1]
 
 
-async def test_rollouts_are_of_the_adapters_that_they_name(training: Training) -> None:
+async def test_rollouts_are_of_the_adapters_that_they_name(training):
     replicas, sampled = set[str](), set[str]()
     for exchange in training.generations:
         assert exchange.status == 200, exchange.reply
@@ -87,7 +87,7 @@ async def test_rollouts_are_of_the_adapters_that_they_name(training: Training) -
     assert len(replicas) == 2
 
 
-async def test_the_service_samples_from_the_trained_adapter(training: Training) -> None:
+async def test_the_service_samples_from_the_trained_adapter(training):
     """Logprobs are those of the base with the trained adapter merged, within FP8; not those of the base."""
     rollout = await training.client.generate(PROMPT, n=8, max_tokens=24, ignore_eos=True, adapter=names(training)[-1])
     assert difference(training.trained, rollout) < 0.05

@@ -10,7 +10,6 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_service.client import RolloutClient
 from rollout_service.protocol.rollout import Rollout
 from tests.clients.conftest import run_with
 from tests.support.recording_proxy import Exchange, recording_proxy
@@ -54,7 +53,7 @@ async def training(service_url: str, model: Path, tmp_path_factory: pytest.TempP
     return Training(summary["versions"], summary["rewards"], generations, commits, out / "trained")
 
 
-async def test_the_transfer_has_every_method_of_the_protocol() -> None:
+async def test_the_transfer_has_every_method_of_the_protocol():
     output = await run_with("trl", "-c", SIGNATURES)
     found = dict(line.split(" ", 1) for line in output.splitlines() if "[[" in line)
     both = {name: json.loads(parameters.replace("'", '"')) for name, parameters in found.items()}
@@ -62,7 +61,7 @@ async def test_the_transfer_has_every_method_of_the_protocol() -> None:
     assert {name for name, (theirs, ours) in both.items() if theirs != ours} == set()
 
 
-async def test_a_sync_before_and_after_every_step(training: Training, client: RolloutClient) -> None:
+async def test_a_sync_before_and_after_every_step(training, client):
     first = training.versions[0]
     assert training.versions == list(range(first, first + STEPS + 1))
     assert len(training.rewards) == STEPS
@@ -71,7 +70,7 @@ async def test_a_sync_before_and_after_every_step(training: Training, client: Ro
     assert not await client.is_paused()
 
 
-def test_what_trl_asks_for_is_answered(training: Training, model: Path) -> None:
+def test_what_trl_asks_for_is_answered(training, model):
     assert {exchange.status for exchange in training.exchanges} == {200}
     body = training.exchanges[0].body
     assert (body["model"], body["logprobs"], body["return_token_ids"]) == (str(model), 0, True)
@@ -82,13 +81,13 @@ def test_what_trl_asks_for_is_answered(training: Training, model: Path) -> None:
         assert 0 < len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
 
 
-def test_rollouts_carry_the_versions_that_were_pushed(training: Training) -> None:
+def test_rollouts_carry_the_versions_that_were_pushed(training):
     """Version 0, which the trainer never had, samples nothing; every version but perhaps the last samples something."""
     sampled = {version for exchange in training.exchanges for version in versions_of(exchange.reply)}
     assert set(training.versions[:-1]) <= sampled <= set(training.versions)
 
 
-def test_after_a_sync_nothing_older_is_sampled(training: Training) -> None:
+def test_after_a_sync_nothing_older_is_sampled(training):
     """What TRL asks for after ``resume`` is of the version that it has just sent, on every replica."""
     for exchange in training.exchanges:
         synced = [commit.reply["version"] for commit in training.commits if commit.ended < exchange.began]
@@ -96,9 +95,7 @@ def test_after_a_sync_nothing_older_is_sampled(training: Training) -> None:
         assert min(versions_of(exchange.reply)) >= max(synced)
 
 
-async def test_the_service_samples_from_the_trained_weights(
-    training: Training, client: RolloutClient, model: Path
-) -> None:
+async def test_the_service_samples_from_the_trained_weights(training, client, model):
     """Logprobs of the newest version are those of the model that TRL saved, within FP8; not those it began with."""
     rollout = await client.generate(
         PROMPT, n=8, max_tokens=24, ignore_eos=True, min_weight_version=training.versions[-1]

@@ -4,9 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.model.tiny import character_tokenizer
-from tests.clients.conftest import Push, Trl
 from tests.support.native_route import assert_as_native
 
 pytestmark = pytest.mark.client("TRL, sync")
@@ -15,7 +13,7 @@ PROMPTS = [[8, 9, 10], [11, 12]]
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "generation_kwargs": {"ignore_eos": True}}
 
 
-async def test_generate_has_the_native_tokens(trl: Trl, service_url: str, client: RolloutClient, push: Push) -> None:
+async def test_generate_has_the_native_tokens(trl, service_url, client, push):
     vllm = await asyncio.to_thread(trl.sync_client.VLLMClient, service_url)
     for _ in range(2):
         version = await push()
@@ -26,7 +24,7 @@ async def test_generate_has_the_native_tokens(trl: Trl, service_url: str, client
             await assert_as_native(client, prompt, tokens, [each for [each] in logprobs], version=version)
 
 
-async def test_chat_has_the_native_tokens(trl: Trl, service_url: str, client: RolloutClient, push: Push) -> None:
+async def test_chat_has_the_native_tokens(trl, service_url, client, push):
     vllm = await asyncio.to_thread(trl.sync_client.VLLMClient, service_url)
     version = await push()
     messages = [[{"role": "user", "content": text}] for text in ("1+1", "2+2")]
@@ -35,7 +33,7 @@ async def test_chat_has_the_native_tokens(trl: Trl, service_url: str, client: Ro
         await assert_as_native(client, prompt, tokens, [each for [each] in logprobs], version=version)
 
 
-async def test_several_completions_with_likely_tokens(trl: Trl, service_url: str, push: Push) -> None:
+async def test_several_completions_with_likely_tokens(trl, service_url, push):
     """Prompt-major, ``n`` each; beside a sampled token the likeliest ones, in order."""
     await push()
     vllm = await asyncio.to_thread(trl.sync_client.VLLMClient, service_url)
@@ -50,14 +48,14 @@ async def test_several_completions_with_likely_tokens(trl: Trl, service_url: str
             assert values == sorted(values, reverse=True)
 
 
-async def test_a_regular_expression_is_kept_to(trl: Trl, service_url: str) -> None:
+async def test_a_regular_expression_is_kept_to(trl, service_url):
     vllm = await asyncio.to_thread(trl.sync_client.VLLMClient, service_url)
     made = await asyncio.to_thread(vllm.generate, ["12345>"], max_tokens=16, structured_outputs_regex="[0-9]{4}")
     text = character_tokenizer().decode(made["completion_ids"][0], skip_special_tokens=True)
     assert len(text) == 4 and text.isdecimal()
 
 
-async def test_a_prompt_that_is_too_long_says_so(trl: Trl, service_url: str) -> None:
+async def test_a_prompt_that_is_too_long_says_so(trl, service_url):
     vllm = await asyncio.to_thread(trl.sync_client.VLLMClient, service_url)
     with pytest.raises(Exception, match=r"Request failed: 400.*maximum context length"):
         await asyncio.to_thread(vllm.generate, [[8] * 5000])

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,9 +51,7 @@ async def assert_served(client: RolloutClient, version: int) -> None:
     assert_pure(completion)
 
 
-async def test_the_sync_client_pushes_a_model(
-    model: Path, client: RolloutClient, joined: Any, next_version: int
-) -> None:
+async def test_the_sync_client_pushes_a_model(model, client, joined, next_version):
     for version in (next_version, next_version + 1):
         weights = Parameters(canary_weights(model, version))
         await asyncio.to_thread(joined.update_model_params, weights)
@@ -62,9 +59,7 @@ async def test_the_sync_client_pushes_a_model(
         await assert_served(client, version)
 
 
-async def test_the_sync_client_pushes_a_model_tensor_by_tensor(
-    model: Path, client: RolloutClient, joined: Any, next_version: int
-) -> None:
+async def test_the_sync_client_pushes_a_model_tensor_by_tensor(model, client, joined, next_version):
     weights = canary_weights(model, next_version)
 
     def push() -> None:
@@ -76,7 +71,7 @@ async def test_the_sync_client_pushes_a_model_tensor_by_tensor(
     await assert_served(client, next_version)
 
 
-async def test_one_tensor_is_no_version(model: Path, client: RolloutClient, joined: Any, next_version: int) -> None:
+async def test_one_tensor_is_no_version(model, client, joined, next_version):
     weights = canary_weights(model, next_version)
     with pytest.raises(Exception, match=r"Request failed: 422.*missing: "):
         await asyncio.to_thread(joined.update_named_param, "model.norm.weight", weights["model.norm.weight"])
@@ -84,9 +79,7 @@ async def test_one_tensor_is_no_version(model: Path, client: RolloutClient, join
     await assert_served(client, next_version)
 
 
-async def test_the_async_trainers_client_pushes_weights(
-    over_gloo: Trl, model: Path, service_url: str, client: RolloutClient, next_version: int
-) -> None:
+async def test_the_async_trainers_client_pushes_weights(over_gloo, model, service_url, client, next_version):
     first = canary_weights(model, next_version)
     vllm = over_gloo.async_client.VLLMClient(service_url)
     transfer = over_gloo.async_transfer.WeightTransferClient(vllm, update_info(first))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.client import RolloutClient
-from tests.clients.conftest import Push, folder_of
+from tests.clients.conftest import folder_of
 from tests.clients.lines import ClientError, ClientProcess, client_process
 from tests.support.native_route import assert_as_native
 
@@ -24,7 +23,7 @@ async def verifiers(service_url: str, model: Path) -> AsyncIterator[ClientProces
         yield process
 
 
-async def test_training_has_the_native_tokens(verifiers: ClientProcess, client: RolloutClient, push: Push) -> None:
+async def test_training_has_the_native_tokens(verifiers, client, push):
     for _ in range(2):
         version = await push()
         made = await verifiers.call(
@@ -38,7 +37,7 @@ async def test_training_has_the_native_tokens(verifiers: ClientProcess, client: 
         assert made["usage"]["completion_tokens"] == len(tokens["completion_ids"])
 
 
-async def test_evaluation_chats(verifiers: ClientProcess, client: RolloutClient, push: Push) -> None:
+async def test_evaluation_chats(verifiers, client, push):
     """The same text, by the service's chat template as by the renderer."""
     await push()
     chat = await verifiers.call("eval.get_response", HELLO, session_id="trace-2", **GREEDY)
@@ -47,7 +46,7 @@ async def test_evaluation_chats(verifiers: ClientProcess, client: RolloutClient,
     assert chat["usage"]["prompt_tokens"] == len(rendered["tokens"]["prompt_ids"])
 
 
-async def test_an_overlong_prompt_is_told_from_other_errors(verifiers: ClientProcess) -> None:
+async def test_an_overlong_prompt_is_told_from_other_errors(verifiers):
     """Before it is sent, by the card of the model; and by the words of the reply."""
     overlong = [{"role": "user", "content": "1" * 5000}]
     for name in ("train", "eval"):

@@ -90,12 +90,12 @@ async def found(
     return dict(json.loads(result.read_text()))
 
 
-async def test_verl_finds_all_three_by_the_entry_point(installed: Path) -> None:
+async def test_verl_finds_all_three_by_the_entry_point(installed):
     output = await run_with("verl", "-c", REGISTRIES, path=[installed])
     assert "found RolloutServiceReplica ServerAdapter RolloutServiceCheckpointEngine" in output
 
 
-async def test_what_does_not_work_is_refused_by_name(installed: Path, model: Path) -> None:
+async def test_what_does_not_work_is_refused_by_name(installed, model):
     output = await run_with("verl", "-c", REFUSALS, str(model), path=[installed])
     said = dict(line.split(": ", 1) for line in output.splitlines() if line.split(":")[0] in SAID)
     assert "use it with a trainer that has standalone rollouts" in said["hybrid"]
@@ -105,7 +105,7 @@ async def test_what_does_not_work_is_refused_by_name(installed: Path, model: Pat
     assert "engine_kwargs.rollout_service.url=http://HOST:PORT" in said["url"]
 
 
-async def test_each_update_of_verl_is_a_version(found: dict[str, Any], service_url: str) -> None:
+async def test_each_update_of_verl_is_a_version(found, service_url):
     versions = [int(metrics["rollout_service/version"]) for metrics in found["metrics"]]
     assert versions == list(range(versions[0], versions[0] + len(STEPS)))
     async with RolloutClient(service_url) as client:
@@ -113,7 +113,7 @@ async def test_each_update_of_verl_is_a_version(found: dict[str, Any], service_u
         assert not await client.is_paused()
 
 
-def test_rollouts_are_labelled_with_verl_s_steps(found: dict[str, Any]) -> None:
+def test_rollouts_are_labelled_with_verl_s_steps(found):
     for update, (output, step) in enumerate(zip(found["short"], STEPS, strict=False), start=1):
         assert output["token_ids"] == [token_of(update)] * 8
         assert len(output["log_probs"]) == 8
@@ -122,7 +122,7 @@ def test_rollouts_are_labelled_with_verl_s_steps(found: dict[str, Any]) -> None:
         assert (fields["min_global_steps"], fields["max_global_steps"]) == (step, step)
 
 
-def test_a_rollout_across_an_update_goes_on_with_new_weights(found: dict[str, Any]) -> None:
+def test_a_rollout_across_an_update_goes_on_with_new_weights(found):
     """What verl aborts before it sends weights, its client asks for again; both parts are labelled."""
     old, new = token_of(2), token_of(3)
     for output in found["long"]:

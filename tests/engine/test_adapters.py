@@ -82,7 +82,7 @@ async def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             yield Adapted(one, base, request.param != "none")
 
 
-async def test_adapters_sample_like_their_references(adapted: Adapted) -> None:
+async def test_adapters_sample_like_their_references(adapted):
     await adapted.push("run-a", 1)
     await adapted.push("run-b", 2)
     names = ("run-a", "run-b", None)
@@ -93,7 +93,7 @@ async def test_adapters_sample_like_their_references(adapted: Adapted) -> None:
         assert found[name, own] < 0.1 * min(others), found
 
 
-async def test_running_rollouts_keep_the_version_they_began_with(adapted: Adapted) -> None:
+async def test_running_rollouts_keep_the_version_they_began_with(adapted):
     running = asyncio.create_task(adapted.generate("run-a", max_tokens=200))
     while not adapted.one.engine.tokens_since("run-a-None-0-200", [0, 0]):
         await asyncio.sleep(0)
@@ -106,13 +106,13 @@ async def test_running_rollouts_keep_the_version_they_began_with(adapted: Adapte
         assert adapted.difference(pairs, seed) < 0.2
 
 
-async def test_adapters_are_there_again_after_memory_was_released(adapted: Adapted) -> None:
+async def test_adapters_are_there_again_after_memory_was_released(adapted):
     await adapted.one.sleep_and_wake(adapted.base, 1)
     assert adapted.difference(await adapted.sample("run-b"), 2) < 0.2
     assert adapted.difference(await adapted.sample(None), None) < 0.2
 
 
-async def test_what_vllm_cannot_load_leaves_the_engine_sound(adapted: Adapted) -> None:
+async def test_what_vllm_cannot_load_leaves_the_engine_sound(adapted):
     tensors = {name: tensor for name, tensor in adapter_tensors(adapted.model, 4).items() if "q_proj" in name}
     unknown = {name.replace("q_proj", "z_proj"): tensor for name, tensor in tensors.items()}
     folder = save_adapter(adapted.model.parent / "unknown", unknown)
@@ -125,7 +125,7 @@ async def test_what_vllm_cannot_load_leaves_the_engine_sound(adapted: Adapted) -
     assert adapted.difference(await adapted.sample("run-b"), 2) < 0.2
 
 
-async def test_a_removed_adapter_is_not_in_the_engine(adapted: Adapted) -> None:
+async def test_a_removed_adapter_is_not_in_the_engine(adapted):
     await adapted.one.ingest.remove_adapter("run-a")
     await adapted.settle()
     assert [(held.name, held.version) for held in adapted.held.status()] == [("run-b", 1)]
@@ -133,7 +133,7 @@ async def test_a_removed_adapter_is_not_in_the_engine(adapted: Adapted) -> None:
         await adapted.generate("run-a")
 
 
-async def test_full_places_leave_the_model_itself_as_it_is(adapted: Adapted) -> None:
+async def test_full_places_leave_the_model_itself_as_it_is(adapted):
     for seed, name in enumerate(("run-c", "run-d", "run-e"), start=5):
         await adapted.push(name, seed)
     assert len(adapted.held.status()) == MAX_LIVE

@@ -135,16 +135,14 @@ def differences(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_fp8_engine_returns_the_logprobs_of_a_forward_pass(
-    served: tuple[ServiceConfig, EngineAdapter],
-) -> None:
+async def test_an_fp8_engine_returns_the_logprobs_of_a_forward_pass(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     assert_logprobs(await sample(engine), config, FP8_MEAN, FP8_MAX)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_candidates_and_prompt_logprobs_are_the_models(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+async def test_candidates_and_prompt_logprobs_are_the_models(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     prompt, asked = PROMPTS[3], Sampling(max_tokens=8, ignore_eos=True, logprobs=20, prompt_logprobs=2)
@@ -169,7 +167,7 @@ async def test_candidates_and_prompt_logprobs_are_the_models(served: tuple[Servi
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_scores_are_the_prompt_logprobs_from_a_token_on(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+async def test_scores_are_the_prompt_logprobs_from_a_token_on(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     prompt, asked = PROMPTS[3], Sampling(max_tokens=1, ignore_eos=True, prompt_logprobs=3)
@@ -185,16 +183,14 @@ async def test_scores_are_the_prompt_logprobs_from_a_token_on(served: tuple[Serv
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_target_tokens_are_refused_without_a_gpu(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+async def test_target_tokens_are_refused_without_a_gpu(served):
     targets = Scoring(start=2, target_token_ids=((5, 6), (7,)))
     with pytest.raises(InvalidRequest, match="prompt_logprob_token_ids requires the V2 model runner"):
         await served[1].generate("targets", (5, 6, 7, 8), Sampling(max_tokens=1), scoring=targets)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_engine_says_what_attends_and_that_nothing_is_spared(
-    served: tuple[ServiceConfig, EngineAdapter],
-) -> None:
+async def test_an_engine_says_what_attends_and_that_nothing_is_spared(served):
     _, engine = served
     assert engine.attention_backends == ("CPU_ATTN",)
     assert await engine.kv_reads() == (0, 0)
@@ -202,13 +198,13 @@ async def test_an_engine_says_what_attends_and_that_nothing_is_spared(
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.usefixtures("served")
-async def test_what_vllm_reads_of_the_environment_for_each_token_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_vllm_reads_of_the_environment_for_each_token_is_remembered(monkeypatch):
     monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
     assert not envs.VLLM_COMPUTE_NANS_IN_LOGITS
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_bias_and_structured_outputs_steer_what_is_drawn(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+async def test_bias_and_structured_outputs_steer_what_is_drawn(served):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     biased = Sampling(n=4, max_tokens=4, ignore_eos=True, logit_bias={7: 100.0})
@@ -233,9 +229,7 @@ async def test_bias_and_structured_outputs_steer_what_is_drawn(served: tuple[Ser
     ids=["completion", "all", "prompt"],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_not_cut(
-    served: tuple[ServiceConfig, EngineAdapter], penalties: dict[str, float]
-) -> None:
+async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_not_cut(served, penalties):
     config, engine = served
     await load(engine, WeightLog(config.weights.root).folder(0), 0)
     cuts = await whole_with(engine, PROMPTS[1] * 2, penalties)
@@ -247,7 +241,7 @@ async def test_penalties_of_a_completion_that_goes_on_are_those_of_one_that_was_
 
 
 @pytest.mark.slow
-async def test_so_does_one_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_does_one_in_bf16(tmp_path, monkeypatch):
     config = await committed(tmp_path, "none", "bfloat16")
     async with running_engine(config, monkeypatch) as engine:
         pairs = await sample(engine)
@@ -287,9 +281,7 @@ async def commit_telltale(config: ServiceConfig, versions: range) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(
-    served: tuple[ServiceConfig, EngineAdapter],
-) -> None:
+async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(served):
     config, engine = served
     await commit_telltale(config, range(1, 3))  # the log keeps version 0, too
     log, prompt = WeightLog(config.weights.root), (5, 6, 7) * 100
@@ -322,9 +314,7 @@ async def test_the_prefix_cache_is_per_version_and_priority_is_obeyed(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_waiting_pause_can_be_cancelled_or_overridden(
-    served: tuple[ServiceConfig, EngineAdapter],
-) -> None:
+async def test_a_waiting_pause_can_be_cancelled_or_overridden(served):
     config, engine = served
     endless, short = Sampling(max_tokens=4000, ignore_eos=True), Sampling(max_tokens=4, ignore_eos=True)
     folder = WeightLog(config.weights.root).folder(0)
@@ -363,7 +353,7 @@ async def test_a_waiting_pause_can_be_cancelled_or_overridden(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_exact_call_ends_when_another_version_is_loaded(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+async def test_exact_call_ends_when_another_version_is_loaded(served):
     config, engine = served
     folder = WeightLog(config.weights.root).folder(0)
     await load(engine, folder, 0)
@@ -387,7 +377,7 @@ async def test_exact_call_ends_when_another_version_is_loaded(served: tuple[Serv
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served: tuple[ServiceConfig, EngineAdapter]) -> None:
+async def test_what_is_made_meanwhile_is_what_comes_in_the_end(served):
     """Tokens, logprobs, candidates and the version that made each, for a reader at every step and for a slow one."""
     config, engine = served
     folder = WeightLog(config.weights.root).folder(0)
@@ -444,9 +434,7 @@ async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(
-    served: tuple[ServiceConfig, EngineAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_loading_engine_is_healthy_and_a_failed_load_is_final(served, monkeypatch):
     """The last test of this engine: it is of no use afterwards."""
     config, engine = served
     folder = WeightLog(config.weights.root).folder(0)

@@ -67,9 +67,7 @@ async def difference(one: OneEngine, folder: Path, scratch: Path) -> tuple[float
         for family in families.FAMILIES
     ],
 )
-async def test_a_family_follows_an_update(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
-) -> None:
+async def test_a_family_follows_an_update(family, tmp_path, monkeypatch, record_property):
     record_property("family", family)
     folder = families.make_family(tmp_path / "family", family)
     try:
@@ -97,9 +95,7 @@ async def test_a_family_follows_an_update(
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="an engine of two ranks wants two GPUs")
 @pytest.mark.parametrize("family", ["glm4", "glm4_moe", "olmoe", "phi3"])
-async def test_two_ranks_of_a_family_follow_an_update(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
-) -> None:
+async def test_two_ranks_of_a_family_follow_an_update(family, tmp_path, monkeypatch, record_property):
     """Families that are in no table of ours: vLLM's classes say how layers are cut; all shards are whole FP8 blocks."""
     settings = dict(ON_A_GPU)
     if not torch.cuda.is_available():

@@ -128,7 +128,7 @@ def spans_of(made: Completion) -> list[tuple[int, int | None]]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_updates_recompute_sequences_beyond_the_bound(kept: Kept) -> None:
+async def test_updates_recompute_sequences_beyond_the_bound(kept):
     await kept.start()
     old = await kept.begin("old")
     await kept.update(1)
@@ -153,7 +153,7 @@ async def test_updates_recompute_sequences_beyond_the_bound(kept: Kept) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_only_the_turns_of_a_session_share_older_entries(kept: Kept) -> None:
+async def test_only_the_turns_of_a_session_share_older_entries(kept):
     await kept.start()
     [turn] = await kept.engine.generate("turn", PROMPT, SHORT, session_id="s")
     await kept.update(1)
@@ -180,7 +180,7 @@ async def test_only_the_turns_of_a_session_share_older_entries(kept: Kept) -> No
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_request_sent_before_an_update_gets_the_new_salt(kept: Kept) -> None:
+async def test_request_sent_before_an_update_gets_the_new_salt(kept):
     await kept.start()
     await kept.engine.generate("first", PROMPT, SHORT)
     await kept.update(1)
@@ -193,7 +193,7 @@ async def test_request_sent_before_an_update_gets_the_new_salt(kept: Kept) -> No
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_version_may_drop_a_cache_that_its_pause_kept(kept: Kept) -> None:
+async def test_version_may_drop_a_cache_that_its_pause_kept(kept):
     await kept.start()
     task = await kept.begin("long")
     await kept.engine.pause("keep", clear_cache=False)
@@ -210,7 +210,7 @@ async def test_version_may_drop_a_cache_that_its_pause_kept(kept: Kept) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_all_completions_of_a_request_begin_together(kept: Kept) -> None:
+async def test_all_completions_of_a_request_begin_together(kept):
     await kept.start()
     preempted = kept.engine.scheduler.preemptions
     task = await kept.begin("two", LONG.model_copy(update={"n": 2}))
@@ -228,7 +228,7 @@ async def test_all_completions_of_a_request_begin_together(kept: Kept) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_prompt_logprobs_are_of_one_version(kept: Kept) -> None:
+async def test_prompt_logprobs_are_of_one_version(kept):
     await kept.start()
     prompt = tuple(5 + 11 * at % 100 for at in range(14 * CHUNK))
     before = kept.engine.scheduler._at

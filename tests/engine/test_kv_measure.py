@@ -48,7 +48,7 @@ def require_alike(ranks: list[Any], observed: Any, agree: float) -> None:
 
 @needs_fp8_cache
 @pytest.mark.asyncio(loop_scope="session")
-async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_with_fp8_cache: OneEngine) -> None:
+async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_with_fp8_cache):
     one = llama_with_fp8_cache
     folder = await one.update(one.newest + 1, loud_weights(one.config.model.path, seed=1))
     before = await one.engine.score("before", tuple(BATCH[0]))
@@ -82,9 +82,7 @@ async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_wit
 
 @needs_fp8_cache
 @pytest.mark.slow  # as all engines of two ranks
-async def test_two_ranks_measure_their_heads_and_hold_the_same_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_ranks_measure_their_heads_and_hold_the_same_scales(tmp_path, monkeypatch):
     first, second, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")  # vLLM wants a NUMA node for each rank else
     parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2}

@@ -59,7 +59,7 @@ async def rescored(one: OneEngine, completions: list[tuple[tuple[int, ...], Comp
 
 @needs_fp8_cache
 @pytest.mark.asyncio(loop_scope="session")
-async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_cache: OneEngine) -> None:
+async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_cache):
     one = llama_with_fp8_cache
     weights = loud_weights(one.config.model.path, seed=1)
     folder = await one.update(one.newest + 1, weights)
@@ -87,7 +87,7 @@ async def test_logprobs_follow_the_scales_of_each_spans_version(llama_with_fp8_c
 
 @needs_fp8_cache
 @pytest.mark.asyncio(loop_scope="session")
-async def test_scales_are_reused_and_never_incomplete(llama_with_fp8_cache: OneEngine) -> None:
+async def test_scales_are_reused_and_never_incomplete(llama_with_fp8_cache):
     """The last test of this engine: it is of no use afterwards. With experts, over many updates: test_round_trip.py."""
     one = llama_with_fp8_cache
     weights, scales = random_weights(one.config.model.path, seed=1), some_scales(20)

@@ -58,17 +58,13 @@ async def updated_many_times(one: OneEngine, form: WeightFormat = FP8_BLOCK) -> 
 
 
 @pytest.mark.slow  # every run of the tests does the same with experts, whose attention is dense
-async def test_a_dense_engine_holds_exact_fp8_weights_after_20_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dense_engine_holds_exact_fp8_weights_after_20_updates(tmp_path, monkeypatch):
     async with running("qwen2", tmp_path, monkeypatch) as one:
         _, folder = await updated_many_times(one)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
 
 
-async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(tmp_path, monkeypatch):
     async with running("qwen3_moe", tmp_path, monkeypatch, kv_cache_dtype=CACHE_DTYPE) as one:
         weights, folder = await updated_many_times(one)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
@@ -113,9 +109,7 @@ async def test_an_moe_engine_holds_exact_weights_and_scales_and_no_partial_load(
     ],
     ids=lambda value: value.name if isinstance(value, WeightFormat) else value,
 )
-async def test_engines_with_channels_hold_exact_weights_after_20_updates(
-    family: str, form: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_with_channels_hold_exact_weights_after_20_updates(family, form, tmp_path, monkeypatch):
     async with running(family, tmp_path, monkeypatch, quant=form.name) as one:
         _, folder = await updated_many_times(one, form)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
@@ -124,9 +118,7 @@ async def test_engines_with_channels_hold_exact_weights_after_20_updates(
         assert await one.digests() == held
 
 
-async def test_an_int8_engine_with_experts_holds_what_a_fresh_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_int8_engine_with_experts_holds_what_a_fresh_one_does(tmp_path, monkeypatch):
     async with running("qwen3_moe", tmp_path, monkeypatch, quant="int8_channel") as one:
         weights, folder = await updated_many_times(one, INT8_CHANNEL)
         assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
@@ -136,7 +128,7 @@ async def test_an_int8_engine_with_experts_holds_what_a_fresh_one_does(
 
 
 @pytest.mark.slow
-async def test_bf16_experts_follow_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bf16_experts_follow_every_update(tmp_path, monkeypatch):
     async with running("qwen2_moe", tmp_path, monkeypatch, quant="none") as one:
         for version in range(1, UPDATES + 2):
             folder = await one.update(version, random_weights(one.config.model.path, seed=version))
@@ -156,9 +148,7 @@ async def test_bf16_experts_follow_every_update(tmp_path: Path, monkeypatch: pyt
         ("deepseek_v3", ()),
     ],
 )
-async def test_every_family_is_served_from_its_own_names(
-    family: str, skip: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_family_is_served_from_its_own_names(family, skip, tmp_path, monkeypatch):
     async with running(family, tmp_path, monkeypatch, skip=skip) as one:
         for version in range(1, 3):
             weights = random_weights(one.config.model.path, seed=version)

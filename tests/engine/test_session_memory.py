@@ -93,7 +93,7 @@ async def run_sessions(engine: EngineAdapter, mark: str, is_named: bool) -> Repl
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_sessions_find_their_cache_although_not_all_fit(engine: EngineAdapter) -> None:
+async def test_sessions_find_their_cache_although_not_all_fit(engine):
     assert engine.kv_cache_tokens == CAPACITY
     without = await run_sessions(engine, "call", is_named=False)
     sessions = await run_sessions(engine, "session", is_named=True)
@@ -103,7 +103,7 @@ async def test_sessions_find_their_cache_although_not_all_fit(engine: EngineAdap
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_preemptions_for_want_of_memory_are_counted(engine: EngineAdapter) -> None:
+async def test_preemptions_for_want_of_memory_are_counted(engine):
     before = engine.scheduler.preemptions
     long = Sampling(max_tokens=CAPACITY // 4, ignore_eos=True)
     await asyncio.gather(*(engine.generate(f"long{i}", (5 + i,) * BLOCK, long) for i in range(8)))
@@ -111,7 +111,7 @@ async def test_preemptions_for_want_of_memory_are_counted(engine: EngineAdapter)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_update_counts_as_no_preemption(engine: EngineAdapter) -> None:
+async def test_update_counts_as_no_preemption(engine):
     before = engine.scheduler.preemptions
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     running = [asyncio.create_task(engine.generate(f"kept{i}", (5 + i,), sampling)) for i in range(4)]

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -33,9 +32,7 @@ TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(len
         ("qwen3_moe_ep", "none", True),
     ],
 )
-async def test_two_ranks_follow_versions_and_agree_with_one(
-    family: str, quant: str, expert_parallel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_ranks_follow_versions_and_agree_with_one(family, quant, expert_parallel, tmp_path, monkeypatch):
     first, second, *_ = sorted(os.sched_getaffinity(0))
     quantized = quant != "none"
     engine = {"tensor_parallel_size": 2, "expert_parallel": expert_parallel}

@@ -1,7 +1,6 @@
 """A trainer with ``fake_quant`` or ``engine_roundings`` has the logprobs of an engine with its weights."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -61,9 +60,7 @@ async def differences(one: OneEngine) -> tuple[float, float]:
         ("qwen3", "fp8_block"),
     ],
 )
-async def test_a_trainer_computes_as_the_engine_does(
-    family: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trainer_computes_as_the_engine_does(family, quant, tmp_path, monkeypatch):
     async with running(family, tmp_path, monkeypatch, quant=quant) as one:
         plain, same = await differences(one)
     assert plain > 3 * MEAN

@@ -25,7 +25,7 @@ async def long_difference(one: OneEngine, model: Path, folder: Path) -> float:
 
 
 @pytest.mark.slow  # an engine of its own
-async def test_rope_scaling_is_the_engine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rope_scaling_is_the_engine_s(tmp_path, monkeypatch):
     overrides = {"rope_parameters": YARN, "max_position_embeddings": 256}
     async with running("llama", tmp_path, monkeypatch, quant="none", extra={"hf_overrides": overrides}) as one:
         plain, scaled = one.config.model.path, tmp_path / "scaled"
@@ -55,7 +55,7 @@ def head_alone(model: Path, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow  # two engines
-async def test_logits_in_fp32_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logits_in_fp32_are_not_rounded(tmp_path, monkeypatch):
     found = {}
     for head in ("bfloat16", "float32"):
         async with running("llama", tmp_path / head, monkeypatch, quant="none", lm_head=head) as one:
@@ -67,7 +67,7 @@ async def test_logits_in_fp32_are_not_rounded(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow  # an engine of its own
-async def test_a_tied_head_in_fp32_follows_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tied_head_in_fp32_follows_updates(tmp_path, monkeypatch):
     async with running("qwen2", tmp_path, monkeypatch, quant="none", lm_head="float32") as one:
         for version in (1, 2):
             folder = await one.update(version, random_weights(one.config.model.path, seed=version))

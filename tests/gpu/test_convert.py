@@ -1,7 +1,6 @@
 """The ingest on a GPU, a trainer on a GPU, and the ingest on the CPU make the same version of the same weights."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def converted(
     recipe: TrainerRecipe, device: str, weights: Mapping[str, torch.Tensor], **options: int
 ) -> dict[str, bytes]:
     """Stored name → bytes."""
-    converter = Converter(recipe, device=device, **options)  # type: ignore[arg-type]
+    converter = Converter(recipe, device=device, **options)
     return {
         name: tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         for name, tensor in converter.convert(weights.items())
@@ -32,7 +31,7 @@ def recipe_of(model: ServedModel) -> TrainerRecipe:
     return TrainerRecipe(weights="fp8_block", quantized=quantized, experts=model.experts)
 
 
-def test_the_device_changes_no_byte_of_a_version(tmp_path: Path) -> None:
+def test_the_device_changes_no_byte_of_a_version(tmp_path):
     model = ServedModel.load(make_model(tmp_path / "model", "qwen3_moe"))
     recipe = recipe_of(model)
     weights = random_weights(model.path, seed=0)
@@ -54,7 +53,7 @@ def queued(recipe: TrainerRecipe, weights: Mapping[str, torch.Tensor]) -> dict[s
     return stored
 
 
-def test_what_is_waited_for_once_is_the_same_and_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_what_is_waited_for_once_is_the_same_and_what_is_wrong_is_named(tmp_path):
     model = ServedModel.load(make_model(tmp_path / "model", "qwen3_moe"))
     recipe = recipe_of(model)
     weights = {name: weight.cuda() for name, weight in random_weights(model.path, seed=0).items()}

@@ -1,7 +1,6 @@
 """The plan puts into the live parameters what vLLM's layerwise reload would, and captured CUDA graphs see it."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ FP8_MEAN = 0.06
 
 @pytest.mark.parametrize("staging", ["device", "host"])
 @pytest.mark.parametrize(("family", "eager"), [("qwen3", False), ("qwen3_moe", False), ("qwen2", True)])
-async def test_the_plan_leaves_the_bytes_of_the_layerwise_reload(
-    family: str, eager: bool, staging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_plan_leaves_the_bytes_of_the_layerwise_reload(family, eager, staging, tmp_path, monkeypatch):
     settings = {
         "enforce_eager": eager,
         "linear_backend": "cutlass",
@@ -43,7 +40,7 @@ async def test_the_plan_leaves_the_bytes_of_the_layerwise_reload(
         assert digests[4] == digests[2] != digests[3]
 
 
-async def test_both_ways_leave_identical_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_ways_leave_identical_bytes(tmp_path, monkeypatch):
     held = []
     for staging in ("device", "none"):
         folder = tmp_path / staging
@@ -58,9 +55,7 @@ async def test_both_ways_leave_identical_bytes(tmp_path: Path, monkeypatch: pyte
     assert held[0] == held[1]
 
 
-async def test_scales_of_the_cache_follow_versions_that_a_plan_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_scales_of_the_cache_follow_versions_that_a_plan_loads(tmp_path, monkeypatch):
     settings = {"kv_cache_dtype": "fp8_e4m3", "linear_backend": "cutlass", "gpu_memory_utilization": 0.1}
     async with running("qwen3", tmp_path, monkeypatch, **settings) as one:
         for version, way in ((1, "layerwise"), (2, "plan"), (3, "plan")):
@@ -76,7 +71,7 @@ async def test_scales_of_the_cache_follow_versions_that_a_plan_loads(
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("shift", [0, 4, 3])
-def test_grouped_copies_move_every_byte(pinned: bool, shift: int) -> None:
+def test_grouped_copies_move_every_byte(pinned, shift):
     sizes = [1, 16, 100, TILE_BYTES + 48, 5 * TILE_BYTES]
     source = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8)
     source = source.pin_memory() if pinned else source.cuda()

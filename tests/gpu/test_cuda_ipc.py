@@ -70,7 +70,7 @@ async def digests(*command: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.parametrize("quantize", ["service", "trainer"])
-async def test_the_version_is_the_one_that_parts_make(service: RealIngest, model: Path, quantize: str) -> None:
+async def test_the_version_is_the_one_that_parts_make(service, model, quantize):
     async with RolloutClient(service.url) as client:
         weights = random_weights(model, seed=7)
         in_parts = await client.push_weights(1, weights, transport="http", wait="none")
@@ -81,7 +81,7 @@ async def test_the_version_is_the_one_that_parts_make(service: RealIngest, model
     service.log.verify(service.log.manifest(3))
 
 
-async def test_a_trainer_that_is_killed_in_the_middle_leaves_a_sound_ingest(service: RealIngest, model: Path) -> None:
+async def test_a_trainer_that_is_killed_in_the_middle_leaves_a_sound_ingest(service, model):
     with subprocess.Popen(arguments(service, model, "stops", 1), stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         await asyncio.to_thread(trainer.stdout.readline)
@@ -96,7 +96,7 @@ async def test_a_trainer_that_is_killed_in_the_middle_leaves_a_sound_ingest(serv
 
 
 @pytest.mark.parametrize("quantize", ["service", "trainer"])
-async def test_a_number_that_is_none_is_refused_by_name(service: RealIngest, model: Path, quantize: str) -> None:
+async def test_a_number_that_is_none_is_refused_by_name(service, model, quantize):
     for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):  # kept, and quantized
         trainer = await asyncio.create_subprocess_exec(
             *arguments(service, model, quantize, 1), name, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -106,17 +106,17 @@ async def test_a_number_that_is_none_is_refused_by_name(service: RealIngest, mod
     assert len(await digests(*arguments(service, model, quantize, 1))) == 2
 
 
-async def test_the_allocators_settings_do_not_matter(service: RealIngest, model: Path) -> None:
+async def test_the_allocators_settings_do_not_matter(service, model):
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert len(await digests(*arguments(service, model, "service", 1), **settings)) == 2
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-async def test_a_gpu_that_the_ingest_does_not_use(service: RealIngest, model: Path) -> None:
+async def test_a_gpu_that_the_ingest_does_not_use(service, model):
     assert len(await digests(*arguments(service, model, "service", 1), CUDA_VISIBLE_DEVICES="1")) == 2
 
 
-async def test_this_process_cannot_open_its_own(service: RealIngest, model: Path) -> None:
+async def test_this_process_cannot_open_its_own(service, model):
     weights = {name: tensor.cuda() for name, tensor in random_weights(model, seed=1).items()}
     async with RolloutClient(service.url) as client:
         with pytest.raises(NotShared, match="cudaIpcOpenMemHandle"):

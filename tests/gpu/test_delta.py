@@ -36,12 +36,7 @@ def step(weights: Mapping[str, torch.Tensor], generator: torch.Generator) -> Non
     [(8 << 20, 64 << 20, 128 << 20), (1 << 10, 4 << 10, 128 << 20), (1 << 10, 4 << 10, 16 << 10)],
     ids=["one piece", "many pieces", "many batches"],
 )
-async def test_a_delta_is_found_on_the_gpu(
-    tmp_path: Path,
-    family: str,
-    sizes: tuple[int, int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_delta_is_found_on_the_gpu(tmp_path, family, sizes, monkeypatch):
     monkeypatch.setattr("rollout_service.protocol.delta.SEGMENT_BYTES", sizes[0])
     monkeypatch.setattr("rollout_service.client._pieces.PIECE_BYTES", sizes[1])
     monkeypatch.setattr("rollout_service.client._pieces.BATCH_BYTES", sizes[2])
@@ -62,7 +57,7 @@ async def test_a_delta_is_found_on_the_gpu(
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
-async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(tmp_path: Path, name: str) -> None:
+async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(tmp_path, name):
     folder = make_model(tmp_path / "model", "qwen3")
     weights = {name: tensor.cuda() for name, tensor in folder_weights(folder).items()}
     generator = torch.Generator("cuda").manual_seed(0)
@@ -106,7 +101,7 @@ class Compared:
             thread.close()
 
 
-async def test_further_pushes_take_no_more_of_the_gpu(tmp_path: Path) -> None:
+async def test_further_pushes_take_no_more_of_the_gpu(tmp_path):
     """Each has a thread of its own, and torch keeps the memory of every stream that something was allocated in."""
     compared = Compared(make_model(tmp_path / "model", "qwen3"))
     reserved = []
@@ -116,7 +111,7 @@ async def test_further_pushes_take_no_more_of_the_gpu(tmp_path: Path) -> None:
     assert reserved[-1] == reserved[2]
 
 
-async def test_a_comparison_waits_for_nothing_but_events(tmp_path: Path) -> None:
+async def test_a_comparison_waits_for_nothing_but_events(tmp_path):
     compared = Compared(make_model(tmp_path / "model", "qwen3"))
     assert await compared.again()  # compiles kernels, and tries the one that hashes
     torch.cuda.set_sync_debug_mode("error")
@@ -133,9 +128,7 @@ def in_memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-async def test_a_delta_is_applied_on_the_gpu(
-    tmp_path: Path, in_memory: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+async def test_a_delta_is_applied_on_the_gpu(tmp_path, in_memory, monkeypatch, family):
     made: list[torch.device] = []
 
     def watched(device: torch.device, tensors: Sequence[Changed]) -> Made:

@@ -1,7 +1,6 @@
 """``engine.deterministic``: two runs and two batch compositions give the same bits on a GPU."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def bits(made: list[tuple[Completion, ...]]) -> Sampled:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_block"])
-async def test_runs_and_batches_agree_bit_for_bit(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runs_and_batches_agree_bit_for_bit(quant, tmp_path, monkeypatch):
     runs: list[Sampled] = []
     for run in range(2):
         settings = {"deterministic": True, "linear_backend": "cutlass", "gpu_memory_utilization": 0.2}

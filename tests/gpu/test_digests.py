@@ -30,7 +30,7 @@ def compare(memory: torch.Tensor, places: list[tuple[int, int]]) -> None:
         assert found[number * DIGEST_BYTES :][:DIGEST_BYTES].hex() == expected, places[number]
 
 
-def test_of_every_length_and_alignment() -> None:
+def test_of_every_length_and_alignment():
     memory = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 3 << 20, np.uint8))
     compare(memory, [(start, nbytes) for start in range(8) for nbytes in [*range(700), *range(1020, 1100)]])
     around = [(start, n + off) for n in (2048, 8192, 65536, CHUNK_BYTES) for off in range(-70, 71) for start in (0, 5)]
@@ -41,7 +41,7 @@ def test_of_every_length_and_alignment() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_another_gpu_than_the_threads() -> None:
+def test_on_another_gpu_than_the_threads():
     other = torch.device("cuda", 1)
     there = torch.randint(0, 256, (CHUNK_BYTES,), dtype=torch.uint8, device=other)
     with torch.cuda.device(0):
@@ -57,9 +57,7 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-async def test_one_flipped_byte_in_the_mapped_file_fails_the_version_by_name(
-    in_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_flipped_byte_in_the_mapped_file_fails_the_version_by_name(in_memory, monkeypatch):
     async with running("qwen3", in_memory, monkeypatch, **SETTINGS) as one:
         for version in (1, 2):
             await one.update(version, random_weights(one.config.model.path, seed=version))

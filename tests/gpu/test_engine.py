@@ -1,11 +1,10 @@
 """A real engine on a GPU, with its kernels: it holds what was quantized, and its logprobs are the reference's."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
 from tests.support.one_engine import mean_difference, running
@@ -17,9 +16,7 @@ FP8_MEAN = 0.06
 
 
 @pytest.mark.parametrize(("family", "kv_cache"), [("qwen3", "bfloat16"), ("qwen3_moe", "fp8_e4m3")])
-async def test_an_engine_holds_exact_fp8_weights_after_20_updates(
-    family: str, kv_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_holds_exact_fp8_weights_after_20_updates(family, kv_cache, tmp_path, monkeypatch):
     settings = {
         "enforce_eager": True,
         "linear_backend": "cutlass",
@@ -40,8 +37,8 @@ async def test_an_engine_holds_exact_fp8_weights_after_20_updates(
 @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 async def test_an_engine_with_channels_holds_what_was_quantized_and_loads_it_by_the_plan(
-    family: str, form: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family, form, tmp_path, monkeypatch
+):
     """In CUDA graphs, with an FP8 cache; CUTLASS' kernels, and for experts Triton's."""
     settings = {"linear_backend": "cutlass", "kv_cache_dtype": "fp8_e4m3", "gpu_memory_utilization": 0.1}
     graphs = {"cuda_graph_sizes": (1, 8), "max_num_seqs": 8}

@@ -114,13 +114,8 @@ async def loaded_by_both_ranks(two: OneEngine, version: int, exact: bool) -> lis
     ],
 )
 async def test_two_ranks_with_whole_experts_agree_with_one(
-    make: Callable[[Path], Path],
-    kv_cache: str,
-    engine: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Record,
-) -> None:
+    make, kv_cache, engine, tmp_path, monkeypatch, record_property
+):
     model, root, fp8_cache = make(tmp_path / "model"), tmp_path / "log", kv_cache != "bfloat16"
     half = ServedModel.load(model).num_experts // 2
     config = config_of(model, root, kv_cache, tensor_parallel_size=2, expert_parallel=True, **engine)

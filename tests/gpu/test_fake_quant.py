@@ -1,7 +1,5 @@
 """A layer under ``fake_quant`` has vLLM's results on the GPU, bit for bit: its codes, its scales and its products."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -58,7 +56,7 @@ def unlike(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("columns", [128, 256, 384, 4096])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_activations_get_the_codes_and_scales_of_vllm(tokens: int, columns: int) -> None:
+def test_activations_get_the_codes_and_scales_of_vllm(tokens, columns):
     for seed in range(4):
         hidden = activations(tokens, columns, seed)
         (codes, scales), (expected_codes, expected_scales) = group_codes(hidden), of_vllm(hidden)
@@ -67,7 +65,7 @@ def test_activations_get_the_codes_and_scales_of_vllm(tokens: int, columns: int)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_what_experts_make_of_the_gate_gets_the_codes_and_scales_of_vllm(tokens: int) -> None:
+def test_what_experts_make_of_the_gate_gets_the_codes_and_scales_of_vllm(tokens):
     both = torch.cat([activations(tokens, 768, 0), activations(tokens, 768, 1)], 1).clamp(-1e4, 1e4)  # or it is NaN
     expected_codes, expected_scales = ops.silu_and_mul_per_block_quant(both, 128, torch.float8_e4m3fn)
     gate, up = both.float().chunk(2, dim=-1)
@@ -79,7 +77,7 @@ def test_what_experts_make_of_the_gate_gets_the_codes_and_scales_of_vllm(tokens:
 
 @pytest.mark.parametrize("columns", [256, 4096])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_a_norm_that_quantizes_has_the_codes_of_vllm(tokens: int, columns: int) -> None:
+def test_a_norm_that_quantizes_has_the_codes_of_vllm(tokens, columns):
     config = Qwen3Config(hidden_size=columns, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(GPU)
     layer = model.model.layers[0]
@@ -99,7 +97,7 @@ def test_a_norm_that_quantizes_has_the_codes_of_vllm(tokens: int, columns: int) 
     assert unlike(codes.view(torch.uint8), expected_codes.view(torch.uint8)) < 1e-2
 
 
-def test_every_amax_and_every_value_below_it_gets_the_code_of_vllm() -> None:
+def test_every_amax_and_every_value_below_it_gets_the_code_of_vllm():
     """All pairs of a group's largest mantissa and exponent, and of a value's mantissa within 16 binades below."""
     mantissas = torch.arange(128, dtype=torch.int32, device=GPU)
     values = torch.cat([((127 - down) << 7) + mantissas for down in range(16)])  # BF16 bits, 1.0 … 2 and below
@@ -112,9 +110,7 @@ def test_every_amax_and_every_value_below_it_gets_the_code_of_vllm() -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_a_linear_layer_has_the_bits_of_cutlass(
-    rows: int, columns: int, tokens: int, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_linear_layer_has_the_bits_of_cutlass(rows, columns, tokens, record_property):
     weight = (0.02 * torch.randn(rows, columns, device=GPU)).bfloat16()
     hidden = activations(tokens, columns)
     expected, found = cutlass(hidden, weight), ours(hidden, weight)
@@ -124,7 +120,7 @@ def test_a_linear_layer_has_the_bits_of_cutlass(
     assert torch.equal(found, expected), shares
 
 
-def test_a_result_is_the_same_among_any_others() -> None:
+def test_a_result_is_the_same_among_any_others():
     """A trainer scores whole sequences of what an engine sampled token by token."""
     weight, hidden = torch.randn(384, 256, device=GPU).bfloat16(), activations(300, 256)
     whole = ours(hidden, weight)
@@ -132,7 +128,7 @@ def test_a_result_is_the_same_among_any_others() -> None:
     assert torch.equal(whole[17:18], ours(hidden[17:18], weight))
 
 
-def test_gradients_are_those_of_the_rounded_input_and_weight() -> None:
+def test_gradients_are_those_of_the_rounded_input_and_weight():
     torch.manual_seed(0)
     layer = nn.Linear(256, 384, bias=True, dtype=torch.bfloat16, device=GPU)
     hidden = torch.randn(64, 256, dtype=torch.bfloat16, device=GPU)

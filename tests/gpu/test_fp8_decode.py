@@ -22,9 +22,7 @@ def needs_hopper() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (64, 8), (32, 4)])
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("tokens_first", [False, True])
-def test_the_kernel_attends_as_fp32_attention(
-    variant: Variant, heads: int, kv_heads: int, page: int, tokens_first: bool
-) -> None:
+def test_the_kernel_attends_as_fp32_attention(variant, heads, kv_heads, page, tokens_first):
     """What lies behind a sequence's end is NaN; scales are read when the kernel runs."""
     torch.manual_seed(heads)
     n, pages = len(LENGTHS), -(-max(LENGTHS) // page)

@@ -81,9 +81,7 @@ def exact(query: torch.Tensor, attend: FlashAttend, batch: Batch) -> torch.Tenso
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("page", [16, 64])
-def test_groups_attend_as_near_to_fp32_as_plain_decode(
-    heads: int, kv_heads: int, size: int, dtype: torch.dtype, page: int
-) -> None:
+def test_groups_attend_as_near_to_fp32_as_plain_decode(heads, kv_heads, size, dtype, page):
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     torch.manual_seed(heads)
@@ -107,7 +105,7 @@ def test_groups_attend_as_near_to_fp32_as_plain_decode(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_compiled_grouping_finds_what_comparing_prefixes_finds(seed: int) -> None:
+def test_the_compiled_grouping_finds_what_comparing_prefixes_finds(seed):
     choose = random.Random(seed)
     page, chunk = choose.choice([16, 64]), choose.choice([8, 9, 16])
     paths = [[f"{i}" for i in range(choose.randrange(1, 100))] for _ in range(8)]
@@ -121,7 +119,7 @@ def test_the_compiled_grouping_finds_what_comparing_prefixes_finds(seed: int) ->
     assert found_groups(batch, made) == expected_groups(batch, chunk, 3)
 
 
-def test_the_grouping_never_waits_for_the_gpu() -> None:
+def test_the_grouping_never_waits_for_the_gpu():
     batch = shuffled()
     grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
     grouping.group(batch.tables, batch.lengths)
@@ -134,7 +132,7 @@ def test_the_grouping_never_waits_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_is_read_and_what_is_not_is_counted() -> None:
+def test_what_is_read_and_what_is_not_is_counted():
     """Also where a CUDA graph of another batch is in between: the counter is of the groupings alone."""
     batch = shuffled()
     grouping = Grouping(64, batch.tables.shape[1], PAGE, 16, 2, CUDA)
@@ -149,7 +147,7 @@ def test_what_is_read_and_what_is_not_is_counted() -> None:
     assert grouping.reads.read() == (attended, spared)
 
 
-def test_one_graph_serves_batches_that_share_more_and_less() -> None:
+def test_one_graph_serves_batches_that_share_more_and_less():
     """Captured without a group, as vLLM does; then members come, diverge and leave."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -215,9 +213,7 @@ async def differences(one: OneEngine, folder: Path) -> tuple[torch.Tensor, list[
         pytest.param(128, 2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
     ],
 )
-async def test_an_engines_logprobs_are_as_near_to_the_reference_as_flash_attentions(
-    size: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engines_logprobs_are_as_near_to_the_reference_as_flash_attentions(size, gpus, tmp_path, monkeypatch):
     """18 sequences in three groups with a common system prompt; ours in whole CUDA graphs of 16 and 32 sequences."""
     means, shared = {}, {}
     for backend, graphs in {"FLASH_ATTN": {"enforce_eager": True}, "group": {"cuda_graph_sizes": (16, 32)}}.items():

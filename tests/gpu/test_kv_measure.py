@@ -1,18 +1,12 @@
 """The service's own measuring of KV scales beside CUDA graphs and compiled code: as tests/engine on the CPU."""
 
-from pathlib import Path
-
-import pytest
-
 from rollout_service.kv_scales import scales_from_amax
 from tests.engine.test_kv_measure import AGREE, BATCH, CALIBRATED_MEAN, measured_by_a_trainer, require_alike
 from tests.support.key_channels import loud_weights
 from tests.support.one_engine import mean_difference, running
 
 
-async def test_a_compiled_engine_measures_and_uses_correct_kv_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_compiled_engine_measures_and_uses_correct_kv_scales(tmp_path, monkeypatch):
     settings = {"gpu_memory_utilization": 0.1, "cuda_graph_sizes": (1, 8, 16)}
     async with running("llama", tmp_path, monkeypatch, kv_cache_dtype="fp8_e4m3", **settings) as one:
         weights = loud_weights(one.config.model.path, seed=1)

@@ -23,9 +23,7 @@ def in_memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-async def test_versions_are_staged_from_files_that_are_used_again(
-    family: str, in_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_versions_are_staged_from_files_that_are_used_again(family, in_memory, monkeypatch):
     files: list[set[int]] = []
     async with running(family, in_memory, monkeypatch, **SETTINGS) as one:
         for version in range(1, 7):
@@ -39,9 +37,7 @@ async def test_versions_are_staged_from_files_that_are_used_again(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-async def test_a_version_is_staged_before_it_is_committed(
-    family: str, in_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_version_is_staged_before_it_is_committed(family, in_memory, monkeypatch):
     async with running(family, in_memory, monkeypatch, **SETTINGS) as one:
         for version in range(1, 7):
             weights = random_weights(one.config.model.path, seed=version)

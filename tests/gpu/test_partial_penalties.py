@@ -3,10 +3,6 @@
 Of the CPU's V1 the same is tested in ``tests/engine/test_engine.py``.
 """
 
-from pathlib import Path
-
-import pytest
-
 from tests.support.models import random_weights
 from tests.support.one_engine import PROMPTS, running
 from tests.support.penalties import whole_with
@@ -17,7 +13,7 @@ ALL = {"presence_penalty": -1.0, "frequency_penalty": 0.3, "repetition_penalty":
 KINDS = ({"presence_penalty": 1.5, "frequency_penalty": 0.7}, ALL, {"repetition_penalty": 1.4})
 
 
-async def test_they_are_those_of_one_that_was_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_are_those_of_one_that_was_not_cut(tmp_path, monkeypatch):
     async with running("qwen3", tmp_path, monkeypatch, quant="none", gpu_memory_utilization=0.1) as one:
         await one.update(1, random_weights(one.config.model.path, seed=1))
         for penalties in KINDS:

@@ -10,7 +10,7 @@ from rollout_service.client._shared_memory import HostMemory
 NBYTES = 64 << 20
 
 
-def test_memory_after_a_push_is_copied_as_it_is() -> None:
+def test_memory_after_a_push_is_copied_as_it_is():
     torch.cuda.init()
     memory = HostMemory(NBYTES)
     memory.room(0, NBYTES).fill_(1)

@@ -78,7 +78,7 @@ def assert_same(
     assert (np.sort(experts, -1)[compared] == expected[compared]).all()
 
 
-async def test_they_are_those_of_a_forward_pass(one: OneEngine) -> None:
+async def test_they_are_those_of_a_forward_pass(one):
     """Prompts are longer than a step of 64 tokens, and of several completions; the second time they are cached."""
     model = await updated(one, seed=1)
     prompts = [tuple(range(3, 103)), *PROMPTS[:3]]
@@ -94,7 +94,7 @@ async def test_they_are_those_of_a_forward_pass(one: OneEngine) -> None:
                 assert_same(model, prompt + completion.token_ids, experts, known)
 
 
-async def test_they_begin_where_they_are_asked_for_and_only_for_who_asks(one: OneEngine) -> None:
+async def test_they_begin_where_they_are_asked_for_and_only_for_who_asks(one):
     model, prompt = await updated(one, seed=2), PROMPTS[4]
     for start in (1, len(prompt) - 1, len(prompt)):
         sampling = FROM_0.model_copy(update={"routed_experts_prompt_start": start})
@@ -116,7 +116,7 @@ async def begun(one: OneEngine, prompt: tuple[int, ...], name: str) -> "asyncio.
     return task
 
 
-async def test_an_abort_and_its_continuation_leave_no_gap(one: OneEngine) -> None:
+async def test_an_abort_and_its_continuation_leave_no_gap(one):
     model, prompt = await updated(one, seed=3), PROMPTS[5]
     task = await begun(one, prompt, "long")
     await one.engine.abort()
@@ -132,7 +132,7 @@ async def test_an_abort_and_its_continuation_leave_no_gap(one: OneEngine) -> Non
     assert_same(model, prompt + whole.token_ids, experts, known)
 
 
-async def test_an_update_leaves_what_the_old_weights_chose(one: OneEngine) -> None:
+async def test_an_update_leaves_what_the_old_weights_chose(one):
     """The KV cache is computed anew with the new weights; the tokens of before keep what they were sampled with."""
     old, prompt = await updated(one, seed=4), PROMPTS[6]
     folder = await one.commit(one.newest + 1, random_weights(one.config.model.path, seed=5))

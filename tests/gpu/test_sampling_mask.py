@@ -1,7 +1,6 @@
 """vLLM's sampling masks on a GPU: an engine's truncated logprobs are the reference's, renormalized over them."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ BF16_MEAN = 0.02
 """Mean |lr| in nats of an engine without quantization, as tests/engine/test_round_trip.py has it."""
 
 
-async def test_truncated_logprobs_match_the_model_over_the_kept_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_truncated_logprobs_match_the_model_over_the_kept_tokens(tmp_path, monkeypatch):
     settings = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "return_sampling_mask": True}
     async with running("qwen3", tmp_path, monkeypatch, quant="none", **settings) as one:
         folder = await one.update(1, random_weights(one.config.model.path, seed=1))

@@ -1,7 +1,6 @@
 """Logprobs of target tokens, which only vLLM's runner for GPUs computes."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ PROMPT = tuple(range(3, 40))
 START, TOP = 10, 4
 
 
-async def test_target_tokens_have_the_logprobs_of_the_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_target_tokens_have_the_logprobs_of_the_top(tmp_path, monkeypatch):
     async with running("qwen3", tmp_path, monkeypatch, linear_backend="cutlass", gpu_memory_utilization=0.2) as one:
         asked = Sampling(max_tokens=1, ignore_eos=True, prompt_logprobs=TOP)
         [top] = await one.engine.generate("top", PROMPT, asked, scoring=Scoring(start=START))

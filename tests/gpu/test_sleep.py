@@ -1,7 +1,5 @@
 """An engine on a GPU gives its memory back, and holds a version's exact bytes after it has taken it again."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,9 +17,7 @@ SETTINGS = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enable_
     ("family", "kv_cache", "eager"),
     [("qwen3", "fp8_e4m3", False), ("qwen3_moe", "fp8_e4m3", False), ("qwen2", "bfloat16", True)],
 )
-async def test_an_engine_that_slept_computes_as_before(
-    family: str, kv_cache: str, eager: bool, staging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_slept_computes_as_before(family, kv_cache, eager, staging, tmp_path, monkeypatch):
     settings = SETTINGS | {"kv_cache_dtype": kv_cache, "enforce_eager": eager, "staging": staging}
     async with running(family, tmp_path, monkeypatch, **settings) as one:
         folders = [await one.update(version, random_weights(one.config.model.path, seed=version)) for version in (1, 2)]

@@ -1,7 +1,5 @@
 """An engine that stages in host memory loads from there what it would have read from the files."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.engine_layout import engine_digests, quantize
@@ -13,7 +11,7 @@ SETTINGS = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.1, "enforce
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-async def test_an_engine_loads_from_host_memory(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_loads_from_host_memory(family, tmp_path, monkeypatch):
     async with running(family, tmp_path, monkeypatch, **SETTINGS) as one:
         assert one.engine.staging == "host"
         for version in (1, 2, 3):

@@ -69,8 +69,8 @@ def config_of(model: Path, root: Path, **engine: Any) -> ServiceConfig:
     ("family", "staging"), [("qwen3_tp", "device"), ("qwen3_moe_tp", "device"), ("qwen3_moe_tp", "host")]
 )
 async def test_two_ranks_follow_every_upload_path_and_match_one_rank(
-    family: str, staging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
-) -> None:
+    family, staging, tmp_path, monkeypatch, record_property
+):
     model, root = make_model(tmp_path / "model", family), tmp_path / "log"
     sections: dict[str, Any] = {
         "engine": {"tensor_parallel_size": 2},
@@ -116,18 +116,14 @@ async def test_two_ranks_follow_every_upload_path_and_match_one_rank(
     record_property("closed_ms_one_rank", [round(ms, 1) for ms in alone_ms])
 
 
-async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ranks_measure_their_own_heads_and_hold_the_same_scales(tmp_path, monkeypatch):
     parallel: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "tensor_parallel_size": 2, **SMALL}
     async with running("llama_tp", tmp_path, monkeypatch, **parallel) as one:
         assert await difference_with_scales_of_two_ranks(one, 4 * AGREE, fp8=True) < 2 * CALIBRATED_MEAN
 
 
 @pytest.mark.parametrize(("shape", "layers"), [(Shape.QWEN3_8B, 8), (Shape.QWEN3_30B_A3B, 4)])
-async def test_the_service_starts_with_default_staging_and_updates(
-    shape: Shape, layers: int, tmp_path: Path, record_property: Record
-) -> None:
+async def test_the_service_starts_with_default_staging_and_updates(shape, layers, tmp_path, record_property):
     """Layers of published shapes, whose first version is twice as large as a rank's staging area."""
     model = write_config(shape, tmp_path / shape, layers)
     write_weights(model)

@@ -1,7 +1,6 @@
 """A broadcast over NCCL: the trainer is this process on GPU 1, the receiver a process on GPU 0."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ class InThisProcess:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
-async def test_a_broadcast_becomes_the_version_of_an_upload(tmp_path: Path, packed: bool) -> None:
+async def test_a_broadcast_becomes_the_version_of_an_upload(tmp_path, packed):
     model = make_model(tmp_path / "qwen3", "qwen3")
     ingest = Ingest(config_of(model, tmp_path / "log", scaling={"min_replicas": 0}))
     await ingest.start()

@@ -70,14 +70,7 @@ CPU = torch.device("cpu")
     [(ALL, None), (set(), CPU), ({SHAPES["odd"], SHAPES["chunk"], SHAPES["beside"]}, CPU)],
     ids=["on the GPU", "on the host", "some on each"],
 )
-def test_digests_and_bytes_are_those_of_the_host(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    held_bytes: int,
-    least_packed: int,
-    lie_on_gpu: set[tuple[int, ...]],
-    gpu: torch.device | None,
-) -> None:
+def test_digests_and_bytes_are_those_of_the_host(tmp_path, monkeypatch, held_bytes, least_packed, lie_on_gpu, gpu):
     for module in (manifest, batched_store, writer):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
     tensors = {name: torch.randint(-127, 128, shape, dtype=torch.int8) for name, shape in SHAPES.items()}
@@ -93,9 +86,7 @@ def test_digests_and_bytes_are_those_of_the_host(
 
 
 @pytest.mark.parametrize("held_bytes", [1, 1 << 30])
-def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
-) -> None:
+def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(tmp_path, monkeypatch, held_bytes):
     monkeypatch.setattr(batched_store, "lies_on_gpu", lambda tensor: True)
     monkeypatch.setattr(batched_store, "_HELD_BYTES", held_bytes)
     tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in SHAPES.items()}
@@ -106,9 +97,7 @@ def test_a_tensor_with_numbers_that_may_not_be_is_not_stored(
 
 
 @pytest.mark.parametrize("held_bytes", [1, 1 << 30])
-def test_a_turn_ends_with_what_it_was_taken_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_bytes: int
-) -> None:
+def test_a_turn_ends_with_what_it_was_taken_for(tmp_path, monkeypatch, held_bytes):
     held: list[bool] = []
 
     def on_gpu(tensor: torch.Tensor) -> bool:

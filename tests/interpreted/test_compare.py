@@ -87,13 +87,13 @@ class Watched:
         self.batches += 1
         if self.batches - 1 in self.fails_at[0]:
             raise torch.cuda.OutOfMemoryError("no room to count")
-        return _gpu_compare.queue_count(*args)  # type: ignore[arg-type]
+        return _gpu_compare.queue_count(*args)
 
     def _found(self, *args: object) -> Found:
         self.reads += 1
         if self.reads - 1 in self.fails_at[1]:
             raise torch.cuda.OutOfMemoryError("no room to read")
-        return _gpu_compare.queue_search(*args)  # type: ignore[arg-type]
+        return _gpu_compare.queue_search(*args)
 
 
 @pytest.fixture
@@ -102,9 +102,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 @pytest.mark.parametrize("at_once", [1, _compare.AT_ONCE_BYTES])
-def test_it_is_what_threads_find(
-    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, watched: Watched, at_once: int
-) -> None:
+def test_it_is_what_threads_find(tensors, monkeypatch, watched, at_once):
     monkeypatch.setattr(_compare, "AT_ONCE_BYTES", at_once)
     new = stepped(tensors)
     expected = changes_of(tensors, new, monkeypatch, lambda name: False)
@@ -113,7 +111,7 @@ def test_it_is_what_threads_find(
     assert watched.batches and watched.reads
 
 
-def test_nothing_changed(tensors: Tensors, monkeypatch: pytest.MonkeyPatch, watched: Watched) -> None:
+def test_nothing_changed(tensors, monkeypatch, watched):
     new = {name: tensor.clone() for name, tensor in tensors.items()}
     assert not any(changes_of(tensors, new, monkeypatch, lambda name: True))
     assert watched.batches
@@ -124,13 +122,7 @@ def test_nothing_changed(tensors: Tensors, monkeypatch: pytest.MonkeyPatch, watc
     [((0,), ()), ((1, 2), ()), ((), (0,)), ((), (1, 2)), ((0,), (0,)), (range(99), ()), ((), range(99))],
     ids=["first", "middle", "first read", "middle read", "both", "all", "all reads"],
 )
-def test_without_room_on_the_gpu_nothing_is_lost(
-    tensors: Tensors,
-    monkeypatch: pytest.MonkeyPatch,
-    watched: Watched,
-    fails_at: tuple[Sequence[int], Sequence[int]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_room_on_the_gpu_nothing_is_lost(tensors, monkeypatch, watched, fails_at, caplog):
     new = stepped(tensors)
     expected = changes_of(tensors, new, monkeypatch, lambda name: False)
     watched.fails_at = fails_at
@@ -140,16 +132,14 @@ def test_without_room_on_the_gpu_nothing_is_lost(
 
 
 @pytest.mark.parametrize("there", [{"codes", "head"}, {"norm", "more codes"}, {"scales"}])
-def test_some_tensors_lie_on_the_host(tensors: Tensors, monkeypatch: pytest.MonkeyPatch, there: set[str]) -> None:
+def test_some_tensors_lie_on_the_host(tensors, monkeypatch, there):
     new = stepped(tensors)
     expected = changes_of(tensors, new, monkeypatch, lambda name: False)
     assert changes_of(tensors, new, monkeypatch, there.__contains__) == expected
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
-def test_more_changes_than_are_worth_it_are_taken_as_they_are(
-    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+def test_more_changes_than_are_worth_it_are_taken_as_they_are(tensors, monkeypatch, at_once):
     monkeypatch.setattr(_compare, "AT_ONCE_BYTES", at_once)
     monkeypatch.setattr(_compare, "lies_on_gpu", lambda tensor: True)
     weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
@@ -157,7 +147,7 @@ def test_more_changes_than_are_worth_it_are_taken_as_they_are(
     assert held(weights) == bytes_of(other) and weights.version is None
 
 
-def test_it_gives_up_between_two_pieces_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_up_between_two_pieces_of_a_tensor(monkeypatch):
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 512)
     monkeypatch.setattr(_pieces, "PIECE_BYTES", 512)
     monkeypatch.setattr(_pieces, "BATCH_BYTES", 1024)
@@ -178,9 +168,7 @@ def test_it_gives_up_between_two_pieces_of_a_tensor(monkeypatch: pytest.MonkeyPa
     assert held(weights) == bytes_of(other)
 
 
-def test_tensors_that_cannot_be_compared_leave_it_what_it_was(
-    tensors: Tensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_cannot_be_compared_leave_it_what_it_was(tensors, monkeypatch):
     monkeypatch.setattr(_compare, "lies_on_gpu", lambda tensor: True)
     weights: SentWeights = sent(tensors)
 
@@ -193,7 +181,7 @@ def test_tensors_that_cannot_be_compared_leave_it_what_it_was(
     assert held(weights) == bytes_of(tensors) and weights.version == 3
 
 
-def test_prepare_launches_every_form_of_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_launches_every_form_of_each_kernel(monkeypatch):
     monkeypatch.setattr(_compare, "lies_on_gpu", lambda tensor: True)
     monkeypatch.setattr(digests, "_tried", set())
     launched = {

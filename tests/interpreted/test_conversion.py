@@ -106,7 +106,7 @@ def stored(
     with ThreadPoolExecutor(3) as executor:
         conversion = Conversion(1, writer, converter.convert, executor)
         conversion.gpu = torch.device("cpu") if planned else None
-        source, first = GpuMemory(None, memory, executor), 0  # type: ignore[arg-type]
+        source, first = GpuMemory(None, memory, executor), 0
         for number, names in enumerate(batches):
             body = SharedTensors(transfer="f" * 32, batch=number, first=first, count=len(names), offset=starts[first])
             for bucket in SharedBatch(announced, body, source).buckets(plans):
@@ -129,13 +129,7 @@ def by_host(tmp_path: Path) -> list[StoredTensor]:
 
 @pytest.mark.parametrize("planned", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("batches", BATCHES, ids=len)
-def test_the_version_is_the_one_that_the_host_makes(
-    by_host: list[StoredTensor],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    batches: list[list[str]],
-    planned: bool,
-) -> None:
+def test_the_version_is_the_one_that_the_host_makes(by_host, tmp_path, request, batches, planned):
     request.getfixturevalue("as_on_gpu")
     assert stored(tmp_path / "gpu", weights(), batches, planned=planned) == by_host
     for file in {tensor.file for tensor in by_host}:
@@ -145,6 +139,6 @@ def test_the_version_is_the_one_that_the_host_makes(
 @pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize("planned", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("bad", ["k", "another norm", "head", "bias"])
-def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, bad: str, planned: bool) -> None:
+def test_what_is_not_finite_is_refused_by_name(tmp_path, bad, planned):
     with pytest.raises(QuantizationError, match=rf"{bad}\["):
         stored(tmp_path / "gpu", weights(bad), BATCHES[1], planned=planned)

@@ -83,10 +83,10 @@ def stepped(weights: Tensors) -> Tensors:
 
 
 async def push(client: RolloutClient, weights: Tensors, transport: str = "delta") -> WeightStatus:
-    return await client.push_weights("next", weights, transport=transport, wait="none")  # type: ignore[arg-type]
+    return await client.push_weights("next", weights, transport=transport, wait="none")
 
 
-async def test_it_is_the_version_that_all_bytes_make(service: RealIngest, weights: Tensors, as_on_gpu: AsOnGpu) -> None:
+async def test_it_is_the_version_that_all_bytes_make(service, weights, as_on_gpu):
     async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
         base = await push(client, weights)
         assert not as_on_gpu.asked
@@ -100,9 +100,7 @@ async def test_it_is_the_version_that_all_bytes_make(service: RealIngest, weight
     [[NORM], [UP_PROJ], [HEAD], [UP_PROJ, NORM, HEAD], [INPUT_NORM, UP_PROJ]],
     ids=["kept", "quantized", "large", "several", "in one batch"],
 )
-async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(
-    service: RealIngest, weights: Tensors, as_on_gpu: AsOnGpu, bad: list[str]
-) -> None:
+async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(service, weights, as_on_gpu, bad):
     async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
         base = await push(client, weights)
         new = stepped(weights)
@@ -123,9 +121,7 @@ async def test_a_nan_is_refused_by_name_and_the_base_stays_what_it_was(
         assert pushed.digest == (await push(other, new, "http")).digest
 
 
-async def test_a_nan_where_most_has_changed_is_refused_too(
-    service: RealIngest, weights: Tensors, as_on_gpu: AsOnGpu
-) -> None:
+async def test_a_nan_where_most_has_changed_is_refused_too(service, weights, as_on_gpu):
     async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
         base = await push(client, weights)
         new = {name: -tensor for name, tensor in weights.items()}

@@ -57,7 +57,7 @@ def flip(folder: Path, manifest: Manifest, name: str, byte: int) -> None:
         file.write(bytes([old ^ 1]))
 
 
-def test_whole_tensors_lie_in_the_area(version: tuple[Path, Manifest, dict[str, bytes]]) -> None:
+def test_whole_tensors_lie_in_the_area(version):
     folder, manifest, data = version
     placement = Placement.whole(manifest)
     area = staged(folder, manifest, placement, every=False)
@@ -65,7 +65,7 @@ def test_whole_tensors_lie_in_the_area(version: tuple[Path, Manifest, dict[str, 
         assert bytes(area[start : start + span.nbytes].tolist()) == data[span.tensor]
 
 
-def test_parts_of_rows_are_packed(version: tuple[Path, Manifest, dict[str, bytes]]) -> None:
+def test_parts_of_rows_are_packed(version):
     folder, manifest, data = version
     placement = Placement([Span("matrix", 30, 40, 60, 100), Span("last", 41, 82)])
     area = staged(folder, manifest, placement, every=True)
@@ -78,9 +78,7 @@ def test_parts_of_rows_are_packed(version: tuple[Path, Manifest, dict[str, bytes
     ("name", "byte", "chunk"),
     [("first", 34, 0), ("matrix", 0, 0), ("matrix", 5999, 5), ("small", 3, 0), ("last", 1229, 1)],
 )
-def test_a_flipped_bit_anywhere_is_reported_by_name(
-    version: tuple[Path, Manifest, dict[str, bytes]], name: str, byte: int, chunk: int
-) -> None:
+def test_a_flipped_bit_anywhere_is_reported_by_name(version, name, byte, chunk):
     folder, manifest, _ = version
     flip(folder, manifest, name, byte)
     with pytest.raises(LogCorrupt, match=rf"version 3: {name} in .*: chunk {chunk} of") as error:
@@ -88,9 +86,7 @@ def test_a_flipped_bit_anywhere_is_reported_by_name(
     assert error.value.detail["tensor"] == name
 
 
-def test_what_is_hashed_is_what_was_copied_and_not_the_file(
-    version: tuple[Path, Manifest, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_hashed_is_what_was_copied_and_not_the_file(version, monkeypatch):
     folder, manifest, _ = version
     real_copy = torch.Tensor.copy_
 

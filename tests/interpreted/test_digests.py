@@ -60,13 +60,13 @@ def found(memory: torch.Tensor, places: list[tuple[int, int]]) -> list[str]:
         70_001,
     ],
 )
-def test_of_one_run(nbytes: int) -> None:
+def test_of_one_run(nbytes):
     memory = bytes_of(nbytes + 8)
     for start in (0, 1, 4):
         assert found(memory, [(start, nbytes)]) == expected(memory, [(start, nbytes)])
 
 
-def test_of_a_whole_chunk_of_a_manifest() -> None:
+def test_of_a_whole_chunk_of_a_manifest():
     memory = bytes_of(1 << 20)
     places = [(0, 1 << 20)]
     assert found(memory, places) == expected(memory, places)
@@ -74,12 +74,12 @@ def test_of_a_whole_chunk_of_a_manifest() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5000)), min_size=1, max_size=6))
-def test_of_several_runs_wherever_they_lie(places: list[tuple[int, int]]) -> None:
+def test_of_several_runs_wherever_they_lie(places):
     memory = bytes_of(6000, seed=len(places))
     assert found(memory, places) == expected(memory, places)
 
 
-def test_runs_may_be_given_as_an_array() -> None:
+def test_runs_may_be_given_as_an_array():
     memory = bytes_of(9000)
     places = [(0, 5000), (5000, 17), (5001, 3000)]
     runs = np.array([(memory.data_ptr() + start, nbytes) for start, nbytes in places], np.int64)
@@ -90,13 +90,13 @@ def test_runs_may_be_given_as_an_array() -> None:
     assert read.hex() == "".join(expected(memory, places))
 
 
-def test_extreme_bytes() -> None:
+def test_extreme_bytes():
     for value in (0, 255):
         memory = torch.full((5000,), value, dtype=torch.uint8)
         assert found(memory, [(0, 5000)]) == expected(memory, [(0, 5000)])
 
 
-def test_a_kernel_that_hashes_otherwise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_hashes_otherwise_is_found_out(monkeypatch):
     monkeypatch.setattr(digests, "_tried", set())
     monkeypatch.setattr(digests, "_AVALANCHE", digests._AVALANCHE + 2)
     with pytest.raises(RuntimeError, match="does not give the digests of xxhash"):

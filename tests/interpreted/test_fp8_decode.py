@@ -27,7 +27,7 @@ def convert(codes, first, second, N: tl.constexpr):
     tl.store(second + at, b)
 
 
-def test_every_code_becomes_its_value() -> None:
+def test_every_code_becomes_its_value():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]  # not a number
     pairs = torch.stack([codes, codes.flip(0)], dim=1).contiguous()
@@ -44,7 +44,7 @@ def test_every_code_becomes_its_value() -> None:
     ("heads", "kv_heads", "block", "splits"), [(8, 2, 32, 1), (8, 1, 32, 4), (4, 1, 64, 1), (4, 1, 16, 2)]
 )
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
-def test_the_kernel_attends_as_plain_attention(heads: int, kv_heads: int, block: int, splits: int, layout: str) -> None:
+def test_the_kernel_attends_as_plain_attention(heads, kv_heads, block, splits, layout):
     """Lengths that are no multiple of anything, parts without a token, and blocks smaller and larger than a page."""
     n, pages = len(LENGTHS), -(-max(LENGTHS) // PAGE)
     order = (kv_heads, PAGE) if layout == "heads first" else (PAGE, kv_heads)
@@ -72,7 +72,7 @@ def test_the_kernel_attends_as_plain_attention(heads: int, kv_heads: int, block:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits: int) -> None:
+def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits):
     """Some sequences have one, in another order; a row whose LSE is not finite counts for nothing, NaN as it is."""
     n, heads, kv_heads, earlier = len(LENGTHS), 8, 2, 2  # pages
     pages = earlier + -(-max(LENGTHS) // PAGE)
@@ -109,11 +109,11 @@ def test_the_kernel_goes_on_from_a_result_over_earlier_tokens(splits: int) -> No
     torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2e-3)
 
 
-def test_a_small_batch_is_cut_into_parts_that_fill_a_gpu() -> None:
+def test_a_small_batch_is_cut_into_parts_that_fill_a_gpu():
     assert [splits_of(n, 8) for n in (256, 128, 100, 32, 2)] == [1, 1, 2, 4, 32]
 
 
-def test_what_a_tile_has_no_rows_for_is_refused() -> None:
+def test_what_a_tile_has_no_rows_for_is_refused():
     cache = fp8(2, PAGE, 1, SIZE, seed=1)
     one = torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="32 query heads of 128 numbers for 1 KV heads"):

@@ -36,14 +36,14 @@ def changed(old: np.ndarray, new: np.ndarray) -> Changed:
     return Changed(bytes_of(old), memoryview(delta.encode(bytes_of(old), bytes_of(new), itemsize)), itemsize)
 
 
-def test_prepare_launches_the_kernel_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_launches_the_kernel_for_each_size(monkeypatch):
     launches = launches_of(gpu_changes, "apply_changes", monkeypatch)
     gpu_changes.prepare(CPU)
     assert [launch["ITEMSIZE"] for launch in launches] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.2])
-def test_tensors_with_elements_of_each_size_are_made_at_once(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_with_elements_of_each_size_are_made_at_once(share, monkeypatch):
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 8192)
     olds = [random_bits(length, itemsize, seed=length) for itemsize in ITEMSIZES for length in (20_003, 400, 9000)]
     news = []
@@ -67,7 +67,7 @@ def test_tensors_with_elements_of_each_size_are_made_at_once(share: float, monke
     assert torch.equal(made.became(0, 3), torch.cat(of_bytes))
 
 
-def test_more_changes_than_a_program_takes_together() -> None:
+def test_more_changes_than_a_program_takes_together():
     old = random_bits(30_000, 2)
     new = stepped(old, 0.2)
     made = made_on(CPU, [changed(old, new)])
@@ -76,7 +76,7 @@ def test_more_changes_than_a_program_takes_together() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_change_outside_its_segment_is_told_and_left_out(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_outside_its_segment_is_told_and_left_out(number, monkeypatch):
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 100)
     beyond = segment(1, frame(b"\x64"), b"", b"", frame(b"\x01"))  # element 100 of 100
     encoded = [delta.NOTHING, delta.NOTHING]
@@ -141,7 +141,7 @@ def on_gpu(version_1: OnGpu, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
     return version_1
 
 
-def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_makes_the_tensors_that_were_sent(on_gpu, monkeypatch):
     monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
     monkeypatch.setattr(delta, "apply_segment", None)  # not by the host
     new = {name: tensor.clone() for name, tensor in on_gpu.old.items()}
@@ -162,15 +162,7 @@ def test_it_makes_the_tensors_that_were_sent(on_gpu: OnGpu, monkeypatch: pytest.
         (UP_PROJ + "_scale_inv", (0, 0), -1.0, "is -1, a block scale that is not a positive number"),
     ],
 )
-def test_what_may_not_be_is_refused_by_its_place(
-    on_gpu: OnGpu,
-    monkeypatch: pytest.MonkeyPatch,
-    segment_bytes: int,
-    name: str,
-    place: tuple[int, ...],
-    becomes: float,
-    complaint: str,
-) -> None:
+def test_what_may_not_be_is_refused_by_its_place(on_gpu, monkeypatch, segment_bytes, name, place, becomes, complaint):
     monkeypatch.setattr(delta, "SEGMENT_BYTES", segment_bytes)
     new = {key: tensor.clone() for key, tensor in on_gpu.old.items()}
     new[UP_PROJ].view(torch.uint8)[7, 7] ^= 1  # sound
@@ -179,7 +171,7 @@ def test_what_may_not_be_is_refused_by_its_place(
         on_gpu.made(new)
 
 
-def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(on_gpu: OnGpu) -> None:
+def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(on_gpu):
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM][3] = torch.nan
     with pytest.raises(InvalidDelta, match=f"the changes of {NORM} since version 1 make a tensor that hashes to"):
@@ -193,14 +185,14 @@ def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(on_gpu: OnGp
         (b"\x07" + bytes(40), "segment 0: it begins with 7"),
     ],
 )
-def test_changes_that_do_not_decode_are_refused_by_name(on_gpu: OnGpu, encoded: bytes, complaint: str) -> None:
+def test_changes_that_do_not_decode_are_refused_by_name(on_gpu, encoded, complaint):
     new = {**on_gpu.old, NORM: on_gpu.old[NORM].clone()}
     new[NORM].view(torch.int16)[3] ^= 1
     with pytest.raises(InvalidDelta, match=f"the changes of {NORM} since version 1 cannot be decoded: {complaint}"):
         on_gpu.made(new, encoded=memoryview(encoded))
 
 
-def test_where_the_gpu_has_no_room_the_host_makes_it(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_gpu_has_no_room_the_host_makes_it(on_gpu, monkeypatch):
     def full(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 

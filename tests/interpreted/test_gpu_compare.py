@@ -1,6 +1,5 @@
 """Pieces and batches of the tensors that a GPU compares. What it finds in them: test_compare.py."""
 
-import pytest
 import torch
 
 from rollout_service.client import _gpu_compare, _pieces
@@ -9,7 +8,7 @@ from rollout_service.client._pieces import Piece, batches_of, pieces_of
 from rollout_service.client._tensors import describe
 
 
-def test_many_changes_are_read_in_several_runs_of_pieces_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_changes_are_read_in_several_runs_of_pieces_of_one_size(monkeypatch):
     monkeypatch.setattr(_gpu_compare, "MOST_CHANGES", 30)
     sizes = [4, 4, 1, 1, 1, 1, 1]
     counts = [3, 5, 20, 10, 1, 26, 5]
@@ -18,7 +17,7 @@ def test_many_changes_are_read_in_several_runs_of_pieces_of_one_size(monkeypatch
     assert runs_of(pieces, counts) == [slice(0, 2), slice(2, 4), slice(4, 5), slice(6, 7)]
 
 
-def test_batches_have_every_piece_once_where_its_numbers_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_every_piece_once_where_its_numbers_may_lie(monkeypatch):
     monkeypatch.setattr(_pieces, "BATCH_BYTES", 100)
     pieces = [Piece(size, nbytes, False, ()) for size, nbytes in [(1, 33), (4, 40), (2, 22), (1, 200), (1, 7), (4, 8)]]
     batches = batches_of(pieces)
@@ -32,9 +31,7 @@ def test_batches_have_every_piece_once_where_its_numbers_may_lie(monkeypatch: py
             assert place.start % pieces[index].itemsize == 0
 
 
-def test_pieces_have_every_byte_once_and_come_in_the_order_of_their_last_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pieces_have_every_byte_once_and_come_in_the_order_of_their_last_tensors(monkeypatch):
     monkeypatch.setattr(_pieces, "PIECE_BYTES", 128)
     shapes = [("a", torch.int8, 100), ("b", torch.float32, 3), ("c", torch.int8, 20), ("d", torch.int8, 20),
               ("e", torch.bfloat16, 300), ("f", torch.float32, 3), ("g", torch.int8, 0)]  # fmt: skip

@@ -78,9 +78,7 @@ def metadata_of(batch: Batch, *, query_len: int = 1) -> CommonAttentionMetadata:
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_a_step_of_single_tokens_is_grouped_and_attended(
-    vllm_config: VllmConfig, calls: list[dict[str, Any]], layout: str
-) -> None:
+def test_a_step_of_single_tokens_is_grouped_and_attended(vllm_config, calls, layout):
     """``layout``: vLLM's name for whether a page's heads or its tokens come first in memory; the shape is the same."""
     torch.manual_seed(0)
     batch = batch_of(SEQUENCES, PAGE, padding=2, width=MAX_PAGES)
@@ -112,9 +110,7 @@ def test_a_step_of_single_tokens_is_grouped_and_attended(
     assert (output[7:] == 7.0).all()
 
 
-def test_own_tokens_of_an_fp8_cache_are_read_by_the_decode_kernel(
-    vllm_config: VllmConfig, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_tokens_of_an_fp8_cache_are_read_by_the_decode_kernel(vllm_config, calls, monkeypatch):
     """And shared ones by FlashAttention, whose schedule is of these alone."""
     torch.manual_seed(0)
     monkeypatch.setattr(vllm_config.cache_config, "cache_dtype", "fp8_e4m3")
@@ -159,9 +155,7 @@ class Layer(AttentionLayerBase):
 
 
 @pytest.mark.usefixtures("calls")
-def test_a_worker_says_what_attends_and_what_it_did_not_read(
-    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_says_what_attends_and_what_it_did_not_read(vllm_config, monkeypatch):
     with set_current_vllm_config(vllm_config):
         layers = {"layers.0.attn": Layer(), "layers.1.attn": Layer()}
     monkeypatch.setattr(vllm_config.compilation_config, "static_forward_context", layers)
@@ -176,7 +170,7 @@ def test_a_worker_says_what_attends_and_what_it_did_not_read(
 
 
 @pytest.mark.usefixtures("calls")
-def test_schedules_of_all_steps_lie_at_one_address_and_leave_nothing_behind(vllm_config: VllmConfig) -> None:
+def test_schedules_of_all_steps_lie_at_one_address_and_leave_nothing_behind(vllm_config):
     steps = builder(vllm_config)
     large = steps.build(0, metadata_of(batch_of(SEQUENCES, PAGE, width=MAX_PAGES))).grouped_schedule
     small = steps.build(0, metadata_of(batch_of(SEQUENCES[:2], PAGE, width=MAX_PAGES))).grouped_schedule
@@ -187,7 +181,7 @@ def test_schedules_of_all_steps_lie_at_one_address_and_leave_nothing_behind(vllm
 
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("what", ["several tokens", "one sequence", "not causal", "too many sequences"])
-def test_other_steps_are_flash_attentions(vllm_config: VllmConfig, what: str) -> None:
+def test_other_steps_are_flash_attentions(vllm_config, what):
     batch = batch_of(SEQUENCES, PAGE, width=MAX_PAGES)
     given = metadata_of(batch, query_len=2 if what == "several tokens" else 1)
     if what == "one sequence":
@@ -204,7 +198,7 @@ def test_other_steps_are_flash_attentions(vllm_config: VllmConfig, what: str) ->
 
 
 @pytest.mark.usefixtures("calls")
-def test_graphs_are_captured_for_single_tokens_and_never_take_another_block_table(vllm_config: VllmConfig) -> None:
+def test_graphs_are_captured_for_single_tokens_and_never_take_another_block_table(vllm_config):
     steps = builder(vllm_config)
     assert steps.get_cudagraph_support(vllm_config, None) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     assert not steps.supports_update_block_table and not steps.supports_draft_decode_metadata_update

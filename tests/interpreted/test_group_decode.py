@@ -51,9 +51,7 @@ def plain(query: torch.Tensor, attend: FlashAttend, batch: Batch) -> torch.Tenso
         (8, 2, 128, torch.float8_e4m3fn, "HND"),
     ],
 )
-def test_groups_attend_as_each_sequence_alone_would(
-    heads: int, kv_heads: int, size: int, dtype: torch.dtype, layout: str
-) -> None:
+def test_groups_attend_as_each_sequence_alone_would(heads, kv_heads, size, dtype, layout):
     torch.manual_seed(heads)
     batch = batch_of(SEQUENCES, PAGE, padding=1)
     batch.tables[4, 1] = batch.tables[1, 0]  # one whose prompt was computed twice in part
@@ -72,7 +70,7 @@ def test_groups_attend_as_each_sequence_alone_would(
     torch.testing.assert_close(output, plain(query, attend, batch), atol=2e-6, rtol=2e-6)
 
 
-def test_queries_reach_their_rows_and_no_others() -> None:
+def test_queries_reach_their_rows_and_no_others():
     query = torch.randn(3, 5, 32)
     rows = torch.full((6, 5, 32), 7.0)
     shared, own = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([2, 3, -1], dtype=torch.int32)
@@ -82,7 +80,7 @@ def test_queries_reach_their_rows_and_no_others() -> None:
     )
 
 
-def test_parts_weigh_as_the_sums_of_their_exponentials() -> None:
+def test_parts_weigh_as_the_sums_of_their_exponentials():
     partial = torch.randn(4, 9, 32)
     lse = torch.randn(4, 9).transpose(0, 1) * 30  # FlashAttention's shape, with other strides
     shared, own = torch.tensor([3, -1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
@@ -94,7 +92,7 @@ def test_parts_weigh_as_the_sums_of_their_exponentials() -> None:
 
 
 @pytest.mark.parametrize("nothing", [float("-inf"), float("inf"), float("nan")])
-def test_a_part_without_tokens_weighs_nothing(nothing: float) -> None:
+def test_a_part_without_tokens_weighs_nothing(nothing):
     """Whatever stands in its row. FlashAttention 2 gives +inf as its LSE, 3 gives −inf."""
     partial = torch.randn(4, 2, 32)
     partial[0] = float("nan")
@@ -108,7 +106,7 @@ def test_a_part_without_tokens_weighs_nothing(nothing: float) -> None:
     torch.testing.assert_close(output, torch.stack([partial[1], zero, partial[2], zero]))
 
 
-def test_heads_that_do_not_lie_side_by_side_are_refused() -> None:
+def test_heads_that_do_not_lie_side_by_side_are_refused():
     rows = torch.zeros(3, 4, 32)
     numbers = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"heads of 32 numbers lie \(1, 4\) apart, and \(32, 1\) is expected"):
@@ -116,10 +114,10 @@ def test_heads_that_do_not_lie_side_by_side_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "sequences"), [(32, 8, 16), (32, 4, 8), (28, 4, 9), (8, 8, 64)])
-def test_a_chunk_fills_a_tile_of_packed_rows(heads: int, kv_heads: int, sequences: int) -> None:
+def test_a_chunk_fills_a_tile_of_packed_rows(heads, kv_heads, sequences):
     assert chunk_sequences(heads, kv_heads) == sequences
 
 
-def test_larger_batches_are_split_into_fewer_parts() -> None:
+def test_larger_batches_are_split_into_fewer_parts():
     assert [splits(rows, 32) for rows in (2, 128, 256, 512, 1024)] == [32, 32, 16, 8, 8]
     assert splits(512, 4) == 4

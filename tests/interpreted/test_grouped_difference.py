@@ -11,7 +11,7 @@ SIZES = [1, 3, 16, 4096, 16_384, 16_385, 40_000]
 
 
 @pytest.mark.parametrize("skipped", [0, 1], ids=["aligned", "not aligned"])
-def test_it_is_the_difference_that_wraps_around_and_is_counted(skipped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_difference_that_wraps_around_and_is_counted(skipped, monkeypatch):
     monkeypatch.setattr(grouped_difference, "TILE_BYTES", 4096)
     generator = np.random.default_rng(0)
     pairs, expected, counts, kept = [], [], [0] * 4, []  # addresses keep nothing alive
@@ -36,5 +36,5 @@ def test_it_is_the_difference_that_wraps_around_and_is_counted(skipped: int, mon
         np.testing.assert_array_equal(old, became)
 
 
-def test_nothing_to_subtract() -> None:
+def test_nothing_to_subtract():
     assert subtract_in_place([], 2, torch.device("cpu")).tolist() == [0, 0]

@@ -23,16 +23,16 @@ def check(batch: Batch, chunk: int = 4, min_pages: int = 1) -> set[tuple[tuple[i
     return found
 
 
-def test_members_need_not_be_adjacent() -> None:
+def test_members_need_not_be_adjacent():
     batch = batch_of([(PROMPT, 5), (OTHER, 9), (PROMPT, 20), ([], 70), (OTHER, 33), (PROMPT, 1)])
     assert check(batch) == {((0, 2, 5), 4), ((1, 4), 4)}
 
 
-def test_a_group_is_cut_into_chunks_and_one_that_is_left_over_stays_alone() -> None:
+def test_a_group_is_cut_into_chunks_and_one_that_is_left_over_stays_alone():
     assert check(batch_of([(PROMPT, 3)] * 9), chunk=4) == {((0, 1, 2, 3), 4), ((4, 5, 6, 7), 4)}
 
 
-def test_what_saves_most_is_shared_and_not_what_is_deepest() -> None:
+def test_what_saves_most_is_shared_and_not_what_is_deepest():
     """Multi-turn sessions of one task: all have its prompt, and some have more in common."""
     deeper = [*PROMPT, "turn"]
     batch = batch_of([(deeper, 5), (deeper, 9), *[([*PROMPT, f"turn {i}"], 7) for i in range(6)]])
@@ -43,23 +43,23 @@ def test_what_saves_most_is_shared_and_not_what_is_deepest() -> None:
 
 
 @pytest.mark.parametrize(("owns", "depth"), [((0, 0), 3), ((0, 20), 3), ((20, 0), 3), ((1, 16), 4)])
-def test_the_page_that_is_written_now_is_never_shared(owns: tuple[int, ...], depth: int) -> None:
+def test_the_page_that_is_written_now_is_never_shared(owns, depth):
     """With 0, what is decoded is the last token of a prompt that the cache has whole."""
     assert check(batch_of([(PROMPT, own) for own in owns])) == {((0, 1), depth)}
 
 
-def test_more_sharers_than_a_chunk_has_do_not_make_a_prefix_better() -> None:
+def test_more_sharers_than_a_chunk_has_do_not_make_a_prefix_better():
     deeper = [*PROMPT, "a", "b"]
     batch = batch_of([(deeper, 5), (deeper, 9), *[(PROMPT, 7)] * 6])
     assert ((0, 1), 6) in check(batch, chunk=2)
 
 
-def test_padding_is_no_sequence() -> None:
+def test_padding_is_no_sequence():
     assert check(batch_of([(PROMPT, 5), (PROMPT, 6)], padding=3)) == {((0, 1), 4)}
     assert check(Batch(16, torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32))) == set()
 
 
-def test_block_0_is_never_shared() -> None:
+def test_block_0_is_never_shared():
     """Profiling runs of vLLM have lengths without blocks."""
     batch = Batch(16, torch.zeros(3, 8, dtype=torch.int32), torch.full((3,), 100, dtype=torch.int32))
     made = Grouping(3, 8, 16, 4, 1, CPU).group(batch.tables, batch.lengths)
@@ -67,13 +67,13 @@ def test_block_0_is_never_shared() -> None:
     assert made.starts[-1] == 3
 
 
-def test_too_little_in_common_is_left() -> None:
+def test_too_little_in_common_is_left():
     batch = batch_of([(PROMPT, 40), (PROMPT, 50), (SYSTEM, 40), (SYSTEM, 60)])
     assert check(batch, min_pages=3) == {((0, 1), 4)}
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_trees_of_prompts(seed: int) -> None:
+def test_random_trees_of_prompts(seed):
     choose = random.Random(seed)
     page, chunk = choose.choice([4, 16, 64]), choose.choice([2, 3, 4])
     branches = [[f"{choose.randrange(2)}" for _ in range(choose.randrange(1, 7))] for _ in range(4)]
@@ -83,7 +83,7 @@ def test_random_trees_of_prompts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_prompts_that_were_computed_twice_in_part_are_never_mixed_up(seed: int) -> None:
+def test_prompts_that_were_computed_twice_in_part_are_never_mixed_up(seed):
     """Equal block ids at a depth then do not mean equal ids before it: each sequence still sees its own pages."""
     choose = random.Random(seed)
     batch = batch_of([(PROMPT, choose.randrange(1, 40)) for _ in range(7)])
@@ -94,7 +94,7 @@ def test_prompts_that_were_computed_twice_in_part_are_never_mixed_up(seed: int) 
     found_groups(batch, made)
 
 
-def test_buffers_serve_smaller_batches_after_larger_ones() -> None:
+def test_buffers_serve_smaller_batches_after_larger_ones():
     """As CUDA graphs of several sizes do: all of them read the same addresses."""
     grouping = Grouping(8, 12, 16, 4, 1, CPU)
     addresses = set()
@@ -109,7 +109,7 @@ def test_buffers_serve_smaller_batches_after_larger_ones() -> None:
     assert len(addresses) == 1
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=f"groups are found among at most {MAX_SEQUENCES} sequences"):
         Grouping(MAX_SEQUENCES + 1, 8, 16, 4, 1, CPU)
     with pytest.raises(ValueError, match="chunks of 1 sequences"):
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused() -> None:
         grouping.group(torch.zeros(5, 8, dtype=torch.int32), torch.zeros(5, dtype=torch.int32))
 
 
-def test_what_is_read_and_what_is_not_is_counted() -> None:
+def test_what_is_read_and_what_is_not_is_counted():
     """Asked outside of the inference mode that buffers are made in."""
     with torch.inference_mode():
         grouping = Grouping(8, 12, 16, 4, 1, CPU)
@@ -133,7 +133,7 @@ def test_what_is_read_and_what_is_not_is_counted() -> None:
     assert grouping.reads.read() == (3 * 69 + 9 + 66, 2 * 64)
 
 
-def test_one_that_does_not_have_the_pages_after_all_spares_nothing() -> None:
+def test_one_that_does_not_have_the_pages_after_all_spares_nothing():
     batch = batch_of([(PROMPT, 5)] * 3)
     batch.tables[2, 0] = 1000
     grouping = Grouping(3, batch.tables.shape[1], 16, 4, 1, CPU)

@@ -168,7 +168,7 @@ def of_version(version: int) -> torch.Tensor:
     return torch.frombuffer(bytearray([version] * 80), dtype=torch.float32).view(4, 5)
 
 
-def test_kernels_read_what_the_plan_has_copied(log: WeightLog) -> None:
+def test_kernels_read_what_the_plan_has_copied(log):
     model = Model()
     engine = serving(model)
     for version, way in ((1, "layerwise"), (2, "plan"), (3, "plan")):
@@ -179,7 +179,7 @@ def test_kernels_read_what_the_plan_has_copied(log: WeightLog) -> None:
     assert set(dict(model.named_parameters())) == {FIRST, SECOND}
 
 
-def test_a_parameter_with_two_names_is_loaded_by_either(log: WeightLog) -> None:
+def test_a_parameter_with_two_names_is_loaded_by_either(log):
     model = Twice()
     assert FIRST not in dict(model.named_parameters())
     engine = serving(model)
@@ -189,7 +189,7 @@ def test_a_parameter_with_two_names_is_loaded_by_either(log: WeightLog) -> None:
 
 
 @pytest.mark.parametrize("copies", ["into the parameter", "into its data", "of another layout"])
-def test_what_a_model_copies_into_parameters_itself_is_loaded(copies: str, log: WeightLog) -> None:
+def test_what_a_model_copies_into_parameters_itself_is_loaded(copies, log):
     model = Copying(copies)
     engine = serving(model)
     held = model.first.weight.data_ptr()
@@ -200,13 +200,13 @@ def test_what_a_model_copies_into_parameters_itself_is_loaded(copies: str, log: 
         assert model.first.weight.data_ptr() == held
 
 
-def test_weights_that_a_reload_would_lose_fail_the_version(log: WeightLog) -> None:
+def test_weights_that_a_reload_would_lose_fail_the_version(log):
     engine = serving(Copying("into a part of it"))
     with pytest.raises(RuntimeError, match=r"left 1 modules without weights: \['first'\]. vLLM's Copying loads them"):
         update(engine, log.folder(1))
 
 
-def test_a_weight_loader_without_a_name_is_called(log: WeightLog) -> None:
+def test_a_weight_loader_without_a_name_is_called(log):
     model = Model()
     model.first.weight.weight_loader = functools.partial(lambda scale, param, loaded: param.data.copy_(loaded), 1.0)
     engine = serving(model)
@@ -215,7 +215,7 @@ def test_a_weight_loader_without_a_name_is_called(log: WeightLog) -> None:
         assert torch.equal(model.first.weight, of_version(version))
 
 
-def test_a_tensor_derived_from_weights_forces_layerwise_loading(log: WeightLog) -> None:
+def test_a_tensor_derived_from_weights_forces_layerwise_loading(log):
     model = Model(derives="tensor")
     engine = serving(model)
     for version in (1, 2):
@@ -233,7 +233,7 @@ def test_a_tensor_derived_from_weights_forces_layerwise_loading(log: WeightLog) 
         ("buffer there before", r"first\.weight is loaded in another way than by copies"),
     ],
 )
-def test_a_buffer_derived_from_weights_is_never_left_to_a_plan(log: WeightLog, derives: str, says: str) -> None:
+def test_a_buffer_derived_from_weights_is_never_left_to_a_plan(log, derives, says):
     """A plan copies into parameters alone: the buffer would stay that of the version the plan was learnt from."""
     model = Model(derives)
     engine = serving(model)
@@ -243,7 +243,7 @@ def test_a_buffer_derived_from_weights_is_never_left_to_a_plan(log: WeightLog, d
         assert re.search(says, report["no_plan"])
 
 
-def test_a_buffer_that_weights_do_not_change_is_left_alone(log: WeightLog) -> None:
+def test_a_buffer_that_weights_do_not_change_is_left_alone(log):
     model = Model()
     model.register_buffer("cos_sin_cache", torch.arange(3.0), persistent=False)
     engine = serving(model)
@@ -312,9 +312,7 @@ def commit_matrices(log: WeightLog, version: int, *, extra: bool = False) -> dic
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(rank, tmp_path, monkeypatch):
     for name, value in {"ROWS": 64, "COLUMNS": 40}.items():  # hashing takes long in the interpreter
         monkeypatch.setitem(globals(), name, value)
     for module in (manifest_module, reading, read_ahead):
@@ -347,9 +345,7 @@ def test_an_upload_to_a_log_in_memory_is_read_before_it_is_committed(
 
 class TestTensorParallelRank:
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(
-        self, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_rank_stages_its_shard_alone_and_loads_it_by_a_plan(self, rank, tmp_path, monkeypatch):
         monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
         monkeypatch.setattr(staging, "PIECE_BYTES", 2 << 20)
         log, model = WeightLog(tmp_path / "log"), Shard(rank)
@@ -366,9 +362,7 @@ class TestTensorParallelRank:
         assert report["copies"] <= 3
 
     @pytest.mark.parametrize(("rank", "finds_it"), [(0, True), (1, False)])
-    def test_rank_0_checks_bytes_that_only_the_other_rank_loads(
-        self, rank: int, finds_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_rank_0_checks_bytes_that_only_the_other_rank_loads(self, rank, finds_it, tmp_path, monkeypatch):
         monkeypatch.setattr(staging, "_SLACK_BYTES", 64)
         log = WeightLog(tmp_path / "log")
         engine = serving(Shard(rank), rank, world_size=2)
@@ -387,9 +381,7 @@ class TestTensorParallelRank:
         if corrupt is not None:
             assert "rows.weight" in corrupt[0] and corrupt[1]["chunk"] == 4
 
-    def test_a_version_too_big_to_stage_loads_from_files_with_reason(
-        self, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_version_too_big_to_stage_loads_from_files_with_reason(self, log, monkeypatch):
         monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
         model = Model()
         engine = serving(model)
@@ -398,7 +390,7 @@ class TestTensorParallelRank:
             assert report["way"] == "layerwise" and "would lie in the staging area, which has 32" in report["unstaged"]
             assert torch.equal(model.first.weight, of_version(version))
 
-    def test_another_layout_loads_layerwise_and_gets_its_own_plan(self, tmp_path: Path) -> None:
+    def test_another_layout_loads_layerwise_and_gets_its_own_plan(self, tmp_path):
         log, model = WeightLog(tmp_path / "log"), Shard(rank=1)
         engine = serving(model, rank=1, world_size=2)
         cases = ((False, "layerwise"), (False, "plan"), (True, "layerwise"), (True, "plan"), (False, "layerwise"))
@@ -409,9 +401,7 @@ class TestTensorParallelRank:
             for name, parameter in model.named_parameters():
                 assert torch.equal(parameter, model.part(name, tensors[name])), name
 
-    def test_a_file_changed_after_its_check_is_detected_on_load(
-        self, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_file_changed_after_its_check_is_detected_on_load(self, log, monkeypatch):
         monkeypatch.setattr(staging, "_SLACK_BYTES", -60)
         engine = serving(Model())
         assert stage(engine, log.folder(1)).corrupt is None
@@ -420,7 +410,7 @@ class TestTensorParallelRank:
         with pytest.raises(LogCorrupt, match=FIRST):
             engine.receive_weights(LogUpdateInfo(folder=str(log.folder(1))))
 
-    def test_what_is_staged_is_not_read_again_before_it_is_loaded(self, log: WeightLog) -> None:
+    def test_what_is_staged_is_not_read_again_before_it_is_loaded(self, log):
         engine = serving(Model())
         stage(engine, log.folder(1))
         reading = engine._stager._reading
@@ -430,7 +420,7 @@ class TestTensorParallelRank:
         stage(engine, log.folder(1))
         assert engine._stager._reading is not reading
 
-    def test_a_version_that_is_not_the_one_that_is_meant_is_refused(self, log: WeightLog) -> None:
+    def test_a_version_that_is_not_the_one_that_is_meant_is_refused(self, log):
         engine = serving(Model())
         corrupt = engine.stage(log.folder(1), log.manifest(2).digest).corrupt
         assert corrupt is not None and "not " + log.manifest(2).digest in corrupt[0]

@@ -106,9 +106,7 @@ def one_by_one(tensors: Mapping[str, torch.Tensor], recipe: TrainerRecipe) -> di
 
 @pytest.mark.parametrize("recipe", [RECIPE, POWERS, INT8], ids=["fp8", "powers of two", "int8"])
 @pytest.mark.parametrize("start", [0, 192])
-def test_tensors_of_every_kind_become_what_they_become_one_by_one(
-    tmp_path: Path, recipe: TrainerRecipe, start: int
-) -> None:
+def test_tensors_of_every_kind_become_what_they_become_one_by_one(tmp_path, recipe, start):
     expected = one_by_one(WEIGHTS, recipe)
     stored = by_plan(tmp_path / "planned", WEIGHTS, recipe, start)
     assert stored.keys() == expected.keys()
@@ -118,7 +116,7 @@ def test_tensors_of_every_kind_become_what_they_become_one_by_one(
         assert (tensor.digest, tensor.chunk_digests) == tensor_digests(memoryview(expected[name]))
 
 
-def test_codes_and_scales_that_come_made_are_stored_as_they_are(tmp_path: Path) -> None:
+def test_codes_and_scales_that_come_made_are_stored_as_they_are(tmp_path):
     made = dict(Converter(RECIPE, device="cpu").convert(WEIGHTS.items()))
     expected = one_by_one(WEIGHTS, RECIPE)
     stored = by_plan(tmp_path / "planned", made, RECIPE)
@@ -146,9 +144,7 @@ def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
         ("last", float("nan")),
     ],
 )
-def test_a_weight_that_may_not_be_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
-) -> None:
+def test_a_weight_that_may_not_be_is_refused_by_name(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr("rollout_service.model.convert.lies_on_gpu", lambda tensor: True)
     bad = WEIGHTS | {name: changed(WEIGHTS[name], value)}
     named = f"{E}.2.down_proj.weight" if name == f"{E}.down_proj" else name
@@ -170,15 +166,13 @@ def test_a_weight_that_may_not_be_is_refused_by_name(
         ("odd_scale", float("inf"), INT8),
     ],
 )
-def test_codes_and_scales_that_may_not_be_are_refused_by_name(
-    tmp_path: Path, name: str, value: float, recipe: TrainerRecipe
-) -> None:
+def test_codes_and_scales_that_may_not_be_are_refused_by_name(tmp_path, name, value, recipe):
     made = dict(Converter(recipe, device="cpu").convert(WEIGHTS.items()))
     with pytest.raises(QuantizationError, match=rf"{name}\["):
         by_plan(tmp_path / "planned", made | {name: changed(made[name], value)}, recipe)
 
 
-def test_numbers_at_the_edge_of_what_may_be_are_taken(tmp_path: Path) -> None:
+def test_numbers_at_the_edge_of_what_may_be_are_taken(tmp_path):
     largest = torch.finfo(torch.bfloat16).max
     edge = WEIGHTS | {"embed": torch.full((90, 64), largest), "norm": torch.full((7,), -largest).bfloat16()}
     assert len(by_plan(tmp_path / "planned", edge, RECIPE)) == len(one_by_one(edge, RECIPE))
@@ -200,7 +194,7 @@ def test_numbers_at_the_edge_of_what_may_be_are_taken(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_or_unusual_is_left_to_who_looks_at_each_tensor(tensor: UploadTensor) -> None:
+def test_what_is_wrong_or_unusual_is_left_to_who_looks_at_each_tensor(tensor):
     converter = Converter(RECIPE, device="cpu")
     layout = Layout(converter.slots(SHAPES))
     with pytest.raises(NotPlanned):
@@ -208,7 +202,7 @@ def test_what_is_wrong_or_unusual_is_left_to_who_looks_at_each_tensor(tensor: Up
     assert BatchPlans(converter, layout.places).of((tensor,)) is None
 
 
-def test_a_plan_is_made_once_for_the_same_tensors_and_anew_for_others() -> None:
+def test_a_plan_is_made_once_for_the_same_tensors_and_anew_for_others():
     converter = Converter(RECIPE, device="cpu")
     layout = Layout(converter.slots(SHAPES))
     plans = BatchPlans(converter, layout.places)
@@ -219,7 +213,7 @@ def test_a_plan_is_made_once_for_the_same_tensors_and_anew_for_others() -> None:
     assert plans.of(as_float) is not plan and plans.of(table) is not plan
 
 
-def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_plans_are_kept(monkeypatch):
     monkeypatch.setattr("rollout_service.ingest.batch_plan._MOST_TENSORS", 3)
     converter = Converter(RECIPE, device="cpu")
     plans = BatchPlans(converter, Layout(converter.slots(SHAPES)).places)
@@ -229,7 +223,7 @@ def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans.of(table) is plans.of(table)  # one that is larger than all may be is kept
 
 
-def test_what_is_stored_is_made_side_by_side() -> None:
+def test_what_is_stored_is_made_side_by_side():
     """A few copies bring a batch to the log, and no code is moved before, if files begin matrices at equal distances
     from where a kernel writes."""
     shapes = {f"layer.{number}": (128, 512) for number in range(4)} | {"norm": (64,)}

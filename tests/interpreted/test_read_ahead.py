@@ -140,7 +140,7 @@ class Reader:
 WHOLE = Placement([Span(name, 0, torch.Size(shape).numel()) for name, shape in SHAPES.items()])
 
 
-def test_what_is_stored_is_read_before_the_commit_and_not_again(log: WeightLog) -> None:
+def test_what_is_stored_is_read_before_the_commit_and_not_again(log):
     reader, data = Reader(log, WHOLE), drawn(2)
     upload = Upload(log, 2)
     upload.store({name: data[name] for name in ("first", "matrix")})
@@ -153,7 +153,7 @@ def test_what_is_stored_is_read_before_the_commit_and_not_again(log: WeightLog) 
     assert reader.ahead.read_bytes == sum(map(len, data.values()))
 
 
-def test_a_rank_reads_the_pieces_of_its_own_rows(log: WeightLog) -> None:
+def test_a_rank_reads_the_pieces_of_its_own_rows(log):
     rows = Placement([Span("matrix", 0, 1500), Span("last", 41, 82)])
     reader, data = Reader(log, rows, every=False), drawn(2)
     upload = Upload(log, 2)
@@ -164,7 +164,7 @@ def test_a_rank_reads_the_pieces_of_its_own_rows(log: WeightLog) -> None:
     assert 0 < reader.ahead.read_bytes < sum(map(len, data.values()))
 
 
-def test_what_was_not_read_when_it_is_committed_is_read_then(log: WeightLog) -> None:
+def test_what_was_not_read_when_it_is_committed_is_read_then(log):
     reader, data = Reader(log, WHOLE), drawn(2)
     upload = Upload(log, 2)
     upload.store({"end": data["end"]})
@@ -177,7 +177,7 @@ def test_what_was_not_read_when_it_is_committed_is_read_then(log: WeightLog) -> 
 
 
 @pytest.mark.parametrize("name", ["first", "small", "end"])  # the first two are hashed by the host
-def test_a_tensor_that_is_stored_again_is_read_again(log: WeightLog, name: str) -> None:
+def test_a_tensor_that_is_stored_again_is_read_again(log, name):
     reader, data = Reader(log, WHOLE), drawn(2)
     upload = Upload(log, 2)
     upload.store(data)
@@ -199,7 +199,7 @@ def half_read(log: WeightLog) -> tuple[Reader, dict[str, bytes], Upload]:
     return reader, data, upload
 
 
-def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -> None:
+def test_after_an_upload_that_was_dropped_the_next_one_is_read(log):
     reader, data, dropped = half_read(log)
     dropped.drop()
     upload = Upload(log, 3)
@@ -208,7 +208,7 @@ def test_after_an_upload_that_was_dropped_the_next_one_is_read(log: WeightLog) -
     assert reader.remaining_pieces(upload.commit()) == set() and reader.holds(data)
 
 
-def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(log: WeightLog) -> None:
+def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(log):
     reader, data, killed = half_read(log)
     killed.remove()
     upload = Upload(log, 2)
@@ -219,7 +219,7 @@ def test_an_upload_that_is_made_again_after_its_ingest_was_killed_is_read_again(
     assert reader.remaining_pieces(upload.commit()) == set() and reader.holds(data)
 
 
-def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(log: WeightLog) -> None:
+def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(log):
     reader, data, killed = half_read(log)
     reader.stopped()
     killed.remove()
@@ -228,7 +228,7 @@ def test_a_reader_of_an_upload_whose_ingest_was_killed_ends_when_it_is_told_to(l
     assert reader.remaining_pieces(upload.commit()) == set(SHAPES) - {"end"} and reader.holds(data)
 
 
-def test_an_upload_of_other_tensors_is_not_read(log: WeightLog) -> None:
+def test_an_upload_of_other_tensors_is_not_read(log):
     reader, data = Reader(log, WHOLE), drawn(2)
     upload = Upload(log, 2, names=reversed(SHAPES))
     upload.store(data)
@@ -238,7 +238,7 @@ def test_an_upload_of_other_tensors_is_not_read(log: WeightLog) -> None:
     assert reader.ahead.read_bytes == 0
 
 
-def test_it_ends_when_it_is_told_to(log: WeightLog) -> None:
+def test_it_ends_when_it_is_told_to(log):
     reader = Reader(log, WHOLE)
     reader.stopped()
     upload = Upload(log, 2)

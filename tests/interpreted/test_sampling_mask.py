@@ -41,7 +41,7 @@ def made(token_ids: list[int], kept: list[list[int]]) -> CompletionOutput:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("top_k", [3, 1])
-def test_vllm_mask_ids_are_ascending_and_survive_packing(top_k: int) -> None:
+def test_vllm_mask_ids_are_ascending_and_survive_packing(top_k):
     """With ``top_k`` 1 most rows have more ids than vLLM's compact form has room for, as with equal logits."""
     kept = [[19_999, 3, 8_192], [7], [8_191, 12_345], [0, 1]]
     first, sampled = torch.arange(len(kept) + 1, dtype=torch.int32), torch.ones(len(kept), dtype=torch.int32)
@@ -53,6 +53,6 @@ def test_vllm_mask_ids_are_ascending_and_survive_packing(top_k: int) -> None:
     np.testing.assert_array_equal(ids, np.concatenate([sorted(row) for row in kept]))
 
 
-def test_a_mask_not_as_long_as_its_completion_fails_the_request() -> None:
+def test_a_mask_not_as_long_as_its_completion_fails_the_request():
     with pytest.raises(EngineFailed, match="sampling masks of 1 tokens for a completion of 2"):
         packed_mask(made([1, 2], [[1]]))

@@ -8,26 +8,26 @@ from hypothesis import strategies as st
 from rollout_service.quant import cuda
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.cuda import GroupedQuantization
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 from tests.support.grouped import assert_bytes_of_the_reference, outputs
 from tests.support.matrices import weights
 
 
 @settings(max_examples=30)
 @given(st.lists(weights(views=True, stacked=True), max_size=4))
-def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(group: list[torch.Tensor]) -> None:
+def test_a_group_of_any_matrices_gets_the_bytes_of_the_reference(group):
     assert_bytes_of_the_reference(group)
 
 
 @settings(max_examples=10)
 @given(st.lists(weights(views=True, stacked=True), max_size=2))
-def test_power_of_two_scales_too(group: list[torch.Tensor]) -> None:
+def test_power_of_two_scales_too(group):
     assert_bytes_of_the_reference(group, power_of_two=True)
 
 
 @settings(max_examples=15)
 @given(st.lists(weights(views=True, stacked=True), max_size=2), st.sampled_from([FP8_CHANNEL, INT8_CHANNEL]))
-def test_rows_too(group: list[torch.Tensor], form: WeightFormat) -> None:
+def test_rows_too(group, form):
     # a program of more rows and fewer columns: an eighth of the programs, each of which the interpreter takes a
     # millisecond for, and most matrices are longer than one holds
     with pytest.MonkeyPatch.context() as tile:
@@ -37,12 +37,12 @@ def test_rows_too(group: list[torch.Tensor], form: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
-def test_rows_in_the_programs_that_a_gpu_gets(form: WeightFormat) -> None:
+def test_rows_in_the_programs_that_a_gpu_gets(form):
     assert_bytes_of_the_reference([torch.randn(5, 5000).bfloat16(), torch.randn(5, 15).T], form=form)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
-def test_a_bad_weight_shows_in_the_scale_of_its_row_alone(bad: float) -> None:
+def test_a_bad_weight_shows_in_the_scale_of_its_row_alone(bad):
     weight = torch.randn(30, 300)
     weight[20, 5] = bad
     for form in (FP8_CHANNEL, INT8_CHANNEL):
@@ -51,14 +51,14 @@ def test_a_bad_weight_shows_in_the_scale_of_its_row_alone(bad: float) -> None:
         assert (~torch.isfinite(scales[0])).nonzero().tolist() == [[20, 0]]
 
 
-def test_equal_layouts_share_a_launch() -> None:
+def test_equal_layouts_share_a_launch():
     experts = [torch.randn(4, 256, 128).bfloat16() for _ in range(3)]
     others = [torch.randn(128, 256).bfloat16(), torch.randn(128, 256).bfloat16(), torch.randn(128, 256)]
     launch = assert_bytes_of_the_reference([*experts, *others])
     assert launch.launches == 3
 
 
-def test_tables_of_all_launches_begin_where_the_compiled_kernel_reads_them() -> None:
+def test_tables_of_all_launches_begin_where_the_compiled_kernel_reads_them():
     several = [torch.randn(rows, 128) for rows in (128, 256, 384) for _ in range(3)]
     prepared = assert_bytes_of_the_reference(several)
     tables = [launch.arguments[0] for launch in prepared._launches]
@@ -66,7 +66,7 @@ def test_tables_of_all_launches_begin_where_the_compiled_kernel_reads_them() -> 
     assert {table.data_ptr() % 16 for table in tables} == {0}
 
 
-def test_a_prepared_group_sees_the_weights_of_the_moment_it_runs() -> None:
+def test_a_prepared_group_sees_the_weights_of_the_moment_it_runs():
     weight = torch.randn(128, 256).bfloat16()
     codes, scales = outputs([weight])
     prepared = GroupedQuantization([weight], codes, scales)
@@ -76,7 +76,7 @@ def test_a_prepared_group_sees_the_weights_of_the_moment_it_runs() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
-def test_a_bad_weight_shows_in_the_scale_of_its_block_alone(bad: float) -> None:
+def test_a_bad_weight_shows_in_the_scale_of_its_block_alone(bad):
     weight = torch.randn(300, 300)
     weight[200, 5] = bad
     codes, scales = outputs([weight])
@@ -95,8 +95,6 @@ def test_a_bad_weight_shows_in_the_scale_of_its_block_alone(bad: float) -> None:
         (torch.zeros(5, 5), torch.zeros(5, 5).to(torch.float8_e4m3fn).T, torch.zeros(1, 1), "contiguous"),
     ],
 )
-def test_outputs_that_do_not_fit_are_refused(
-    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, message: str
-) -> None:
+def test_outputs_that_do_not_fit_are_refused(weight, codes, scales, message):
     with pytest.raises(ValueError, match=message):
         GroupedQuantization([weight], [codes], [scales])

@@ -51,7 +51,7 @@ def begun(folder: Path, weights: Weights, executor: ThreadPoolExecutor) -> Uploa
     spare = SpareFiles(folder)
     spare.begin()
     table = tuple(
-        UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
+        UploadTensor(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         for name, tensor in weights.items()
     )
     converter = Converter(RECIPE, device="cpu")
@@ -115,9 +115,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-async def test_a_planned_upload_is_stored_as_on_the_host(
-    tmp_path: Path, by_host: tuple[StoredTensor, ...], executor: ThreadPoolExecutor, planned: list[int]
-) -> None:
+async def test_a_planned_upload_is_stored_as_on_the_host(tmp_path, by_host, executor, planned):
     staged = begun(tmp_path, codes(), executor)
     await accept(staged, stream_of(codes()), [*range(1, staged.num_parts), 0])
     assert await staged.finish() == by_host
@@ -128,7 +126,7 @@ async def test_a_planned_upload_is_stored_as_on_the_host(
 
 @pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("bad", ["w1", "w4_scale_inv", "norm"])
-async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path: Path, executor: ThreadPoolExecutor, bad: str) -> None:
+async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path, executor, bad):
     unsound = codes()
     unsound[bad].view(-1).view(torch.uint8)[-4:] = 0xFF  # NaN of each dtype
     staged = begun(tmp_path, unsound, executor)
@@ -138,9 +136,7 @@ async def test_an_invalid_tensor_of_a_bucket_is_named(tmp_path: Path, executor: 
 
 
 @pytest.mark.usefixtures("planned")
-async def test_replaced_parts_are_converted_again(
-    tmp_path: Path, by_host: tuple[StoredTensor, ...], executor: ThreadPoolExecutor
-) -> None:
+async def test_replaced_parts_are_converted_again(tmp_path, by_host, executor):
     staged = begun(tmp_path, codes(), executor)
     last = staged.num_parts - 1
     unsound = codes(seed=1)

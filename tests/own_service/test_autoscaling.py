@@ -25,7 +25,7 @@ def overrides(folder: Path, **scaling: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-async def test_a_replica_added_by_load_serves_only_the_newest_version(tmp_path: Path) -> None:
+async def test_a_replica_added_by_load_serves_only_the_newest_version(tmp_path):
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_sequences": 8, "upscale_delay_s": 0}
     async with own_service(overrides(tmp_path, **scaling)) as (url, process), RolloutClient(url) as client:
         (first,) = (await client.fleet()).replicas
@@ -45,7 +45,7 @@ async def test_a_replica_added_by_load_serves_only_the_newest_version(tmp_path: 
             assert_pure(rollout.completions[0])
 
 
-async def test_a_fleet_at_zero_takes_a_version_and_wakes_for_a_request(tmp_path: Path) -> None:
+async def test_a_fleet_at_zero_takes_a_version_and_wakes_for_a_request(tmp_path):
     scaling = {"min_replicas": 0, "max_replicas": 1, "downscale_delay_s": 5}
     async with own_service(overrides(tmp_path, **scaling)) as (url, _), RolloutClient(url) as client:
         await reached(client, lambda fleet: not fleet.replicas)
@@ -56,7 +56,7 @@ async def test_a_fleet_at_zero_takes_a_version_and_wakes_for_a_request(tmp_path:
         assert_pure(rollout.completions[0])
 
 
-async def test_a_batch_waits_for_a_fleet_that_scales_up_from_zero(tmp_path: Path) -> None:
+async def test_a_batch_waits_for_a_fleet_that_scales_up_from_zero(tmp_path):
     scaling = {
         "min_replicas": 0,
         "max_replicas": 2,
@@ -100,7 +100,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-async def reached(client: RolloutClient, condition) -> Fleet:  # type: ignore[no-untyped-def]
+async def reached(client: RolloutClient, condition) -> Fleet:
     """The first table of the fleet for which ``condition`` holds."""
     while not condition(fleet := await client.fleet()):
         await asyncio.sleep(0.2)

@@ -66,7 +66,7 @@ def overrides(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {"model": {"path": str(tmp_path / "tiny")}, "weights": {"root": str(tmp_path / "weights"), "poll_s": 1.0}}
 
 
-async def test_vllms_start_error_reaches_health_and_the_terminal(tmp_path: Path) -> None:
+async def test_vllms_start_error_reaches_health_and_the_terminal(tmp_path):
     without_room = overrides(tmp_path) | {"engine": {"cpu_kv_cache_gib": 1_000_000}}
     output = tmp_path / "output"
     async with started(without_room, output) as (url, process), asyncio.timeout(LONG_S):
@@ -81,7 +81,7 @@ async def test_vllms_start_error_reaches_health_and_the_terminal(tmp_path: Path)
     assert re.search(rf"ServiceNotStarted: .*{NO_ROOM}", written), "once Serve had given up"
 
 
-async def test_an_ingest_that_cannot_start_is_told_with_serves_words(tmp_path: Path) -> None:
+async def test_an_ingest_that_cannot_start_is_told_with_serves_words(tmp_path):
     root = tmp_path / "weights"
     root.mkdir()
     (root / "LATEST").write_text("no JSON")

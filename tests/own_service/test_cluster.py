@@ -118,16 +118,14 @@ def _healthy(http: httpx.Client) -> bool:
         return False
 
 
-def test_a_caller_that_does_not_know_the_certificate_is_not_answered(served: Served) -> None:
+def test_a_caller_that_does_not_know_the_certificate_is_not_answered(served):
     with pytest.raises(httpx.ConnectError, match="self-signed certificate"):
         httpx.get(f"{served.url}/health")
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"http://127.0.0.1:{served.port}/health")
 
 
-async def test_weights_go_directly_to_the_ingest_with_its_certificate(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_weights_go_directly_to_the_ingest_with_its_certificate(served, caplog):
     async with served.client() as client:
         await client.push_weights(1, load_file(served.folder / "models/tiny-qwen3/model.safetensors"))
         rollout = await client.generate([5, 6, 7], max_tokens=4, min_weight_version=1)
@@ -136,7 +134,7 @@ async def test_weights_go_directly_to_the_ingest_with_its_certificate(
     assert f"taking parts on 127.0.0.1, port {served.upload_port}, with TLS" in served.said
 
 
-async def test_a_rollouts_steps_are_one_trace_with_its_weight_versions(served: Served) -> None:
+async def test_a_rollouts_steps_are_one_trace_with_its_weight_versions(served):
     trace_id = secrets.token_hex(16)
     async with httpx.AsyncClient(base_url=served.url, verify=str(served.certificate.certfile), timeout=60) as http:
         reply = await http.post(
@@ -158,7 +156,7 @@ async def test_a_rollouts_steps_are_one_trace_with_its_weight_versions(served: S
     assert access["request_id"] == reply.headers["x-request-id"]
 
 
-def test_log_lines_are_json_and_name_the_version(served: Served) -> None:
+def test_log_lines_are_json_and_name_the_version(served):
     [committed] = [line for line in served.log_lines("ingest") if "version 1 committed" in line["message"]]
     [loaded] = [line for line in served.log_lines("engine") if line["message"].startswith("version 1: staged")]
     for line in (committed, loaded):
@@ -189,7 +187,7 @@ async def load(served: Served) -> AsyncIterator[Load]:
         yield Load(client)
 
 
-async def test_serve_deploy_of_another_configuration_loses_nothing(served: Served, load: Load) -> None:
+async def test_serve_deploy_of_another_configuration_loses_nothing(served, load):
     config = yaml.safe_load(served.config.read_text())
     args = config["applications"][0]["args"]
     args["engine"]["max_num_seqs"] = 128
@@ -218,7 +216,7 @@ async def test_serve_deploy_of_another_configuration_loses_nothing(served: Serve
         await client.push_weights(2, load_file(served.folder / "models/tiny-qwen3/model.safetensors"))
 
 
-async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
+async def test_ctrl_c_ends_it_and_leaves_nothing(served):
     served.process.send_signal(signal.SIGINT)
     await asyncio.to_thread(served.process.wait)
     assert await gone(served.mark) == []

@@ -1,7 +1,6 @@
 """A service that follows what another one, in a cluster of its own, publishes."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ async def live(client: RolloutClient, version: int) -> WeightStatus:
 
 
 @pytest.mark.slow
-async def test_a_second_cluster_serves_the_same_versions(tmp_path: Path) -> None:
+async def test_a_second_cluster_serves_the_same_versions(tmp_path):
     model, store = tmp_path / "tiny-qwen3", tmp_path / "store"
     make_tiny_qwen3(model)
     store.mkdir()

@@ -32,7 +32,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_kept_caches_outlive_updates_and_a_replica(tmp_path: Path) -> None:
+async def test_kept_caches_outlive_updates_and_a_replica(tmp_path):
     # in a process of its own: this one may have the session's service
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUN, str(tmp_path), str(UPDATES), cwd=PROJECT, stdout=asyncio.subprocess.PIPE

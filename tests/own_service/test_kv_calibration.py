@@ -43,7 +43,7 @@ def mean_difference(model_path: Path, folder: Path, rollouts: list[Rollout]) -> 
 
 @pytest.mark.slow
 @needs_fp8_cache
-async def test_replicas_serve_the_first_scales_that_were_measured(tmp_path: Path) -> None:
+async def test_replicas_serve_the_first_scales_that_were_measured(tmp_path):
     model = make_model(tmp_path / "model", "llama")
     overrides = settings(tmp_path, loud_weights(model, seed=0), scales_policy="calibrate")
     overrides["scaling"] = {"min_replicas": 2, "max_replicas": 2}
@@ -79,7 +79,7 @@ async def test_replicas_serve_the_first_scales_that_were_measured(tmp_path: Path
 
 @pytest.mark.slow
 @needs_fp8_cache
-async def test_keys_that_no_scale_saves_get_bf16_and_the_fleet_says_so(tmp_path: Path) -> None:
+async def test_keys_that_no_scale_saves_get_bf16_and_the_fleet_says_so(tmp_path):
     model = make_model(tmp_path / "model", "llama")
     overrides = settings(tmp_path, uneven_weights(model, seed=0), dtype="auto", scales_policy="calibrate")
     async with own_service(overrides) as (url, _), RolloutClient(url) as client:

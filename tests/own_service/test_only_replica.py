@@ -20,7 +20,7 @@ print(json.dumps(dataclasses.asdict(outcome)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM the only replica, generating", "kill the only replica, generating"])
-async def test_losing_the_only_replica_costs_about_one_engine_start(name: str, tmp_path: Path) -> None:
+async def test_losing_the_only_replica_costs_about_one_engine_start(name, tmp_path):
     # in a process of its own: this one may have the session's service
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUN, str(tmp_path), name, cwd=PROJECT, stdout=asyncio.subprocess.PIPE

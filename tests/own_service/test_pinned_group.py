@@ -32,12 +32,12 @@ async def client(tmp_path: Path, model: Path) -> AsyncIterator[RolloutClient]:
 
 
 @pytest.mark.slow
-async def test_group_serves_its_version_beside_training(client: RolloutClient, model: Path) -> None:
+async def test_group_serves_its_version_beside_training(client, model):
     async def push(version: int, label: str | None = None) -> None:
         await client.push_weights(version, canary_weights(model, version), label=label)
 
     async def versions(count: int, **options: object) -> set[tuple[int, ...]]:
-        rollouts = await client.generate_batch([PROMPT] * count, max_tokens=4, temperature=0.0, **options)  # type: ignore[call-overload]
+        rollouts = await client.generate_batch([PROMPT] * count, max_tokens=4, temperature=0.0, **options)
         for rollout in rollouts:
             assert_pure(rollout.completions[0])
         return {rollout.completions[0].versions for rollout in rollouts}
@@ -56,7 +56,7 @@ async def test_group_serves_its_version_beside_training(client: RolloutClient, m
     assert {replica.group: replica.version for replica in fleet.replicas} == {None: 4, "eval": 1}
     with pytest.raises(VersionNotServed, match="exact_version=2") as refused:
         await client.generate(PROMPT, weight_version={"exact_version": 2})
-    assert sorted(refused.value.detail["live"].values()) == [1, 4]  # type: ignore[attr-defined]
+    assert sorted(refused.value.detail["live"].values()) == [1, 4]
     running = asyncio.create_task(
         client.generate(PROMPT, max_tokens=400, ignore_eos=True, temperature=0.0, weight_version={"exact_version": 1})
     )

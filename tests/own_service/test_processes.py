@@ -57,9 +57,7 @@ def deployment(tmp_path: Path) -> Path:
         pytest.param(signal.SIGINT, True, id="ctrl-c while it starts", marks=pytest.mark.slow),
     ],
 )
-async def test_a_local_service_leaves_nothing_behind(
-    how: signal.Signals, while_it_starts: bool, deployment: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
-) -> None:
+async def test_a_local_service_leaves_nothing_behind(how, while_it_starts, deployment, monkeypatch, ended):
     mark, output = uuid.uuid4().hex, deployment.with_name("output")
     monkeypatch.setenv(MARK, mark)  # every process started from now on inherits it
     with output.open("wb") as file:

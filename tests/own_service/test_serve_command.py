@@ -79,7 +79,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             shutil.rmtree(served.log)
 
 
-def test_what_it_prints_works(served: Served) -> None:
+def test_what_it_prints_works(served):
     lines = served.said.splitlines()
     [curl] = [line for line in lines if line.startswith("    curl ")]
     answer = subprocess.run(["sh", "-c", curl], check=True, capture_output=True).stdout
@@ -89,20 +89,20 @@ def test_what_it_prints_works(served: Served) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.strip()
 
 
-def test_it_serves_the_commit_of_the_hub(served: Served) -> None:
+def test_it_serves_the_commit_of_the_hub(served):
     [model] = httpx.get(f"http://127.0.0.1:{served.port}/v1/models").json()["data"]
     assert model["id"] == REPO
     assert WeightLog(served.log).manifest(0).fingerprint.endswith(f"@{served.commit}")
     assert f"{REPO}: downloading 1 files, " in served.said
 
 
-def test_a_second_one_is_refused(served: Served) -> None:
+def test_a_second_one_is_refused(served):
     command = [COMMAND, "serve", served.folder / "published", "--port", str(served.port)]
     second = subprocess.run(command, cwd=served.folder, capture_output=True, text=True, check=False)
     assert second.returncode == 1 and f"port {served.port}: taken by another process" in second.stderr
 
 
-async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
+async def test_ctrl_c_ends_it_and_leaves_nothing(served):
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait() == 0
     assert served.said.rstrip().endswith("stopped")
@@ -110,7 +110,7 @@ async def test_ctrl_c_ends_it_and_leaves_nothing(served: Served) -> None:
     assert await gone(served.mark) == []
 
 
-async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_sigterm_answers_what_is_open_and_leaves_nothing(tmp_path):
     make_tiny_qwen3(tmp_path / "model")
     mark, port, output = uuid.uuid4().hex, free_port(), tmp_path / "output"
     with output.open("wb") as file:

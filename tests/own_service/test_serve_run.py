@@ -19,12 +19,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
         yield run
 
 
-def test_serve_run_makes_its_model_and_serves(served: ServeRun) -> None:
+def test_serve_run_makes_its_model_and_serves(served):
     answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "1+1=", "max_tokens": 4}, timeout=60)
     assert answer.status_code == 200
     assert (served.output.parent / "models/tiny-qwen3/model.safetensors").is_file()
 
 
-async def test_ctrl_c_ends_serve_run_and_leaves_nothing(served: ServeRun) -> None:
+async def test_ctrl_c_ends_serve_run_and_leaves_nothing(served):
     assert served.interrupt() == 0
     assert await gone(served.mark) == []

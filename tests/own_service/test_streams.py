@@ -23,7 +23,7 @@ with running_service(CPU_DEPLOYMENT, overrides_in(sys.argv[1], options)) as serv
 
 
 @pytest.mark.slow
-async def test_rollouts_outlive_a_killed_replica_with_their_tokens(tmp_path: Path) -> None:
+async def test_rollouts_outlive_a_killed_replica_with_their_tokens(tmp_path):
     # in a process of its own: this one may have the session's service
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUN, str(tmp_path), cwd=PROJECT, stdout=asyncio.subprocess.PIPE

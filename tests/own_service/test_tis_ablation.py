@@ -13,7 +13,7 @@ PROJECT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_version_of_coarse_weights_is_served_and_suspect(tmp_path: Path) -> None:
+def test_every_version_of_coarse_weights_is_served_and_suspect(tmp_path):
     options = ["--arms", "coarse_tis", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "benchmarks.training.tis_ablation", *options], cwd=PROJECT, check=True)
     run = load_run(run_file(tmp_path / "runs", "coarse_tis", 0))

@@ -4,13 +4,11 @@ import asyncio
 
 import pytest
 
-from rollout_service.client import RolloutClient
-from rollout_service.local import LocalService
 from tests.service.conftest import TOKEN
 from tests.support.api_cases import ApiCases
 
 
-def test_replies_to_generated_requests_are_documented(service: LocalService) -> None:
+def test_replies_to_generated_requests_are_documented(service):
     cases = ApiCases(service.url, TOKEN)
     cases.run(3, derandomize=True)
     assert cases.count >= 50
@@ -18,7 +16,7 @@ def test_replies_to_generated_requests_are_documented(service: LocalService) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_replies_to_2000_generated_requests_are_documented(service: LocalService, client: RolloutClient) -> None:
+async def test_replies_to_2000_generated_requests_are_documented(service, client):
     cases = ApiCases(service.url, TOKEN)
     await asyncio.to_thread(cases.run, 30, derandomize=False)
     assert cases.count >= 2000

@@ -2,13 +2,12 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.local import LocalService
 
 HELLO: list[Any] = [{"role": "user", "content": "1+1"}]
@@ -22,7 +21,7 @@ async def sdk(service: LocalService) -> AsyncIterator[openai.AsyncOpenAI]:
         yield sdk
 
 
-async def test_a_chat_has_the_tokens_and_logprobs_of_generate(sdk: openai.AsyncOpenAI, client: RolloutClient) -> None:
+async def test_a_chat_has_the_tokens_and_logprobs_of_generate(sdk, client):
     reply = await sdk.chat.completions.create(
         model="tiny-qwen3",
         messages=HELLO,
@@ -40,7 +39,7 @@ async def test_a_chat_has_the_tokens_and_logprobs_of_generate(sdk: openai.AsyncO
     assert chat["weight_version"] == same.versions[-1]
 
 
-async def test_a_tool_that_must_be_called_is_called(sdk: openai.AsyncOpenAI) -> None:
+async def test_a_tool_that_must_be_called_is_called(sdk):
     parameters = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"]}
     parameters["additionalProperties"] = False
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}
@@ -76,9 +75,7 @@ async def by_a_stream_of_responses(agent: openai.AsyncOpenAI, history: list[Any]
 
 
 @pytest.mark.parametrize("reply", [by_chat, by_responses, by_a_stream_of_responses])
-async def test_an_agents_turns_share_their_tokens(
-    service: LocalService, client: RolloutClient, reply: Callable[[openai.AsyncOpenAI, list[Any]], Awaitable[list[Any]]]
-) -> None:
+async def test_an_agents_turns_share_their_tokens(service, client, reply):
     async with client.session() as session:
         async with openai.AsyncOpenAI(base_url=session.openai_base_url, api_key="EMPTY", max_retries=0) as agent:
             history = list(HELLO)

@@ -4,13 +4,11 @@ import asyncio
 
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.errors import Asleep
-from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, canary_weights
 
 
-async def test_a_paused_fleet_holds_requests_until_it_is_resumed(client: RolloutClient) -> None:
+async def test_a_paused_fleet_holds_requests_until_it_is_resumed(client):
     await client.pause()
     assert await client.is_paused()
     rollout = asyncio.create_task(client.generate([5, 6], max_tokens=4))
@@ -23,9 +21,7 @@ async def test_a_paused_fleet_holds_requests_until_it_is_resumed(client: Rollout
     assert not await client.is_paused()
 
 
-async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(service, client, telltale):
     await client.pause("wait")
     weights = canary_weights(service.config.model.path, telltale + 1)
     status = await client.push_weights(telltale + 1, weights)
@@ -37,7 +33,7 @@ async def test_an_update_of_a_paused_fleet_lands_and_leaves_it_paused(
     assert_pure(completion)
 
 
-async def test_the_fleet_table_lists_replicas_and_their_update_times(client: RolloutClient, telltale: int) -> None:
+async def test_the_fleet_table_lists_replicas_and_their_update_times(client, telltale):
     fleet = await client.fleet()
     assert fleet.latest_version == telltale and not fleet.paused
     assert len(fleet.replicas) == 2
@@ -46,9 +42,7 @@ async def test_the_fleet_table_lists_replicas_and_their_update_times(client: Rol
         assert replica.update is not None and replica.update.closed_s >= replica.update.load_s > 0
 
 
-async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_sleeping_fleet_takes_pushes_and_wakes_to_the_newest(service, client, telltale):
     await client.sleep()
     assert await client.is_sleeping() and await client.health()
     fleet = await client.fleet()

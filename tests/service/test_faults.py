@@ -39,7 +39,7 @@ async def ground(service: LocalService, telltale: int) -> AsyncIterator[Ground]:
     "name",
     [*THOSE_THAT_MATTER_MOST, *(pytest.param(name, marks=pytest.mark.slow) for name in THOSE_THAT_TAKE_LONG)],
 )
-async def test_the_service_recovers_and_nothing_is_stale_or_lost(name: str, ground: Ground) -> None:
+async def test_the_service_recovers_and_nothing_is_stale_or_lost(name, ground):
     outcome = await run_case(ground, CASES[name])
     assert outcome.survived, outcome.notes
     assert (outcome.stale_tokens, outcome.lost_requests, outcome.lost_versions) == (0, 0, 0), outcome.notes

@@ -1,11 +1,9 @@
 """A trainer that goes back: an older version becomes the newest again, and the trainer goes on from there."""
 
-import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import NotFound, VersionConflict
-from rollout_service.local import LocalService
 from rollout_service.protocol.rollout import Completion
 from tests.support.telltale import canary_weights, token_of
 
@@ -18,9 +16,7 @@ async def sampled(client: RolloutClient, version: int | str) -> Completion:
     return rollout.completions[0]
 
 
-async def test_a_trainer_goes_back_and_on(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient
-) -> None:
+async def test_a_trainer_goes_back_and_on(service, client, http):
     model, first = service.config.model.path, (await client.fleet()).latest_version + 1
     numbers, before = [], []
     for step in (1, 2, 3):

@@ -2,18 +2,14 @@
 
 import pytest
 
-from rollout_service.client import RolloutClient
 from rollout_service.kv_scales.coordinator import read_result
-from rollout_service.local import LocalService
 from rollout_service.store.log import WeightLog
 from tests.support.fp8_cache import CACHE_DTYPE, needs_fp8_cache
 from tests.support.models import random_weights
 
 
 @needs_fp8_cache
-async def test_replicas_measure_a_version_and_store_one_result(
-    service: LocalService, client: RolloutClient, next_version: int
-) -> None:
+async def test_replicas_measure_a_version_and_store_one_result(service, client, next_version):
     weights, log = random_weights(service.config.model.path, seed=1), WeightLog(service.config.weights.root)
     for version in (next_version, next_version + 1):
         await client.push_weights(version, weights)
@@ -27,9 +23,7 @@ async def test_replicas_measure_a_version_and_store_one_result(
 
 
 @pytest.mark.skipif(CACHE_DTYPE == "fp8_e4m3", reason="engines can have an FP8 KV cache here")
-async def test_replicas_whose_engines_cannot_have_it_say_why(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_replicas_whose_engines_cannot_have_it_say_why(service, client, telltale):
     noted = WeightLog(service.config.weights.root).kv_cache()
     assert noted is not None and noted.dtype == "bfloat16" and "with AVX-512 or AMX, and this processor" in noted.why
     caches = [replica.kv_cache for replica in (await client.fleet()).replicas]

@@ -103,9 +103,7 @@ def scrapes(service: LocalService) -> tuple[list[Sample], list[Sample]]:
     return asyncio.run(both())
 
 
-async def test_rollouts_and_an_update_move_what_the_processes_count(
-    scrapes: tuple[list[Sample], list[Sample]], client: RolloutClient
-) -> None:
+async def test_rollouts_and_an_update_move_what_the_processes_count(scrapes, client):
     before, after = scrapes
     by = {(c.name, *c.labels.values()): c.value(after) - c.value(before) for c in MOVED}
     assert {key: by[key] for key, c in zip(by, MOVED, strict=True) if by[key] < c.more} == {}
@@ -121,9 +119,7 @@ async def test_rollouts_and_an_update_move_what_the_processes_count(
     assert replicas == idle and replicas <= updated and generated & replicas
 
 
-def test_our_metrics_match_the_table_and_those_of_others_exist(
-    scrapes: tuple[list[Sample], list[Sample]],
-) -> None:
+def test_our_metrics_match_the_table_and_those_of_others_exist(scrapes):
     _, samples = scrapes
     declared = {metric.name: set(metric.labels) for metric in OURS}
     for sample in samples:
@@ -134,7 +130,7 @@ def test_our_metrics_match_the_table_and_those_of_others_exist(
     assert "ray_vllm_inter_token_latency_seconds" not in names  # observed for each token, it would cost too much
 
 
-async def test_one_scrape_of_the_service_says_where_the_fleet_is(service: LocalService, client: RolloutClient) -> None:
+async def test_one_scrape_of_the_service_says_where_the_fleet_is(service, client):
     version = (await client.fleet()).latest_version + 1
     await client.push_weights(version, canary_weights(service.config.model.path, version))
     fleet = await client.fleet()

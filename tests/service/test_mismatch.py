@@ -29,7 +29,7 @@ def k3_of(*offsets: float) -> float:
     return math.fsum(math.exp(-offset) - 1 + offset for offset in offsets) / len(offsets)
 
 
-async def test_reports_are_counted_per_replica(client: RolloutClient, telltale: int) -> None:
+async def test_reports_are_counted_per_replica(client, telltale):
     rollouts = await rollouts_of(client, telltale)
     trainer = scored(rollouts, 0.0, 0.05, 0.1, 0.25)
     tokens = sum(map(len, trainer))
@@ -48,7 +48,7 @@ async def test_reports_are_counted_per_replica(client: RolloutClient, telltale: 
         assert again.abs_diff_max == once.abs_diff_max == pytest.approx(0.25)
 
 
-async def test_rollouts_go_on_while_reports_are_counted(client: RolloutClient, telltale: int) -> None:
+async def test_rollouts_go_on_while_reports_are_counted(client, telltale):
     rollouts = await rollouts_of(client, telltale)
     trainer = scored(rollouts, 0.0)
     receipts = asyncio.gather(*(client.report_mismatch(rollouts, trainer) for _ in range(8)))
@@ -58,7 +58,7 @@ async def test_rollouts_go_on_while_reports_are_counted(client: RolloutClient, t
     assert row.tokens == 8 * sum(map(len, trainer)) and row.k3 == 0.0
 
 
-async def test_rollouts_and_updates_do_not_need_the_monitor(client: RolloutClient, telltale: int) -> None:
+async def test_rollouts_and_updates_do_not_need_the_monitor(client, telltale):
     (monitor,) = descendants("ray::ServeReplica:rollout:monitor")
     monitor.suspend()
     try:

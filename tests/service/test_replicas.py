@@ -24,16 +24,14 @@ EASED_S = 10.0
 """Between the rollouts of an eased load: an engine that computes takes the cores on which another one starts."""
 
 
-def test_engines_are_not_bound_to_the_same_core(service: LocalService) -> None:
+def test_engines_are_not_bound_to_the_same_core(service):
     workers = descendants("VLLM::Worker")
     assert len(workers) == 2
     for worker in workers:
         assert worker.cpu_affinity() == psutil.Process().cpu_affinity()
 
 
-async def test_a_kill_loses_no_request_and_its_successor_is_up_to_date(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_kill_loses_no_request_and_its_successor_is_up_to_date(service, client, telltale):
     before = {replica.replica_id for replica in (await client.fleet()).replicas}
     newest = telltale + 1
     eased = asyncio.Event()
@@ -57,9 +55,7 @@ async def test_a_kill_loses_no_request_and_its_successor_is_up_to_date(
         assert_pure(rollout.completions[0])
 
 
-async def test_a_restarted_ingest_finds_its_versions_and_replicas(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_restarted_ingest_finds_its_versions_and_replicas(service, client, telltale):
     (ingest,) = descendants("ray::ServeReplica:rollout:ingest")
     ingest.kill()
     rollout = await client.generate(PROMPT, max_tokens=4, temperature=0.0)
@@ -71,9 +67,7 @@ async def test_a_restarted_ingest_finds_its_versions_and_replicas(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-async def test_a_dead_controller_is_restarted_and_keeps_every_replica(
-    how: signal.Signals, service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_dead_controller_is_restarted_and_keeps_every_replica(how, service, client, telltale):
     (controller,), before = descendants("ray::ServeController"), _replica_processes()
     controller.send_signal(how)
     await asyncio.to_thread(psutil.wait_procs, [controller])
@@ -89,7 +83,7 @@ async def test_a_dead_controller_is_restarted_and_keeps_every_replica(
         assert_pure(rollout.completions[0])
 
 
-async def test_requests_are_answered_while_no_proxy_lives(service: LocalService, client: RolloutClient) -> None:
+async def test_requests_are_answered_while_no_proxy_lives(service, client):
     (controller,), (proxy,) = descendants("ray::ServeController"), descendants("ray::ProxyActor")
     controller.suspend()  # nobody starts another proxy
     try:
@@ -144,7 +138,7 @@ def _sound(fleet: Fleet) -> set[str]:
     return {replica.replica_id for replica in fleet.replicas if replica.error is None and replica.state == "ready"}
 
 
-async def _fleet(client: RolloutClient, reached) -> Fleet:  # type: ignore[no-untyped-def]
+async def _fleet(client: RolloutClient, reached) -> Fleet:
     """The first table of the fleet for which ``reached`` holds; the service may be away for moments meanwhile."""
     while True:
         try:
@@ -156,7 +150,7 @@ async def _fleet(client: RolloutClient, reached) -> Fleet:  # type: ignore[no-un
         await asyncio.sleep(0.2)
 
 
-async def _completions_of(client: RolloutClient, replica_id: str, wanted: int = 3) -> AsyncIterator:  # type: ignore[type-arg]
+async def _completions_of(client: RolloutClient, replica_id: str, wanted: int = 3) -> AsyncIterator:
     """Completions made by one replica: the router spreads requests, so some of many are its."""
     found = 0
     while found < wanted:

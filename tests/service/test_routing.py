@@ -4,20 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import httpx
 import psutil
 
 from rollout_service.client import RolloutClient
-from rollout_service.local import LocalService
 from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, canary_weights
 
 PROMPT = [5, 6, 7]
 
 
-async def test_a_session_stays_on_one_replica_and_many_spread_to_all(
-    client: RolloutClient, http: httpx.AsyncClient
-) -> None:
+async def test_a_session_stays_on_one_replica_and_many_spread_to_all(client, http):
     async def replicas_of(session: str, header: bool) -> set[str]:
         found = set()
         for _ in range(4):
@@ -39,7 +35,7 @@ async def test_a_session_stays_on_one_replica_and_many_spread_to_all(
     assert await replicas_of("session-0", header=False) == sessions[0]
 
 
-async def test_sequences_not_requests_are_spread(client: RolloutClient) -> None:
+async def test_sequences_not_requests_are_spread(client):
     await client.pause()  # so that all are in flight at once
     large = asyncio.create_task(client.generate(PROMPT, n=20, max_tokens=2))
     await _running(client, 20)
@@ -50,9 +46,7 @@ async def test_sequences_not_requests_are_spread(client: RolloutClient) -> None:
     assert {(await rollout).replica_id for rollout in small}.isdisjoint({(await large).replica_id})
 
 
-async def test_a_request_for_a_version_goes_to_a_replica_that_has_it(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_request_for_a_version_goes_to_a_replica_that_has_it(service, client, telltale):
     before = await client.generate_batch([PROMPT] * 8, max_tokens=2, temperature=0.0)
     new = telltale + 1
     async with _stopped(descendants("VLLM::EngineCore")[0]):

@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests.support.serve_run import ServeRun
-
 
 @pytest.mark.parametrize(
     "words", ["taking parts on 127.0.0.1, port", "is empty: version 0 is made from", "version 0: staged"]
 )
-def test_serve_run_says_what_it_does(served: ServeRun, words: str) -> None:
+def test_serve_run_says_what_it_does(served, words):
     assert words in served.said

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from rollout_service.client import RolloutClient, _shared_memory
-from rollout_service.local import LocalService
+from rollout_service.client import _shared_memory
 from rollout_service.protocol.weights import WeightStatus
 from tests.service.conftest import TOKEN
 from tests.support.telltale import assert_pure, canary_weights
@@ -36,9 +35,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 1 << 20)
 
 
-async def test_every_replica_serves_what_was_shared(
-    service: LocalService, client: RolloutClient, next_version: int
-) -> None:
+async def test_every_replica_serves_what_was_shared(service, client, next_version):
     weights = canary_weights(service.config.model.path, next_version)
     shared = await client.push_weights(next_version, weights, transport="shared_memory")
     assert shared.state == "live"
@@ -49,9 +46,7 @@ async def test_every_replica_serves_what_was_shared(
     assert in_parts.digest == shared.digest
 
 
-async def test_a_trainer_that_is_killed_in_the_middle_leaves_nothing_behind(
-    service: LocalService, client: RolloutClient, next_version: int
-) -> None:
+async def test_a_trainer_that_is_killed_in_the_middle_leaves_nothing_behind(service, client, next_version):
     arguments = [service.url, TOKEN, str(service.config.model.path), str(next_version)]
     with subprocess.Popen([sys.executable, "-c", PUSHES_HALF, *arguments], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None

@@ -3,20 +3,16 @@
 import asyncio
 import json
 
-import httpx
 import openai
 
 from rollout_service.client import RolloutClient
-from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, canary_weights, token_of
 
 PROMPT = [5, 6, 7]
 LENGTH = 400
 
 
-async def test_a_rollout_is_read_while_it_is_made_over_an_update(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_rollout_is_read_while_it_is_made_over_an_update(service, client, telltale):
     weights = canary_weights(service.config.model.path, telltale + 1)
     async with client.generate_stream(PROMPT, max_tokens=LENGTH, temperature=0.0, ignore_eos=True) as stream:
         first = await anext(stream)
@@ -30,7 +26,7 @@ async def test_a_rollout_is_read_while_it_is_made_over_an_update(
     assert_pure(completion)
 
 
-async def test_who_goes_away_ends_the_work(client: RolloutClient) -> None:
+async def test_who_goes_away_ends_the_work(client):
     """A paused engine never ends a rollout by itself."""
     async with client.generate_stream(PROMPT, max_tokens=480, n=8, ignore_eos=True) as stream:
         await anext(stream)
@@ -45,9 +41,7 @@ async def _until(client: RolloutClient, running: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_the_rest_of_a_batch_is_carried_on_with_newer_weights(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_the_rest_of_a_batch_is_carried_on_with_newer_weights(service, client, telltale):
     """Short groups complete first; of the long ones every token is kept, and says which weights made it."""
     options = {"temperature": 0.2, "ignore_eos": True, "max_tokens": LENGTH, "n": 2}
     await client.pause("keep")  # so that the long ones are under way when the first is complete
@@ -77,9 +71,7 @@ async def test_the_rest_of_a_batch_is_carried_on_with_newer_weights(
     assert (telltale, telltale + 1) in seen
 
 
-async def test_a_stop_string_across_the_cut_ends_what_is_carried_on(
-    client: RolloutClient, http: httpx.AsyncClient, telltale: int
-) -> None:
+async def test_a_stop_string_across_the_cut_ends_what_is_carried_on(client, http, telltale):
     """The tokens of these weights tell their version: the text is known beforehand."""
     asked = {"prompt": "12345>", "sampling_params": {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}}
     whole = (await http.post("/inference/v1/generate", json=asked | {"output_mode": "text"})).json()
@@ -99,7 +91,7 @@ async def test_a_stop_string_across_the_cut_ends_what_is_carried_on(
     assert refused.status_code == 422 and "max_tokens=2" in refused.text
 
 
-async def test_chats_and_completions_are_streamed(service: LocalService, http: httpx.AsyncClient) -> None:
+async def test_chats_and_completions_are_streamed(service, http):
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="unused") as sdk:
         chat = await sdk.chat.completions.create(
             model="tiny-qwen3",

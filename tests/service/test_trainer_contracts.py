@@ -53,9 +53,7 @@ class TestNeMoGym:
         "chat_template_kwargs": {"enable_thinking": False},
     }
 
-    async def test_tokens_are_read_out_of_logprobs(
-        self, http: httpx.AsyncClient, client: RolloutClient, version: int
-    ) -> None:
+    async def test_tokens_are_read_out_of_logprobs(self, http, client, version):
         """The prompt's ids come from /tokenize, at the root, with what the template was given."""
         [choice] = (await chat(http, self.BODY))["choices"]
         content = choice["logprobs"]["content"]
@@ -65,7 +63,7 @@ class TestNeMoGym:
         await assert_as_native(client, prompt, tokens, [each["logprob"] for each in content], version=version)
         assert not choice["message"].get("reasoning") and not choice["message"].get("reasoning_content")
 
-    async def test_turns_that_reasoned_are_taken(self, http: httpx.AsyncClient) -> None:
+    async def test_turns_that_reasoned_are_taken(self, http):
         turn = {"role": "assistant", "content": "2", "reasoning_content": "one and one", "reasoning": "one and one"}
         messages = [*HELLO, turn, {"role": "user", "content": "sure?"}]
         assert (await chat(http, {**self.BODY, "messages": messages}))["choices"]
@@ -87,9 +85,7 @@ class TestART:
         "chat_template_kwargs": {"preserve_thinking": True},
     }
 
-    async def test_a_choice_has_what_it_trains_on(
-        self, http: httpx.AsyncClient, client: RolloutClient, version: int
-    ) -> None:
+    async def test_a_choice_has_what_it_trains_on(self, http, client, version):
         """Its own token ids, the prompt's beside the choices, and a logprob of each token."""
         reply = await chat(http, self.BODY)
         [choice] = reply["choices"]
@@ -103,9 +99,7 @@ class TestART:
 class TestMsSwift:
     """ms-swift 4.6.0."""
 
-    async def test_its_client_for_inference_chats(
-        self, http: httpx.AsyncClient, client: RolloutClient, version: int
-    ) -> None:
+    async def test_its_client_for_inference_chats(self, http, client, version):
         """swift/infer_engine/infer_client.py: fields at their defaults are left out."""
         body = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "temperature": 0.0, "logprobs": True, "seed": 42}
         reply = await chat(http, {**body, "top_logprobs": 2, "top_k": -1, "repetition_penalty": 1.0})

@@ -1,16 +1,13 @@
 """Trainers that put a version into a folder and name its path, with the calls and bodies of their own clients."""
 
 import asyncio
-from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from rollout_service.client import RolloutClient
-from rollout_service.local import LocalService
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import publish
 from tests.support.telltale import assert_pure, canary_weights
@@ -23,9 +20,7 @@ async def assert_served(client: RolloutClient, version: int) -> None:
 
 
 @pytest.mark.client("prime-rl with verifiers")
-async def test_prime_rl_pushes_a_broadcast_folder(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, next_version: int
-) -> None:
+async def test_prime_rl_pushes_a_broadcast_folder(service, client, http, sources, next_version):
     assert (await http.get("/health")).status_code == 200
     [card] = (await http.get("/v1/models")).json()["data"]
     assert card["max_model_len"] > 0
@@ -42,7 +37,7 @@ async def test_prime_rl_pushes_a_broadcast_folder(
 
 
 @pytest.mark.client("prime-rl with verifiers")
-async def test_prime_rl_s_controller_finds_each_engine_s_load(http: httpx.AsyncClient) -> None:
+async def test_prime_rl_s_controller_finds_each_engine_s_load(http):
     text = (await http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -62,9 +57,7 @@ async def running(client: RolloutClient, sequences: int) -> None:
 
 
 @pytest.mark.client("slime")
-async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
-) -> None:
+async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(service, client, http, sources, telltale):
     version = telltale + 1
     folder = save_checkpoint(sources / f"weight_v{version:06d}", canary_weights(service.config.model.path, version))
     under_way = [
@@ -88,9 +81,7 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(
 
 @pytest.mark.slow
 @pytest.mark.client("slime")
-async def test_twenty_deltas_of_slime_are_served_one_by_one(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, next_version: int
-) -> None:
+async def test_twenty_deltas_of_slime_are_served_one_by_one(service, client, http, sources, next_version):
     """As slime 624b824's update_weight_from_disk_delta.py asks at each step, with rollouts under way."""
     model, store, checkpoint = service.config.model.path, sources / "deltas", "/local/nvme/checkpoint"
     pull = {"local_checkpoint_dir": checkpoint, "source_dir": str(store)}
@@ -119,7 +110,7 @@ async def test_twenty_deltas_of_slime_are_served_one_by_one(
 
 
 @pytest.mark.client("slime")
-async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient, http: httpx.AsyncClient) -> None:
+async def test_aborting_everything_returns_it_and_goes_on(client, http):
     under_way = asyncio.create_task(
         http.post("/generate", json={"input_ids": [5, 6], "sampling_params": {**LONG, "n": 8}})
     )
@@ -131,9 +122,7 @@ async def test_aborting_everything_returns_it_and_goes_on(client: RolloutClient,
 
 
 @pytest.mark.client("AReaL")
-async def test_areal_s_pause_returns_completions_that_never_asked(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, sources: Path, telltale: int
-) -> None:
+async def test_areal_s_pause_returns_completions_that_never_asked(service, client, http, sources, telltale):
     version = telltale + 1
     folder = save_checkpoint(sources / f"weight_update_v{version}", canary_weights(service.config.model.path, version))
     await client.pause("keep")  # what comes stays under way
@@ -154,7 +143,7 @@ async def test_areal_s_pause_returns_completions_that_never_asked(
     assert (await later).completions[0].versions == (version,)
 
 
-async def test_a_pause_of_ours_still_continues_what_it_aborts(client: RolloutClient) -> None:
+async def test_a_pause_of_ours_still_continues_what_it_aborts(client):
     await client.pause("keep")
     under_way = asyncio.create_task(client.generate([5, 6], **SHORT))
     await running(client, 1)

@@ -2,12 +2,10 @@
 
 import asyncio
 
-import httpx
 import pytest
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import TooEarly
-from rollout_service.local import LocalService
 from tests.support.telltale import assert_pure, canary_weights, token_of
 
 PROMPT = [5, 6, 7, 9, 11]
@@ -15,7 +13,7 @@ LONG_PROMPT = PROMPT * 60
 """Longer than two blocks of the prefix cache."""
 
 
-async def test_after_a_push_every_replica_serves_only_the_new_version(client: RolloutClient, telltale: int) -> None:
+async def test_after_a_push_every_replica_serves_only_the_new_version(client, telltale):
     rollouts = await client.generate_batch([PROMPT] * 32, max_tokens=8, temperature=0.0)
     for completion in (c for rollout in rollouts for c in rollout.completions):
         assert completion.versions == (telltale,)
@@ -24,9 +22,7 @@ async def test_after_a_push_every_replica_serves_only_the_new_version(client: Ro
     assert {rollout.replica_id for rollout in rollouts} <= replicas and len(replicas) == 2
 
 
-async def test_mode_keep_splits_completions_into_old_and_new_weights(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_mode_keep_splits_completions_into_old_and_new_weights(service, client, telltale):
     new = telltale + 1
     rollouts = [
         asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True)) for _ in range(8)
@@ -43,9 +39,7 @@ async def test_mode_keep_splits_completions_into_old_and_new_weights(
     assert all(completion.versions == (telltale, new) for completion in split)
 
 
-async def test_mode_wait_finishes_running_completions_on_old_weights(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_mode_wait_finishes_running_completions_on_old_weights(service, client, telltale):
     new = telltale + 1
     rollout = asyncio.create_task(client.generate(PROMPT, max_tokens=200, temperature=0.0, ignore_eos=True))
     await _running(client, 1)
@@ -56,9 +50,7 @@ async def test_mode_wait_finishes_running_completions_on_old_weights(
     assert_pure(completion)
 
 
-async def test_mode_abort_continues_running_completions_on_new_weights(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_mode_abort_continues_running_completions_on_new_weights(service, client, telltale):
     new = telltale + 1
     going = [
         asyncio.create_task(client.generate(PROMPT, n=n, max_tokens=400, temperature=t, seed=7, ignore_eos=True))
@@ -77,9 +69,7 @@ async def test_mode_abort_continues_running_completions_on_new_weights(
     assert_pure((await going[0]).completions[0])
 
 
-async def test_an_aborted_completion_is_returned_as_is_when_asked_for(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_an_aborted_completion_is_returned_as_is_when_asked_for(service, client, telltale):
     new = telltale + 1
     rollout = asyncio.create_task(
         client.generate(PROMPT, max_tokens=1900, temperature=0.0, ignore_eos=True, on_abort="return")
@@ -92,9 +82,7 @@ async def test_an_aborted_completion_is_returned_as_is_when_asked_for(
     assert_pure(completion)
 
 
-async def test_many_updates_under_load_never_leave_a_stale_token(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_many_updates_under_load_never_leave_a_stale_token(service, client, telltale):
     async def keep_generating() -> int:
         made = 0
         while not done.is_set():
@@ -114,16 +102,14 @@ async def test_many_updates_under_load_never_leave_a_stale_token(
     assert sum(await asyncio.gather(*load)) > 0
 
 
-async def test_a_request_for_weights_that_nobody_pushed_is_told_so(client: RolloutClient, telltale: int) -> None:
+async def test_a_request_for_weights_that_nobody_pushed_is_told_so(client, telltale):
     with pytest.raises(TooEarly, match=f"min_weight_version={telltale + 7}"):
         await client.generate(PROMPT, max_tokens=2, min_weight_version=telltale + 7)
     rollout = await client.generate(PROMPT, max_tokens=2, min_weight_version=telltale)
     assert rollout.completions[0].versions == (telltale,)
 
 
-async def test_exact_version_is_served_until_replaced_then_refused(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, telltale: int
-) -> None:
+async def test_exact_version_is_served_until_replaced_then_refused(service, client, http, telltale):
     wanted = {"weight_version": {"exact_version": telltale}}
     running = [
         asyncio.create_task(client.generate(PROMPT, max_tokens=1900, temperature=0.0, ignore_eos=True, **wanted))

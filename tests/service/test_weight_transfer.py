@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import requests
 from vllm.distributed.weight_transfer import nccl_engine
@@ -58,9 +57,7 @@ async def assert_served(client: RolloutClient, version: int) -> None:
     assert_pure(completion)
 
 
-async def test_vllms_trainer_engine_pushes_versions_that_are_served(
-    service: LocalService, client: RolloutClient, trainer: Any, source: Tensors, next_version: int
-) -> None:
+async def test_vllms_trainer_engine_pushes_versions_that_are_served(service, client, trainer, source, next_version):
     for version in (next_version, next_version + 1):
         source.weights = canary_weights(service.config.model.path, version)
         await asyncio.to_thread(trainer.send_weights)
@@ -68,13 +65,8 @@ async def test_vllms_trainer_engine_pushes_versions_that_are_served(
 
 
 async def test_a_trainer_of_vllm_033_announces_its_tensors_once(
-    service: LocalService,
-    client: RolloutClient,
-    vllm_client: HTTPVLLMWeightSyncClient,
-    trainer: Any,
-    source: Tensors,
-    next_version: int,
-) -> None:
+    service, client, vllm_client, trainer, source, next_version
+):
     once = trainer.client = AnnouncesOnce(vllm_client)
     for version in (next_version, next_version + 1, next_version + 2):
         source.weights = canary_weights(service.config.model.path, version)
@@ -83,15 +75,7 @@ async def test_a_trainer_of_vllm_033_announces_its_tensors_once(
     assert [bool(said["names"]) for said in once.announced] == [True, False, False]
 
 
-async def test_a_trainer_may_name_the_version(
-    service: LocalService,
-    client: RolloutClient,
-    http: httpx.AsyncClient,
-    vllm_client: HTTPVLLMWeightSyncClient,
-    trainer: Any,
-    source: Tensors,
-    next_version: int,
-) -> None:
+async def test_a_trainer_may_name_the_version(service, client, http, vllm_client, trainer, source, next_version):
     named = next_version + 5
     source.weights = canary_weights(service.config.model.path, named)
     finish = vllm_client.finish_weight_update
@@ -102,9 +86,7 @@ async def test_a_trainer_may_name_the_version(
     assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": True})).json() == {"success": True}
 
 
-async def test_a_wrong_tensor_fails_the_update_and_not_the_group(
-    service: LocalService, client: RolloutClient, http: httpx.AsyncClient, trainer: Any, source: Tensors, telltale: int
-) -> None:
+async def test_a_wrong_tensor_fails_the_update_and_not_the_group(service, client, http, trainer, source, telltale):
     weights = canary_weights(service.config.model.path, telltale + 1)
     source.weights = {"model.extra.weight": weights["model.norm.weight"], **weights}
     with pytest.raises(requests.HTTPError, match="422"):
@@ -117,7 +99,7 @@ async def test_a_wrong_tensor_fails_the_update_and_not_the_group(
     await assert_served(client, telltale + 1)
 
 
-async def test_a_trainer_finds_what_it_asks_for_first(http: httpx.AsyncClient) -> None:
+async def test_a_trainer_finds_what_it_asks_for_first(http):
     size = await http.request("GET", "/get_world_size", json={})
     assert size.json() == {"world_size": 1} and int(size.headers["content-length"]) == len(size.content)
     config = (await http.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]

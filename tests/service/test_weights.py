@@ -1,24 +1,18 @@
 """Weights through the real gateway: uploads, paths, conflicts, and versions that must fail."""
 
-from pathlib import Path
-
 import httpx
 import pytest
 import torch
 import xxhash
 from safetensors.torch import save_file
 
-from rollout_service.client import RolloutClient
 from rollout_service.errors import InvalidManifest, QuantizationError, VersionConflict
-from rollout_service.local import LocalService
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, UploadPlan, listener_proof
 from tests.support.telltale import assert_pure, canary_weights
 
 
-async def test_weights_are_taken_from_a_path_below_an_allowed_root(
-    service: LocalService, client: RolloutClient, sources: Path, next_version: int
-) -> None:
+async def test_weights_are_taken_from_a_path_below_an_allowed_root(service, client, sources, next_version):
     folder = sources / f"step-{next_version}"
     folder.mkdir()
     save_file(canary_weights(service.config.model.path, next_version), folder / "model.safetensors")
@@ -29,9 +23,7 @@ async def test_weights_are_taken_from_a_path_below_an_allowed_root(
     assert_pure(completion)
 
 
-async def test_direct_parts_need_a_key_and_gateway_parts_the_token(
-    service: LocalService, http: httpx.AsyncClient, next_version: int
-) -> None:
+async def test_direct_parts_need_a_key_and_gateway_parts_the_token(service, http, next_version):
     weights = canary_weights(service.config.model.path, next_version)
     tensors = [{"name": name, "dtype": "bfloat16", "shape": list(t.shape)} for name, t in weights.items()]
     reply = await http.post("/v1/weights", json={"version": next_version, "tensors": tensors})
@@ -52,9 +44,7 @@ async def test_direct_parts_need_a_key_and_gateway_parts_the_token(
     assert (await http.delete(path)).status_code == 204
 
 
-async def test_an_fp8_push_has_half_the_bytes_and_the_same_version(
-    service: LocalService, client: RolloutClient, next_version: int
-) -> None:
+async def test_an_fp8_push_has_half_the_bytes_and_the_same_version(service, client, next_version):
     weights = canary_weights(service.config.model.path, next_version)
     sent: list[int] = []
     by_trainer = await client.push_weights(
@@ -69,9 +59,7 @@ async def test_an_fp8_push_has_half_the_bytes_and_the_same_version(
     assert by_service.digest == by_trainer.digest
 
 
-async def test_a_delta_reaches_every_replica_and_is_the_version_that_all_bytes_make(
-    service: LocalService, client: RolloutClient, next_version: int
-) -> None:
+async def test_a_delta_reaches_every_replica_and_is_the_version_that_all_bytes_make(service, client, next_version):
     model, done = service.config.model.path, list[tuple[int, int]]()
     for version in (next_version, next_version + 1):
         pushed = await client.push_weights(
@@ -90,7 +78,7 @@ async def test_a_delta_reaches_every_replica_and_is_the_version_that_all_bytes_m
     assert whole.digest == pushed.digest
 
 
-async def test_a_pickle_is_never_opened(client: RolloutClient, sources: Path, next_version: int) -> None:
+async def test_a_pickle_is_never_opened(client, sources, next_version):
     folder = sources / "pickled"
     folder.mkdir()
     torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
@@ -98,9 +86,7 @@ async def test_a_pickle_is_never_opened(client: RolloutClient, sources: Path, ne
         await client.push_path(next_version, folder)
 
 
-async def test_a_nan_is_named_and_the_previous_version_stays_live(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_nan_is_named_and_the_previous_version_stays_live(service, client, telltale):
     name = "model.layers.1.mlp.up_proj.weight"
     weights = canary_weights(service.config.model.path, telltale + 1)
     weights[name][3, 5] = float("nan")
@@ -112,15 +98,13 @@ async def test_a_nan_is_named_and_the_previous_version_stays_live(
     assert status.state == "live"
 
 
-async def test_versions_only_grow(service: LocalService, client: RolloutClient, telltale: int) -> None:
+async def test_versions_only_grow(service, client, telltale):
     with pytest.raises(VersionConflict) as refused:
         await client.push_weights(telltale - 1, canary_weights(service.config.model.path, telltale + 1))
     assert {*refused.value.detail} >= {"latest_version"} or len(set(refused.value.detail["digests"])) == 2
 
 
-async def test_a_repeated_push_is_idempotent_and_other_bytes_conflict(
-    service: LocalService, client: RolloutClient, telltale: int
-) -> None:
+async def test_a_repeated_push_is_idempotent_and_other_bytes_conflict(service, client, telltale):
     same = canary_weights(service.config.model.path, telltale)
     assert (await client.push_weights(telltale, same)).digest == (await client.weights(telltale)).digest
     with pytest.raises(VersionConflict) as refused:

@@ -42,22 +42,20 @@ def application(path: Path) -> dict[str, Any]:
 
 
 class TestShipped:
-    def test_the_shipped_deployments_are_there(self) -> None:
+    def test_the_shipped_deployments_are_there(self):
         assert {"cpu_rollout.yaml", "fp8_rollout.yaml"} <= {path.name for path in YAMLS}
 
     @every_yaml
-    def test_a_deployment_is_a_serve_config(self, path: Path) -> None:
+    def test_a_deployment_is_a_serve_config(self, path):
         (read,) = ServeDeploySchema.model_validate(document(path)).applications
         assert read.model_dump(exclude_unset=True) == application(path)
 
     @every_yaml
-    def test_a_deployment_listens_on_loopback(self, path: Path) -> None:
+    def test_a_deployment_listens_on_loopback(self, path):
         assert document(path)["http_options"]["host"] == "127.0.0.1"
 
     @every_yaml
-    def test_a_deployment_builds_without_starting_ray(
-        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_deployment_builds_without_starting_ray(self, path, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)  # where a model that the YAML asks for is made
         (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)  # a folder comes before the hub
         module, _, name = application(path)["import_path"].partition(":")
@@ -70,7 +68,7 @@ class TestShipped:
         assert isinstance(built, Application)
         assert not ray.is_initialized()
 
-    def test_a_wheel_brings_the_deployments(self, tmp_path: Path) -> None:
+    def test_a_wheel_brings_the_deployments(self, tmp_path):
         source = tmp_path / "source"
         for folder in ("rollout_service", "deployments"):
             without_caches = shutil.ignore_patterns("__pycache__")
@@ -86,9 +84,7 @@ class TestShipped:
         assert {CPU.resolve(), GPU.resolve()} <= set(YAMLS)
 
     @every_yaml
-    def test_a_dead_proxy_is_noticed_soon_and_a_slow_start_awaited(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_dead_proxy_is_noticed_soon_and_a_slow_start_awaited(self, path, monkeypatch):
         options = ServeDeploySchema.model_validate(document(path)).controller_options
         assert start_options(document(path))["controller_options"] == options.model_dump(exclude_unset=True)
         assert options.runtime_env is not None
@@ -105,7 +101,7 @@ class TestShipped:
         }
 
     @every_yaml
-    def test_the_callbacks_of_a_deployment_are_ones_that_serve_takes(self, path: Path) -> None:
+    def test_the_callbacks_of_a_deployment_are_ones_that_serve_takes(self, path):
         variables = start_options(document(path))["controller_options"]["runtime_env"]["env_vars"]
         for name in CALLBACKS:
             module, _, function = variables[name].rpartition(".")
@@ -114,7 +110,7 @@ class TestShipped:
 
 class TestOfServe:
     @pytest.mark.parametrize(("there", "missing"), [("certfile", "keyfile"), ("keyfile", "certfile")])
-    def test_a_certificate_and_its_key_are_given_together(self, there: str, missing: str, tmp_path: Path) -> None:
+    def test_a_certificate_and_its_key_are_given_together(self, there, missing, tmp_path):
         with_half = document(CPU)
         with_half["http_options"][f"ssl_{there}"] = "tls"
         path = tmp_path / "half.yaml"
@@ -122,7 +118,7 @@ class TestOfServe:
         with pytest.raises(ValueError, match=f"http_options.ssl_{there} is set, but not http_options.ssl_{missing}"):
             read_document(path)
 
-    def test_all_that_a_file_sets_for_serve_is_what_serve_start_takes(self) -> None:
+    def test_all_that_a_file_sets_for_serve_is_what_serve_start_takes(self):
         options = {"http_options": {"port": 1}, "logging_config": {"encoding": "JSON"}, "tracing_config": None}
         assert start_options({**options, "applications": []}) == {
             "http_options": {"port": 1},
@@ -137,12 +133,12 @@ def _is_bound(argument: object) -> bool:
 
 
 class TestApplication:
-    def test_gateways_are_as_many_as_configured_and_one_by_default(self) -> None:
+    def test_gateways_are_as_many_as_configured_and_one_by_default(self):
         for scaling, expected in (({}, 1), ({"gateways": 3}, 3)):
             gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
             assert gateway._bound_deployment.num_replicas == expected
 
-    def test_only_gateways_are_replaced_before_they_are_removed(self) -> None:
+    def test_only_gateways_are_replaced_before_they_are_removed(self):
         gateway = build(ServiceConfig.model_validate({"model": {"path": "anywhere"}}))
         bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]
         surges = {
@@ -150,7 +146,7 @@ class TestApplication:
         }
         assert surges == {"gateway": 100, "engine": 0, "ingest": 0, "monitor": 0}
 
-    def test_each_group_is_a_deployment_with_its_replicas(self) -> None:
+    def test_each_group_is_a_deployment_with_its_replicas(self):
         groups = {"eval": {"version": "golden", "replicas": 2}, "old": {"version": 7}}
         scaling = {"groups": groups, "num_cpus": 3, "min_replicas": 1, "max_replicas": 5}
         gateway = build(ServiceConfig.model_validate({"scaling": scaling, "model": {"path": "anywhere"}}))
@@ -163,7 +159,7 @@ class TestApplication:
         for each in deployments.values():
             assert each.ray_actor_options == engines._bound_deployment.ray_actor_options
 
-    def test_ingest_gpu_share_is_as_configured_and_none_by_default(self) -> None:
+    def test_ingest_gpu_share_is_as_configured_and_none_by_default(self):
         for share in (0, 0.1):
             config = ServiceConfig.model_validate(
                 {"weights": {"ingest_num_gpus": share}, "model": {"path": "anywhere"}}
@@ -173,9 +169,7 @@ class TestApplication:
             assert ingest.ray_actor_options["num_gpus"] == share
 
     @pytest.mark.parametrize(("engine", "expected"), [({}, (0.9, 0.1)), ({"tensor_parallel_size": 2}, (2, 0))])
-    def test_gpus_are_derived_where_vllm_is_built_for_them(
-        self, engine: dict[str, int], expected: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_gpus_are_derived_where_vllm_is_built_for_them(self, engine, expected, monkeypatch):
         config = ServiceConfig.model_validate({"engine": engine, "model": {"path": "anywhere"}})
 
         def asked_for() -> tuple[float, float]:
@@ -186,7 +180,7 @@ class TestApplication:
         monkeypatch.setattr(app, "is_vllm_for_cpu", lambda: False)
         assert asked_for() == expected
 
-    def test_deployments_get_1s_health_checks_and_the_drain_timeout(self) -> None:
+    def test_deployments_get_1s_health_checks_and_the_drain_timeout(self):
         sections = {"scaling": {"drain_timeout_s": 12}, "model": {"path": "anywhere"}}
         gateway = build(ServiceConfig.model_validate(sections))
         bound = [gateway, *(argument for argument in gateway._bound_deployment.init_args if _is_bound(argument))]

@@ -23,14 +23,14 @@ def documented_statuses() -> dict[str, int]:
 
 
 @every_class
-def test_an_error_survives_pickling(cls: type[RolloutServiceError]) -> None:
+def test_an_error_survives_pickling(cls):
     error = pickle.loads(pickle.dumps(cls(MESSAGE, DETAIL)))
     assert type(error) is cls
     assert (str(error), error.message, error.detail) == (MESSAGE, MESSAGE, DETAIL)
 
 
 @every_class
-def test_an_error_comes_back_from_http_as_what_it_was(cls: type[RolloutServiceError]) -> None:
+def test_an_error_comes_back_from_http_as_what_it_was(cls):
     body = json.loads(json.dumps(cls(MESSAGE, DETAIL).to_wire()))
     error = from_wire(cls.http_status, body)
     assert type(error) is cls
@@ -38,24 +38,24 @@ def test_an_error_comes_back_from_http_as_what_it_was(cls: type[RolloutServiceEr
 
 
 @every_class
-def test_a_subclass_can_be_caught_by_its_base_after_both(cls: type[RolloutServiceError]) -> None:
+def test_a_subclass_can_be_caught_by_its_base_after_both(cls):
     for error in (pickle.loads(pickle.dumps(cls(MESSAGE))), from_wire(cls.http_status, cls(MESSAGE).to_wire())):
         assert isinstance(error, cls.__base__ or RolloutServiceError)
 
 
-def test_every_class_has_the_status_that_the_tree_documents() -> None:
+def test_every_class_has_the_status_that_the_tree_documents():
     assert {cls.__name__: cls.http_status for cls in CLASSES if cls is not RolloutServiceError} == documented_statuses()
 
 
-def test_every_status_is_an_error_of_http() -> None:
+def test_every_status_is_an_error_of_http():
     assert all(400 <= cls.http_status < 600 for cls in CLASSES)
 
 
-def test_an_error_without_detail_has_an_empty_one() -> None:
+def test_an_error_without_detail_has_an_empty_one():
     assert InvalidRequest("no").to_wire() == {"error": {"type": "InvalidRequest", "message": "no", "detail": {}}}
 
 
-def test_what_can_be_retried_says_when() -> None:
+def test_what_can_be_retried_says_when():
     assert {cls.__name__ for cls in CLASSES if cls.retry_after_s} == {
         "TooEarly", "VersionNotServed", "Overloaded", "KVCacheFull", "NotReady", "DeploymentFailed", "LogUnreadable"
     }  # fmt: skip
@@ -65,18 +65,18 @@ def test_what_can_be_retried_says_when() -> None:
 @pytest.mark.parametrize(
     "body", ["<html>Bad Gateway</html>", None, [], {}, {"error": "no"}, {"error": {"type": "NotFound"}}]
 )
-def test_a_reply_that_is_not_ours_is_quoted(body: object) -> None:
+def test_a_reply_that_is_not_ours_is_quoted(body):
     error = from_wire(502, body)
     assert type(error) is RolloutServiceError
     assert "HTTP 502" in error.message and str(body) in error.message
     assert error.detail == {"status": 502}
 
 
-def test_a_reply_that_is_not_ours_is_quoted_in_part_only() -> None:
+def test_a_reply_that_is_not_ours_is_quoted_in_part_only():
     assert len(from_wire(502, "x" * 100_000).message) < 1000
 
 
-def test_unknown_errors_become_the_base_class_with_their_message() -> None:
+def test_unknown_errors_become_the_base_class_with_their_message():
     error = from_wire(418, {"error": {"type": "FromTheFuture", "message": MESSAGE, "detail": DETAIL}})
     assert type(error) is RolloutServiceError
     assert (error.message, error.detail) == (MESSAGE, DETAIL)

@@ -26,7 +26,7 @@ def copied() -> list[str]:
     return [source for line in words for source in line[:-1]]
 
 
-def test_what_it_copies_is_there_and_sent_to_the_builder() -> None:
+def test_what_it_copies_is_there_and_sent_to_the_builder():
     sent = [line.removeprefix("!") for line in (PROJECT / ".dockerignore").read_text().split() if line[0] == "!"]
     assert copied()
     for source in copied():
@@ -34,7 +34,7 @@ def test_what_it_copies_is_there_and_sent_to_the_builder() -> None:
         assert any(fnmatch(source, pattern) for pattern in sent), source
 
 
-def test_all_that_the_installation_reads_is_copied() -> None:
+def test_all_that_the_installation_reads_is_copied():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     for needed in (
         "pyproject.toml",

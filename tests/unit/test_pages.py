@@ -65,7 +65,7 @@ def of(*languages: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("block", blocks, ids=[f"{block.page}:{block.line}" for block in blocks])
 
 
-def test_every_block_is_checked_or_says_why_not() -> None:
+def test_every_block_is_checked_or_says_why_not():
     checked = {"python", "py", "yaml", "console", "bash", "json", "mermaid"}  # a drawing runs nothing
     assert [f"{b.page}:{b.line}" for b in BLOCKS if b.reason is None and b.language not in checked] == []
     fences = sum(page.read_text().count("\n```") for page in PAGES)
@@ -73,7 +73,7 @@ def test_every_block_is_checked_or_says_why_not() -> None:
 
 
 @of("python", "py")
-def test_python_names_what_exists(block: Block) -> None:
+def test_python_names_what_exists(block):
     compile(block.text, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("rollout_service", "examples")):
@@ -92,7 +92,7 @@ def check_call(owner: str, method: str, call: ast.Call) -> None:
 
 
 @of("yaml")
-def test_yaml_is_a_deployment_or_sections_of_its_args(block: Block) -> None:
+def test_yaml_is_a_deployment_or_sections_of_its_args(block):
     document = yaml.safe_load(block.text)
     if "applications" not in document:
         ServiceConfig.model_validate({"model": {"path": "model"}} | document)
@@ -103,19 +103,19 @@ def test_yaml_is_a_deployment_or_sections_of_its_args(block: Block) -> None:
     ServiceConfig.model_validate(application["args"])
 
 
-def test_a_block_for_serve_run_is_a_whole_file() -> None:
+def test_a_block_for_serve_run_is_a_whole_file():
     files = [block for block in BLOCKS if block.language == "yaml" and "serve run" in block.text.partition("\n")[0]]
     assert len(files) == 5
     assert [block.page for block in files if "applications" not in yaml.safe_load(block.text)] == []
 
 
 @of("json")
-def test_json_is_a_request(block: Block) -> None:
+def test_json_is_a_request(block):
     MismatchReport.model_validate_json(block.text)
 
 
 @of("console", "bash")
-def test_commands_exist(block: Block) -> None:
+def test_commands_exist(block):
     lines = block.text.replace("\\\n", " ").splitlines()
     prompts = [line for line in lines if PROMPT.match(line)]
     for line in prompts or lines:
@@ -151,7 +151,7 @@ def check_ours(words: list[str]) -> None:
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, words
 
 
-def test_the_journeys_name_files_that_are_there() -> None:
+def test_the_journeys_name_files_that_are_there():
     text = (PROJECT / "docs/architecture.md").read_text()
     journeys = text[text.index("## Three journeys") : text.index("## Who may call")]
     missing, folder = [], ""
@@ -165,11 +165,11 @@ def test_the_journeys_name_files_that_are_there() -> None:
 CONTRACT = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/\S+?\.py)\)", (PROJECT / "docs/contract.md").read_text())
 
 
-def test_the_contract_names_tests() -> None:
+def test_the_contract_names_tests():
     assert len(CONTRACT) >= 10
 
 
 @pytest.mark.parametrize(("name", "file"), CONTRACT)
-def test_a_test_that_the_contract_names_exists(name: str, file: str) -> None:
+def test_a_test_that_the_contract_names_exists(name, file):
     tree = ast.parse((PROJECT / file).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -25,7 +25,7 @@ class Proxy:
         await PlainTextResponse(str(status), status)(scope, receive, send)
 
 
-async def test_requests_wait_for_routes_and_are_then_answered_whole() -> None:
+async def test_requests_wait_for_routes_and_are_then_answered_whole():
     proxy = Proxy()
     transport = httpx.ASGITransport(HoldUntilReady(proxy))
     async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as http:

@@ -31,19 +31,19 @@ def served(clone: Path, stack: str, doctor: str = "exit 0") -> "subprocess.Compl
     return subprocess.run([clone / "scripts/serve.sh"], capture_output=True, text=True, check=False)
 
 
-def test_the_cpu_stack_serves_on_the_cpu(clone: Path) -> None:
+def test_the_cpu_stack_serves_on_the_cpu(clone):
     ended = served(clone, "cpu")
     assert ended.returncode == 0
     assert ended.stdout.splitlines()[-1] == "called: serve run deployments/cpu_rollout.yaml"
 
 
-def test_the_gpu_stack_serves_on_gpus_once_the_doctor_agrees(clone: Path) -> None:
+def test_the_gpu_stack_serves_on_gpus_once_the_doctor_agrees(clone):
     called = [line for line in served(clone, "gpu").stdout.splitlines() if line.startswith("called")]
     deployment = "deployments/fp8_rollout.yaml"
     assert called == [f"called: rollout-service doctor {deployment}", f"called: serve run {deployment}"]
 
 
-def test_gpus_that_cannot_serve_are_said_and_nothing_is_started(clone: Path) -> None:
+def test_gpus_that_cannot_serve_are_said_and_nothing_is_started(clone):
     ended = served(clone, "gpu", doctor="echo 'gpu 0: it has no FP8'\nexit 1")
     assert ended.returncode == 1
     assert "it has no FP8" in ended.stdout and "called: serve" not in ended.stdout

@@ -27,7 +27,7 @@ def completion(version: int, kv_from: int | None, *shares: tuple[int, float]) ->
     )
 
 
-def test_tokens_that_read_older_versions_are_counted() -> None:
+def test_tokens_that_read_older_versions_are_counted():
     assert assert_bounded(completion(50, None), 2) == 0
     assert assert_bounded(completion(50, 48, (48, 0.01)), 2) == 1
     assert assert_bounded(completion(50, 48), 2) == 0  # a bound
@@ -36,6 +36,6 @@ def test_tokens_that_read_older_versions_are_counted() -> None:
 @pytest.mark.parametrize(
     ("kv_from", "wrote", "max_age"), [(None, 49, 2), (49, 48, 2), (47, 47, 2), (48, 40, 2), (48, 49, 1)]
 )
-def test_cache_older_than_the_span_or_the_bound_fails(kv_from: int | None, wrote: int, max_age: int) -> None:
+def test_cache_older_than_the_span_or_the_bound_fails(kv_from, wrote, max_age):
     with pytest.raises(AssertionError, match="cache of ages"):
         assert_bounded(completion(50, kv_from, (wrote, 0.01)), max_age)

@@ -50,21 +50,19 @@ def only(spans: InMemorySpanExporter) -> ReadableSpan:
 
 
 class TestContext:
-    def test_it_has_the_span_and_nothing_else(self, tracer: trace.Tracer) -> None:
+    def test_it_has_the_span_and_nothing_else(self, tracer):
         OTHER.set("something")
         with tracer.start_as_current_span("request") as span:
             made = only_the_trace()
         assert made.run(trace.get_current_span) is span
         assert made.run(OTHER.get) == "nothing"
 
-    def test_without_a_span_it_is_empty(self) -> None:
+    def test_without_a_span_it_is_empty(self):
         assert len(only_the_trace()) == 0
 
 
 class TestAttributes:
-    def test_a_span_says_which_weights_made_its_rollout(
-        self, tracer: trace.Tracer, spans: InMemorySpanExporter
-    ) -> None:
+    def test_a_span_says_which_weights_made_its_rollout(self, tracer, spans):
         with tracer.start_as_current_span("request"):
             describe(ROLLOUT)
         assert dict(only(spans).attributes or {}) == {
@@ -77,7 +75,7 @@ class TestAttributes:
             "rollout.attempts": 2,
         }
 
-    def test_without_a_span_nothing_is_said(self) -> None:
+    def test_without_a_span_nothing_is_said(self):
         describe(ROLLOUT)
 
 
@@ -86,18 +84,18 @@ class TestLogLines:
     def record(self) -> logging.LogRecord:
         return logging.LogRecord("rollout_service", logging.INFO, "file.py", 1, "told", (), None)
 
-    def test_a_line_within_a_span_names_it(self, record: logging.LogRecord, tracer: trace.Tracer) -> None:
+    def test_a_line_within_a_span_names_it(self, record, tracer):
         with tracer.start_as_current_span("request") as span:
             assert name_the_trace(record)
         context = span.get_span_context()
-        assert record.trace_id == f"{context.trace_id:032x}"  # type: ignore[attr-defined]
-        assert record.span_id == f"{context.span_id:016x}"  # type: ignore[attr-defined]
+        assert record.trace_id == f"{context.trace_id:032x}"
+        assert record.span_id == f"{context.span_id:016x}"
 
-    def test_a_line_outside_names_none(self, record: logging.LogRecord) -> None:
+    def test_a_line_outside_names_none(self, record):
         assert name_the_trace(record) and not hasattr(record, "trace_id")
 
 
-def test_spans_are_sent_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_are_sent_to_a_collector(monkeypatch):
     provider = TracerProvider()
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)

@@ -13,11 +13,11 @@ from benchmarks.common.paths import PROJECT
 FOLDERS = {path.stem for path in (PROJECT / "requirements/clients").glob("*.txt")}
 
 
-def test_every_set_of_pins_is_a_clients() -> None:
+def test_every_set_of_pins_is_a_clients():
     assert {client.folder for client in CLIENTS if client.folder} == FOLDERS
 
 
-def test_links_of_rows_lead_to_pages() -> None:
+def test_links_of_rows_lead_to_pages():
     for client in CLIENTS:
         for part, link in client.links.items():
             assert f"[{part}]({link})" in client.linked and (PAGE.parent / link).is_file()

@@ -4,5 +4,5 @@ from benchmarks.families.table import on_cpu
 from tests.support import families
 
 
-def test_every_family_has_a_row() -> None:
+def test_every_family_has_a_row():
     assert {case["family"] for case in on_cpu()} == families.FAMILIES.keys()

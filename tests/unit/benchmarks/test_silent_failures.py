@@ -15,7 +15,7 @@ def changed(failure: str) -> set[str]:
     return {name for name, tensor in spoiled.items() if not torch.equal(tensor, NEW[name])}
 
 
-def test_each_failure_spoils_what_it_names() -> None:
+def test_each_failure_spoils_what_it_names():
     assert changed("none") == set()
     assert changed("layer") == {LAYER.format(1)}
     assert changed("experts") == {LAYER.format(layer) for layer in range(3)}

@@ -28,7 +28,7 @@ def deployment(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_check_that_fails_is_a_warning_and_the_next_one_runs() -> None:
+def test_a_check_that_fails_is_a_warning_and_the_next_one_runs():
     def fails(_: Plan) -> list[Finding]:
         raise OSError("stale file handle")
 
@@ -40,7 +40,7 @@ def test_a_check_that_fails_is_a_warning_and_the_next_one_runs() -> None:
     assert "stale file handle" in found[0].found
 
 
-def test_every_subject_is_there_and_the_exit_status_fits(deployment: Path) -> None:
+def test_every_subject_is_there_and_the_exit_status_fits(deployment):
     result = CliRunner().invoke(app, ["doctor", str(deployment), "--json"])
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
     port = f"port {read_document(deployment)['http_options']['port']}"
@@ -49,7 +49,7 @@ def test_every_subject_is_there_and_the_exit_status_fits(deployment: Path) -> No
     assert result.exit_code == any(finding["level"] == "problem" for finding in findings.values())
 
 
-def test_a_port_that_is_taken_is_a_problem(deployment: Path) -> None:
+def test_a_port_that_is_taken_is_a_problem(deployment):
     port = read_document(deployment)["http_options"]["port"]
     with socket.create_server(("127.0.0.1", port)):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", str(deployment)])
@@ -59,13 +59,13 @@ def test_a_port_that_is_taken_is_a_problem(deployment: Path) -> None:
     assert "Problems that keep the service from starting: 1" in result.stdout
 
 
-def test_a_file_that_is_no_deployment_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_deployment_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing.yaml")])
     assert result.exit_code == 1 and "missing.yaml" in result.stderr
 
 
 @pytest.mark.parametrize("width", [200, 60])
-def test_the_table_tells_everything(width: int) -> None:
+def test_the_table_tells_everything(width):
     console = Console(file=io.StringIO(), width=width)
     findings = [
         Finding(check="memory", level="ok", found="[plenty] of it"),

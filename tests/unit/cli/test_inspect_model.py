@@ -13,7 +13,6 @@ from transformers import Qwen3MoeConfig
 
 from rollout_service.cli.inspect_model import ModelReport, inspect_model, print_report
 from rollout_service.config import ModelConfig, QuantConfig
-from rollout_service.protocol.tensors import QuantWeights
 from tests.support.models import FAMILIES, OF_EACH_CLASS, make_model, stored_shapes
 
 
@@ -43,7 +42,7 @@ def printed(report: ModelReport, width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) -> None:
+def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig())
     linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
     rest = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 128 + 2 * 2048) + 2048
@@ -53,7 +52,7 @@ def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b: Path) 
     assert sum(row.count for row in report.kinds) == 48 * (6 + 3 * 128 + 1 + 2) + 3
 
 
-def test_the_report_says_what_attends_and_why(qwen3_30b_a3b: Path) -> None:
+def test_the_report_says_what_attends_and_why(qwen3_30b_a3b):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
     assert report.attention.backends == ("FLASH_ATTN",)
     assert "no engine of qwen3_moe was measured with it; no engine of 2 GPUs was" in report.attention.why
@@ -61,7 +60,7 @@ def test_the_report_says_what_attends_and_why(qwen3_30b_a3b: Path) -> None:
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("fp8_channel", "FP8"), ("int8_channel", "INT8")])
-def test_channels_have_a_scale_each(qwen3_30b_a3b: Path, weights: QuantWeights, dtype: str) -> None:
+def test_channels_have_a_scale_each(qwen3_30b_a3b, weights, dtype):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(weights=weights), 16)
     linear = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
     channels = 48 * (4096 + 2 * 512 + 2048 + 128 * (2 * 768 + 2048))
@@ -71,7 +70,7 @@ def test_channels_have_a_scale_each(qwen3_30b_a3b: Path, weights: QuantWeights, 
 
 
 @pytest.mark.parametrize("family", OF_EACH_CLASS)
-def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path: Path) -> None:
+def test_the_report_counts_every_tensor_of_a_version_once(family, tmp_path):
     report = inspect_model(ModelConfig(path=make_model(tmp_path, family)), QuantConfig())
     stored = stored_shapes(tmp_path)
     copies = 1 if report.model_type == "qwen2" else 0  # the tied output head
@@ -80,20 +79,20 @@ def test_the_report_counts_every_tensor_of_a_version_once(family: str, tmp_path:
     assert all((row.why_not == "") is (row.dtype == "FP8") for row in report.kinds)
 
 
-def test_what_must_stay_in_fp32_is_counted_with_four_bytes(tmp_path: Path) -> None:
+def test_what_must_stay_in_fp32_is_counted_with_four_bytes(tmp_path):
     FAMILIES["deepseek_v3"]().save_pretrained(tmp_path)
     (row,) = (row for row in inspect_model(ModelConfig(path=tmp_path), QuantConfig()).kinds if row.dtype == "FP32")
     assert row.name == "mlp.gate.e_score_correction_bias" and row.stored_bytes == 2 * row.bf16_bytes == 4 * 8
 
 
-def test_a_narrow_terminal_folds_cells_and_cuts_none(qwen3_30b_a3b: Path) -> None:
+def test_a_narrow_terminal_folds_cells_and_cuts_none(qwen3_30b_a3b):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
     for width in (200, 60):
         lines = printed(report, width)
         assert max(map(len, lines)) <= width and "…" not in "".join(lines)
 
 
-def test_whole_experts_on_each_gpu_are_counted_and_not_cut(qwen3_30b_a3b: Path) -> None:
+def test_whole_experts_on_each_gpu_are_counted_and_not_cut(qwen3_30b_a3b):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 4, expert_parallel=True)
     assert report.experts_per_gpu == (32, 32)
     assert all(row.dtype == "FP8" for row in report.kinds if row.shard is not None)
@@ -115,19 +114,19 @@ class TestSmallFiles:
         return str(refused.value)
 
     @pytest.mark.parametrize("method", ["awq", "compressed-tensors", "fp8"])
-    def test_a_foreign_quantization_is_named(self, method: str, tmp_path: Path) -> None:
+    def test_a_foreign_quantization_is_named(self, method, tmp_path):
         said = {"quant_method": method, "weight_block_size": [64, 64]}
         config = FAMILIES["llama"]().to_dict() | {"quantization_config": said}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert f"quantized with {method}" in self.refusal(tmp_path) and "BF16" in self.refusal(tmp_path)
 
-    def test_our_own_fp8_is_taken(self, tmp_path: Path) -> None:
+    def test_our_own_fp8_is_taken(self, tmp_path):
         said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict() | {"quantization_config": said}))
         assert inspect_model(ModelConfig(path=tmp_path), QuantConfig()).parameters
 
     @pytest.mark.parametrize("with_weights", [True, False])
-    def test_unknown_tensors_are_named_before_weights_are_read(self, with_weights: bool, tmp_path: Path) -> None:
+    def test_unknown_tensors_are_named_before_weights_are_read(self, with_weights, tmp_path):
         make_model(tmp_path, "llama")
         names = dict.fromkeys(stored_shapes(tmp_path), "model-1.safetensors")
         if with_weights:
@@ -142,13 +141,13 @@ class TestSmallFiles:
             inspected.write_text(json.dumps(index))
         assert "1 unknown: model.layers.0.mlp.up_proj.qweight" in self.refusal(tmp_path)
 
-    def test_a_missing_shard_is_named(self, tmp_path: Path) -> None:
+    def test_a_missing_shard_is_named(self, tmp_path):
         folder = make_model(tmp_path, "llama")
         files = {"a": "model.safetensors", "b": "model-2.safetensors"}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         assert "are missing: model-2.safetensors" in self.refusal(folder)
 
-    def test_a_damaged_tokenizer_is_named(self, tmp_path: Path) -> None:
+    def test_a_damaged_tokenizer_is_named(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]().to_dict()))
         (tmp_path / "tokenizer.json").write_text("{")
         assert "tokenizer.json" in self.refusal(tmp_path)

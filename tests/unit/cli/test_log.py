@@ -24,14 +24,14 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["log", *map(str, arguments)])
 
 
-def test_ls_lists_the_versions_and_marks_the_newest(log: WeightLog) -> None:
+def test_ls_lists_the_versions_and_marks_the_newest(log):
     result = run("ls", log.root)
     lines = result.stdout.splitlines()
     assert result.exit_code == 0 and [line.split()[0] for line in lines] == ["0", "1", "2", "*"]
     assert log.manifest(3).digest in lines[3]
 
 
-def test_verify_lists_sound_versions_and_fails_for_the_others(log: WeightLog) -> None:
+def test_verify_lists_sound_versions_and_fails_for_the_others(log):
     assert run("verify", log.root).exit_code == 0
     flip_a_byte(log, 2, FIRST)
     result = run("verify", log.root)
@@ -41,7 +41,7 @@ def test_verify_lists_sound_versions_and_fails_for_the_others(log: WeightLog) ->
     assert run("verify", log.root, "--version", 2).exit_code == 1
 
 
-def test_verify_of_a_missing_version_says_which_there_are(log: WeightLog) -> None:
+def test_verify_of_a_missing_version_says_which_there_are(log):
     result = run("verify", log.root, "--version", 9)
     assert result.exit_code == 1 and "version 9 is not in" in result.stderr and "0, 1, 2, 3" in result.stderr
     assert "damaged" not in result.stderr
@@ -50,13 +50,13 @@ def test_verify_of_a_missing_version_says_which_there_are(log: WeightLog) -> Non
 @pytest.mark.parametrize(
     ("to", "why"), [("1", "http://127.0.0.1:1: "), ("a b", "neither the number of a version nor a label")]
 )
-def test_rollback_without_a_service_or_version_is_an_error(to: str, why: str) -> None:
+def test_rollback_without_a_service_or_version_is_an_error(to, why):
     result = run("rollback", "http://127.0.0.1:1", "--to", to)
     assert result.exit_code == 1 and why in result.stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
-def test_a_folder_that_is_no_log_is_an_error(tmp_path: Path, command: str) -> None:
+def test_a_folder_that_is_no_log_is_an_error(tmp_path, command):
     result = run(command, tmp_path)
     assert result.exit_code == 1 and "is not a log of weight versions" in result.stderr
     assert list(tmp_path.iterdir()) == []

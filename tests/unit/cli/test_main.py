@@ -116,12 +116,12 @@ def run(*arguments: object, env: dict[str, str] | None = None) -> Result:
     return CliRunner(env=shown).invoke(app, [str(argument) for argument in arguments])
 
 
-def test_version_is_the_package_s() -> None:
+def test_version_is_the_package_s():
     assert run("--version").output == f"{rollout_service.__version__}\n"
 
 
 @pytest.mark.parametrize("group", [(), ("log",)])
-def test_help_of_commands_is_wrapped_and_not_cut(group: tuple[str, ...]) -> None:
+def test_help_of_commands_is_wrapped_and_not_cut(group):
     said = run(*group, "--help", env={"COLUMNS": "80"}).stdout
     assert said.count("...") == 1 and max(map(len, said.splitlines())) <= 80  # of the usage
     for line in ("disks, ports and certificates.",) if not group else ("files can be linked, nothing is copied.",):
@@ -142,17 +142,17 @@ def rows_of(table: str) -> dict[str, str]:
 
 
 class TestConfig:
-    def test_config_prints_what_the_service_will_use(self, serve_config: Callable[[Any], Path]) -> None:
+    def test_config_prints_what_the_service_will_use(self, serve_config):
         result = run("config", serve_config({"scaling": {"max_replicas": 3}}))
         assert result.exit_code == 0
         printed = ServiceConfig.model_validate(yaml.safe_load(result.stdout))
         assert printed == ServiceConfig.model_validate({"scaling": {"max_replicas": 3}}).resolved()
 
-    def test_config_refuses_a_token_without_printing_it(self, serve_config: Callable[[Any], Path]) -> None:
+    def test_config_refuses_a_token_without_printing_it(self, serve_config):
         result = run("config", serve_config({"auth": {"token": "s3cret"}}))
         assert result.exit_code == 1 and "auth.token_file" in result.stderr and "s3cret" not in result.output
 
-    def test_config_names_everything_that_is_wrong_at_once(self, serve_config: Callable[[Any], Path]) -> None:
+    def test_config_names_everything_that_is_wrong_at_once(self, serve_config):
         result = run(
             "config",
             serve_config(
@@ -184,7 +184,7 @@ class TestConfig:
             ("applications: [{import_path: 'rollout_service.app:build', args: [1]}]", "must be a mapping"),
         ],
     )
-    def test_config_says_why_a_file_is_not_a_deployment(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_config_says_why_a_file_is_not_a_deployment(self, tmp_path, text, message):
         path = tmp_path / "service.yaml"
         path.write_text(text)
         result = run("config", path)
@@ -207,7 +207,7 @@ class TestInspectOfTheHub:
         command = [*hub.env(folder / "hf"), COMMAND, "inspect", *arguments]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
-    def test_downloads_config_json_alone(self, hub: HubServer, moe_config: Path, tmp_path: Path) -> None:
+    def test_downloads_config_json_alone(self, hub, moe_config, tmp_path):
         of_the_hub = self.run(hub, tmp_path, self.REPO, "--json", "--revision", "v1")
         inspected = run("inspect", moe_config, "--json")
         assert inspected.exit_code == 0, inspected.output
@@ -216,13 +216,13 @@ class TestInspectOfTheHub:
         assert json.loads(of_the_hub.stdout) == of_a_folder | {"model": self.REPO}
         assert hub.downloaded() == ["config.json"]
 
-    def test_a_folder_has_no_revisions(self, moe_config: Path) -> None:
+    def test_a_folder_has_no_revisions(self, moe_config):
         result = run("inspect", moe_config, "--revision", "v1")
         assert result.exit_code == 1 and "model.revision is v1, but model.path=" in result.stderr
 
 
 class TestInspect:
-    def test_inspect_shows_what_becomes_fp8_and_why_others_do_not(self, moe_config: Path) -> None:
+    def test_inspect_shows_what_becomes_fp8_and_why_others_do_not(self, moe_config):
         result = run("inspect", moe_config)
         assert result.exit_code == 0, result.stderr
         rows = rows_of(result.stdout)
@@ -233,13 +233,13 @@ class TestInspect:
         assert rows["total"].endswith("of BF16")
         assert run("inspect", moe_config.parent).stdout == result.stdout
 
-    def test_inspect_names_what_does_not_divide(self, moe_config: Path) -> None:
+    def test_inspect_names_what_does_not_divide(self, moe_config):
         result = run("inspect", moe_config, "--tp", "2")
         assert result.exit_code == 1 and result.stdout == ""
         assert "model.layers.{0-1}.mlp.experts.{0-7}.up_proj [64, 256]" in result.stderr
         assert "keep_bf16" in result.stderr
 
-    def test_inspect_shows_shards_per_gpu_and_what_stays_in_bf16(self, moe_config: Path) -> None:
+    def test_inspect_shows_shards_per_gpu_and_what_stays_in_bf16(self, moe_config):
         result = run("inspect", moe_config, "--tp", "2", "--indivisible", "keep_bf16", "--skip", "*.layers.0.*.o_proj")
         assert result.exit_code == 0, result.stderr
         rows = rows_of(result.stdout)
@@ -249,14 +249,14 @@ class TestInspect:
         assert rows["layers.0.self_attn.o_proj"].endswith("BF16: quant.skip *.layers.0.*.o_proj")
         assert rows["layers.1.self_attn.o_proj"].endswith(" FP8")
 
-    def test_inspect_shows_whole_experts_where_they_are_asked_for(self, moe_config: Path) -> None:
+    def test_inspect_shows_whole_experts_where_they_are_asked_for(self, moe_config):
         result = run("inspect", moe_config, "--tp", "2", "--expert-parallel", "--indivisible", "keep_bf16")
         assert result.exit_code == 0, result.stderr
         assert rows_of(result.stdout)["mlp.experts.*.up_proj"] == "16 128×256 128×256 1.05 MB 524 kB FP8"
         assert "with 4 whole experts each" in result.stdout
         assert "over how many with --tp" in run("inspect", moe_config, "--expert-parallel").stderr
 
-    def test_inspect_gives_the_same_as_json(self, moe_config: Path) -> None:
+    def test_inspect_gives_the_same_as_json(self, moe_config):
         result = run("inspect", moe_config, "--json", "--skip", "*.layers.1.mlp.experts")
         report = json.loads(result.stdout)
         assert report["not_converted"] == ["model.layers.1.mlp.experts"]
@@ -268,7 +268,7 @@ class TestInspect:
         ("content", "message"),
         [(None, "no config.json there"), ("{", "config.json"), ('{"model_type": "unheard-of"}', "unheard-of")],
     )
-    def test_inspect_says_why_it_cannot_read_a_model(self, tmp_path: Path, content: str | None, message: str) -> None:
+    def test_inspect_says_why_it_cannot_read_a_model(self, tmp_path, content, message):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         result = run("inspect", tmp_path)
@@ -276,7 +276,7 @@ class TestInspect:
 
 
 class TestFleet:
-    def test_fleet_shows_every_replica(self, service_url: str, token_file: Path) -> None:
+    def test_fleet_shows_every_replica(self, service_url, token_file):
         result = run("fleet", "--url", service_url, "--token-file", token_file)
         assert result.exit_code == 0, result.stderr
         assert "3 replicas; newest version 8" in result.output
@@ -289,17 +289,17 @@ class TestFleet:
         words = " ".join(result.output.split())
         assert "2 failed starts; one went well since; the first, of zero: [boom] no disk" in words
 
-    def test_fleet_without_a_token_says_what_the_service_said(self, service_url: str) -> None:
+    def test_fleet_without_a_token_says_what_the_service_said(self, service_url):
         result = run("fleet", "--url", service_url)
         assert result.exit_code == 1 and "the bearer token is wrong" in result.stderr
 
-    def test_fleet_names_the_address_where_nothing_listens(self, service_url: str) -> None:
+    def test_fleet_names_the_address_where_nothing_listens(self, service_url):
         free = service_url.rpartition(":")[0] + ":1"
         result = run("fleet", "--url", free)
         assert result.exit_code == 1 and free in result.stderr
 
     @pytest.mark.parametrize("content", [None, "", "\n"])
-    def test_fleet_says_which_token_file_is_of_no_use(self, tmp_path: Path, content: str | None) -> None:
+    def test_fleet_says_which_token_file_is_of_no_use(self, tmp_path, content):
         file = tmp_path / "token"
         if content is not None:
             file.write_text(content)

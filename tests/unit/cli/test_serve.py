@@ -58,18 +58,18 @@ def serve(*arguments: object) -> Result:
 
 class TestReplicas:
     @pytest.mark.parametrize(("text", "bounds"), [("2", (2, 2)), ("1-4", (1, 4)), ("0-8", (0, 8))])
-    def test_are_a_number_or_two(self, text: str, bounds: tuple[int, int]) -> None:
+    def test_are_a_number_or_two(self, text, bounds):
         assert replica_bounds(text) == bounds
 
     @pytest.mark.parametrize("text", ["", "two", "-1", "1-", "1:4", "4-1", "0"])
-    def test_anything_else_is_refused(self, text: str) -> None:
+    def test_anything_else_is_refused(self, text):
         with pytest.raises(ValueError, match=f"--replicas {text}"):
             replica_bounds(text)
 
 
 class TestDeployment:
     @pytest.mark.parametrize("on_gpus", [False, True])
-    def test_is_the_shipped_one_with_the_model(self, on_gpus: bool) -> None:
+    def test_is_the_shipped_one_with_the_model(self, on_gpus):
         made, shipped = deployment(QWEN, on_gpus=on_gpus), read_document(GPU if on_gpus else CPU)
         assert args_of(made).pop("model") == {"path": "Qwen/Qwen3-8B"}
         assert args_of(made)["weights"].pop("disk_root") == "out/weights-Qwen--Qwen3-8B"
@@ -78,31 +78,31 @@ class TestDeployment:
         assert made == shipped
 
     @pytest.mark.parametrize("on_gpus", [False, True])
-    def test_is_one_that_serve_run_takes(self, on_gpus: bool) -> None:
+    def test_is_one_that_serve_run_takes(self, on_gpus):
         made = deployment(QWEN, on_gpus=on_gpus, tensor_parallel_size=2, replicas=(0, 4), port=9000)
         [application] = ServeDeploySchema.model_validate(made).applications
         config = ServiceConfig.model_validate(application.args)
         assert (config.scaling.min_replicas, config.scaling.max_replicas) == (0, 4)
         assert config.engine.tensor_parallel_size == 2 and Plan.of(made).port == 9000
 
-    def test_replicas_of_several_gpus_have_whole_ones(self) -> None:
+    def test_replicas_of_several_gpus_have_whole_ones(self):
         config = Plan.of(deployment(QWEN, on_gpus=True, tensor_parallel_size=4)).config
         assert config.scaling.num_gpus == 4 and config.weights.ingest_num_gpus == 0
         alone = Plan.of(deployment(QWEN, on_gpus=True)).config
         assert alone.scaling.num_gpus + alone.weights.ingest_num_gpus == 1
         assert Plan.of(deployment(QWEN, on_gpus=False, tensor_parallel_size=4)).config.scaling.num_gpus == 0
 
-    def test_experts_are_left_whole_where_that_is_asked_for(self) -> None:
+    def test_experts_are_left_whole_where_that_is_asked_for(self):
         made = deployment(QWEN, on_gpus=True, tensor_parallel_size=4, expert_parallel=True)
         assert Plan.of(made).config.engine.expert_parallel
         assert not Plan.of(deployment(QWEN, on_gpus=True, tensor_parallel_size=4)).config.engine.expert_parallel
 
-    def test_a_name_and_a_revision_are_the_model_s(self) -> None:
+    def test_a_name_and_a_revision_are_the_model_s(self):
         model = QWEN.model_copy(update={"revision": "v1", "served_name": "policy"})
         config = Plan.of(deployment(model, on_gpus=True)).config
         assert (config.model.name, config.model.revision) == ("policy", "v1")
 
-    def test_a_short_context_is_the_model_s(self, tmp_path: Path) -> None:
+    def test_a_short_context_is_the_model_s(self, tmp_path):
         model = ModelConfig(path=make_model(tmp_path / "qwen3", "qwen3"))
         assert args_of(deployment(model, on_gpus=True))["engine"]["max_model_len"] == 32768
         prepared = Prepared.of(deployment(model, on_gpus=True))
@@ -112,7 +112,7 @@ class TestDeployment:
 
 
 class TestPrintConfig:
-    def test_is_what_serve_would_run(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+    def test_is_what_serve_would_run(self, here, tiny_model, started):
         options = [tiny_model, "--replicas", "1-2", "--port", free_port(), "--name", "policy"]
         printed = serve(*options, "--print-config")
         assert printed.exit_code == 0 and started == [] and not ray.is_initialized()
@@ -125,11 +125,11 @@ class TestPrintConfig:
         assert config.resolved().with_gpus(False) == Plan.of(started[0]).config
         assert (config.model.name, config.model.path, config.scaling.max_replicas) == ("policy", tiny_model, 2)
 
-    def test_a_shipped_default_is_written_out(self, here: Path, tiny_model: Path) -> None:
+    def test_a_shipped_default_is_written_out(self, here, tiny_model):
         args = args_of(yaml.safe_load(serve(tiny_model, "--print-config").stdout))
         assert args["kv_cache"]["scales_policy"] == "calibrate" and args["quant"]["weights"] == "fp8_block"
 
-    def test_says_on_the_side_what_would_not_start(self, here: Path, tiny_model: Path) -> None:
+    def test_says_on_the_side_what_would_not_start(self, here, tiny_model):
         printed = serve(tiny_model, "--tp", 8, "--print-config")
         assert printed.exit_code == 0 and "this would not start: tensor_parallel_size=8" in printed.stderr
         assert args_of(yaml.safe_load(printed.stdout))["engine"]["tensor_parallel_size"] == 8
@@ -142,7 +142,7 @@ class TestOfTheHub:
             server.publish(REPO, tiny_model)
             yield server
 
-    def test_the_commit_is_pinned_and_no_weights_come(self, hub: HubServer, tmp_path: Path) -> None:
+    def test_the_commit_is_pinned_and_no_weights_come(self, hub, tmp_path):
         command = [*hub.env(tmp_path / "hf"), COMMAND, "serve", REPO, "--print-config"]
         printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         commit = hub.repositories[REPO].revisions["main"]
@@ -166,7 +166,7 @@ class TestGpus:
     def prepared(model: Path, **options: Any) -> Prepared:
         return Prepared.of(deployment(ModelConfig(path=model), on_gpus=True, **options))
 
-    def test_one_in_use_is_left_alone(self, tiny_model: Path) -> None:
+    def test_one_in_use_is_left_alone(self, tiny_model):
         kept = keep_to_gpus(self.prepared(tiny_model), None)
         assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [0, 2] == list(kept.gpus)
         assert kept.lines[0] == "engines use GPU 0, 2"
@@ -181,14 +181,14 @@ class TestGpus:
             == 2
         )
 
-    def test_those_that_are_named_are_used(self, tiny_model: Path) -> None:
+    def test_those_that_are_named_are_used(self, tiny_model):
         kept = keep_to_gpus(self.prepared(tiny_model, replicas=(1, 1)), (2,))
         assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == [
             2
         ] and kept.prepared.plan.config.scaling.max_replicas == 1
         assert kept.lines[0] == "engines use GPU 2" and not any("at most" in line for line in kept.lines)
 
-    def test_too_few_for_the_fewest_replicas_is_a_problem(self, tiny_model: Path) -> None:
+    def test_too_few_for_the_fewest_replicas_is_a_problem(self, tiny_model):
         kept = keep_to_gpus(self.prepared(tiny_model, replicas=(3, 3)), None)
         [found] = [finding.found for finding in kept.prepared.problems() if finding.check == "gpus"]
         assert found == "2 can be used, and 3 replicas of 1 GPUs each need 3"
@@ -201,15 +201,13 @@ class TestGpus:
             ("one", "--gpus one: give the indices that nvidia-smi shows"),
         ],
     )
-    def test_what_cannot_be_used_is_refused(
-        self, here: Path, tiny_model: Path, started: list[Document], named: str, says: str
-    ) -> None:
+    def test_what_cannot_be_used_is_refused(self, here, tiny_model, started, named, says):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(machine, "engines_on_gpus", lambda: True)
             result = serve(tiny_model, "--gpus", named, "--port", free_port())
         assert result.exit_code == 1 and started == [] and re.search(says, result.stderr)
 
-    def test_on_the_cpu_none_can_be_named(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+    def test_on_the_cpu_none_can_be_named(self, here, tiny_model, started):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(machine, "engines_on_gpus", lambda: False)
             result = serve(tiny_model, "--gpus", "0")
@@ -223,7 +221,7 @@ class TestGpus:
             (5, {"tensor_parallel_size": 2}, 2),
         ],
     )
-    def test_as_many_replicas_as_find_room(self, gpus: int, options: dict[str, int], most: int) -> None:
+    def test_as_many_replicas_as_find_room(self, gpus, options, most):
         assert Plan.of(deployment(QWEN, on_gpus=True, **options)).most_replicas(gpus) == most
 
 
@@ -234,31 +232,29 @@ class TestRefusals:
         assert result.exit_code == 1 and started == [] and result.stdout == "" and not ray.is_initialized()
         return result.stderr
 
-    def test_a_port_that_is_taken(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+    def test_a_port_that_is_taken(self, here, tiny_model, started):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             said = self.refused(started, tiny_model, "--port", port)
         assert "nothing was started" in said and f"port {port}: taken by another process" in said
 
-    def test_what_small_files_tell_is_refused(self, here: Path, started: list[Document]) -> None:
+    def test_what_small_files_tell_is_refused(self, here, started):
         folder = make_model(here / "awq", "llama")
         (folder / "model.safetensors").unlink()
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
         assert "quantized with awq" in self.refused(started, "awq", "--port", free_port())
 
-    def test_what_no_field_can_be_is_told_in_plain_words(self, here: Path, started: list[Document]) -> None:
+    def test_what_no_field_can_be_is_told_in_plain_words(self, here, started):
         (here / "modèle").mkdir()
         said = self.refused(started, "modèle")
         assert "model.path=modèle has characters beyond ASCII" in said and "validation error" not in said
 
-    def test_options_that_make_no_sense(self, here: Path, tiny_model: Path, started: list[Document]) -> None:
+    def test_options_that_make_no_sense(self, here, tiny_model, started):
         assert "--replicas many" in self.refused(started, tiny_model, "--replicas", "many")
         assert "model.revision is main, but" in self.refused(started, tiny_model, "--revision", "main")
 
-    async def test_a_log_of_another_model(
-        self, here: Path, tiny_model: Path, model: Path, started: list[Document]
-    ) -> None:
+    async def test_a_log_of_another_model(self, here, tiny_model, model, started):
         ingest = Ingest(config_of(model, here / "out" / f"weights-{tiny_model.name}"))
         await ingest.start()
         await ingest.stop()
@@ -271,13 +267,13 @@ class TestHowToCall:
     def said(self) -> str:
         return how_to_call(Plan.of(deployment(QWEN, on_gpus=False, port=8123)), "127.0.0.1:8265")
 
-    def test_curl_sends_json_to_the_service(self, said: str) -> None:
+    def test_curl_sends_json_to_the_service(self, said):
         [line] = [line for line in said.splitlines() if line.strip().startswith("curl")]
         words = shlex.split(line)
         assert "http://127.0.0.1:8123/v1/completions" in words
         assert json.loads(words[-1])["max_tokens"] == 16
 
-    def test_the_client_s_lines_are_python(self, said: str) -> None:
+    def test_the_client_s_lines_are_python(self, said):
         lines = said.splitlines()
         first = next(i for i, line in enumerate(lines) if line.strip().startswith("from rollout_service"))
         code = "\n".join(line.removeprefix("    ") for line in lines[first : first + 3])

@@ -6,7 +6,7 @@ from rollout_service.cli.start_progress import engines_wait_for, progress_lines
 from rollout_service.protocol.fleet import Fleet, ReplicaState, ReplicaStatus
 
 
-def test_a_change_is_said_once_and_the_same_again_later() -> None:
+def test_a_change_is_said_once_and_the_same_again_later():
     said, enough = list[str](), threading.Event()
 
     def say(line: str) -> None:
@@ -20,7 +20,7 @@ def test_a_change_is_said_once_and_the_same_again_later() -> None:
     assert said[:4] == ["Ray Serve starts", "vLLM starts", "version 0", "version 0"]
 
 
-def test_the_first_engine_that_does_not_serve_is_named() -> None:
+def test_the_first_engine_that_does_not_serve_is_named():
     def fleet(*replicas: tuple[ReplicaState, str | None]) -> Fleet:
         statuses = tuple(
             ReplicaStatus(replica_id=str(number), version=None, state=state, error=error)

@@ -86,7 +86,7 @@ class _Stream(httpx.AsyncByteStream):
             yield event
 
     async def aclose(self) -> None:
-        await self._events.aclose()  # type: ignore[attr-defined]
+        await self._events.aclose()
 
 
 def _line(event: object) -> bytes:
@@ -108,7 +108,7 @@ async def scripted() -> Scripted:
     return transport
 
 
-async def test_the_first_groups_come_back_and_the_rest_is_carried_on(scripted: Scripted) -> None:
+async def test_the_first_groups_come_back_and_the_rest_is_carried_on(scripted):
     told = list[tuple[int, int]]()
     async with RolloutClient(URL, transport=scripted) as client:
         first = await client.generate_batch(
@@ -136,7 +136,7 @@ async def test_the_first_groups_come_back_and_the_rest_is_carried_on(scripted: S
     assert all(body["sampling_params"] == {"max_tokens": 4, "seed": 6, "logprobs": 0} for body in rests)
 
 
-async def test_what_waited_for_its_turn_comes_back_untouched(scripted: Scripted) -> None:
+async def test_what_waited_for_its_turn_comes_back_untouched(scripted):
     scripted.three_rest.set()
     async with RolloutClient(URL, transport=scripted) as client:
         first = await client.generate_batch([[1], [2], [3]], until=1, n=2, concurrency=1)
@@ -144,7 +144,7 @@ async def test_what_waited_for_its_turn_comes_back_untouched(scripted: Scripted)
     assert first.partial[2].completions == () and first.partial[2].prompt_token_ids == (3,)
 
 
-async def test_groups_that_were_complete_already_come_back_at_once(scripted: Scripted) -> None:
+async def test_groups_that_were_complete_already_come_back_at_once(scripted):
     complete = PartialRollout.of(Rollout(request_id="r", prompt_token_ids=(9,), completions=(made(6),), replica_id="a"))
     async with RolloutClient(URL, transport=scripted) as client:
         batch = await client.generate_batch([[2], complete, complete], until=1)
@@ -157,7 +157,7 @@ def made(*tokens: int, end: FinishReason = "stop") -> Completion:
     return Completion(index=0, token_ids=tokens, logprobs=(-1.0,) * len(tokens), finish_reason=end, spans=spans)
 
 
-async def test_text_begins_anew_with_that_of_the_tokens_before() -> None:
+async def test_text_begins_anew_with_that_of_the_tokens_before():
     def script(body: Body) -> list[Step]:
         ids, text = {"prompt_token_ids": [1, 2]}, {"text": "abc" if "partial_token_ids" in body else "ab"}
         event = choice(0, 0, 8, end="stop") if "partial_token_ids" in body else choice(0, 0, 7)
@@ -175,7 +175,7 @@ async def test_text_begins_anew_with_that_of_the_tokens_before() -> None:
 
 
 @pytest.mark.parametrize("end", [httpx.ReadError("broken"), EngineFailed("every attempt lost its replica")], ids=repr)
-async def test_a_connection_that_keeps_breaking_and_other_errors_are_raised(end: Exception) -> None:
+async def test_a_connection_that_keeps_breaking_and_other_errors_are_raised(end):
     scripted = Scripted(lambda body: [choice(0, 0, 7), end])
     async with RolloutClient(URL, transport=scripted, retries=2) as client:
         with pytest.raises(type(end)):
@@ -185,7 +185,7 @@ async def test_a_connection_that_keeps_breaking_and_other_errors_are_raised(end:
     )
 
 
-async def test_until_hands_back_all_but_the_bad_prompt() -> None:
+async def test_until_hands_back_all_but_the_bad_prompt():
     def script(body: Body) -> list[Step]:
         if body["token_ids"] == [2]:
             return [InvalidRequest("token id 2 is bad")]
@@ -198,7 +198,7 @@ async def test_until_hands_back_all_but_the_bad_prompt() -> None:
     assert {index: each.num_tokens for index, each in failed.value.partial.items()} == {2: 1}
 
 
-async def test_one_that_was_cut_short_for_good_is_handed_back() -> None:
+async def test_one_that_was_cut_short_for_good_is_handed_back():
     scripted = Scripted(lambda body: [choice(0, 0, 7, end="abort"), LAST])
     async with RolloutClient(URL, transport=scripted) as client:
         batch = await client.generate_batch([[1], [2]], until=1, on_abort="return")
@@ -207,12 +207,12 @@ async def test_one_that_was_cut_short_for_good_is_handed_back() -> None:
     assert rollout.completions[0].token_ids == (7, 7) and rollout.completions[0].finish_reason == "abort"
 
 
-async def test_what_cannot_be_carried_on_is_refused_by_name_before_anything_is_sent(scripted: Scripted) -> None:
+async def test_what_cannot_be_carried_on_is_refused_by_name_before_anything_is_sent(scripted):
     partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
         for wrong in ({"return_routed_experts": True}, {"routed_experts_prompt_start": 1}):
             with pytest.raises(InvalidRequest, match="routed_experts"):
-                await client.generate_batch([[1]], until=1, **wrong)  # type: ignore[call-overload]
+                await client.generate_batch([[1]], until=1, **wrong)
         with pytest.raises(InvalidRequest, match=r"completion 0 of r has 2 tokens already, and max_tokens=2"):
             await client.generate_batch([[1], partial], until=1, max_tokens=2)
         for until in (0, 3):
@@ -222,7 +222,7 @@ async def test_what_cannot_be_carried_on_is_refused_by_name_before_anything_is_s
 
 
 @pytest.mark.parametrize(("asked", "wanted"), [(None, 3), (1, 3), (5, 5), ("step-2", "step-2")])
-async def test_a_rest_asks_for_weights_no_older_than_its_own(asked: int | str | None, wanted: int | str) -> None:
+async def test_a_rest_asks_for_weights_no_older_than_its_own(asked, wanted):
     scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
     partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
@@ -231,7 +231,7 @@ async def test_a_rest_asks_for_weights_no_older_than_its_own(asked: int | str | 
 
 
 @pytest.mark.parametrize("asked", [3, "golden"])
-async def test_rest_of_an_exact_version_keeps_its_number(asked: int | str) -> None:
+async def test_rest_of_an_exact_version_keeps_its_number(asked):
     scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
     partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
@@ -241,7 +241,7 @@ async def test_rest_of_an_exact_version_keeps_its_number(asked: int | str) -> No
     assert [body["weight_version"] for body in scripted.bodies] == [{"exact_version": 3}]
 
 
-async def test_rest_keeps_a_minimum_in_the_other_form() -> None:
+async def test_rest_keeps_a_minimum_in_the_other_form():
     scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
     partial = PartialRollout(request_id="r", prompt_token_ids=(1,), completions=(made(6, 7, end="abort"),))
     async with RolloutClient(URL, transport=scripted) as client:
@@ -249,7 +249,7 @@ async def test_rest_keeps_a_minimum_in_the_other_form() -> None:
     assert [body["min_weight_version"] for body in scripted.bodies] == [5]
 
 
-async def test_a_rest_goes_on_in_a_service_without_its_version() -> None:
+async def test_a_rest_goes_on_in_a_service_without_its_version():
     def script(body: Body) -> list[Step]:
         if "min_weight_version" in body:
             return [TooEarly("no replica serves it", {"latest_version": 0})]
@@ -261,7 +261,7 @@ async def test_a_rest_goes_on_in_a_service_without_its_version() -> None:
     assert rollout.completions[0].versions == (3, 0)
 
 
-def test_the_blocking_client_does_the_same() -> None:
+def test_the_blocking_client_does_the_same():
     def script(body: Body) -> list[Step]:
         return [choice(0, 0, 6, end="stop"), LAST]
 
@@ -270,7 +270,7 @@ def test_the_blocking_client_does_the_same() -> None:
         assert [r.completions[0].token_ids for r in batch.rollouts.values()] == [(6,), (6,)]
 
 
-async def test_a_stream_that_is_left_early_hands_back_what_was_read(scripted: Scripted) -> None:
+async def test_a_stream_that_is_left_early_hands_back_what_was_read(scripted):
     async with RolloutClient(URL, transport=scripted) as client:
         async with client.generate_stream([2], n=2, max_tokens=4) as stream:
             assert stream.partial.completions == ()
@@ -281,7 +281,7 @@ async def test_a_stream_that_is_left_early_hands_back_what_was_read(scripted: Sc
     assert [c.token_ids for c in rollout.completions] == [(6,), (7, 8, 9, 5)]
 
 
-async def test_a_stream_can_be_asked_after_its_end() -> None:
+async def test_a_stream_can_be_asked_after_its_end():
     scripted = Scripted(lambda body: [choice(0, 0, 6, end="stop"), LAST])
     async with RolloutClient(URL, transport=scripted) as client, client.generate_stream([1]) as stream:
         assert [piece.token_ids async for piece in stream] == [(6,)]

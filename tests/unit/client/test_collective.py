@@ -11,12 +11,10 @@ import torch.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from rollout_service.client import RolloutClient
 from rollout_service.errors import EngineFailed, InvalidManifest
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.protocol.delta_parts import encode_header
 from rollout_service.protocol.upload import TrainerRecipe
-from tests.unit.client.service import Service
 from tests.unit.client.two_ranks import push_all, whole_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +28,7 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     torch.distributed.destroy_process_group()
 
 
-async def test_a_dtensor_is_announced_and_sent_whole(service: Service, client: RolloutClient, mesh: DeviceMesh) -> None:
+async def test_a_dtensor_is_announced_and_sent_whole(service, client, mesh):
     plain = {"rows": torch.randn(6, 4), "all": torch.randn(3).bfloat16()}
     sharded = {
         "rows": distribute_tensor(torch.nn.Parameter(plain["rows"]), mesh, [Shard(0)]),
@@ -42,7 +40,7 @@ async def test_a_dtensor_is_announced_and_sent_whole(service: Service, client: R
     assert service.uploads[1].stream == service.uploads[2].stream
 
 
-async def test_two_ranks_gather_and_one_of_them_sends(service: Service, tmp_path: Path) -> None:
+async def test_two_ranks_gather_and_one_of_them_sends(service, tmp_path):
     """Some versions are refused or break down on the way: none may leave the other rank in its gather."""
     service.recipe = TrainerRecipe(weights="fp8_block", quantized=("layer1", "layer4"))
     service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor layer0"))

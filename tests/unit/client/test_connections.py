@@ -10,16 +10,16 @@ from starlette.responses import Response
 
 from rollout_service.client import RolloutClient
 from rollout_service.runtime.connections import OTHER_FILES, ManyConnections, too_many_open_files
-from tests.unit.client.service import Service, until_disconnected
+from tests.unit.client.service import until_disconnected
 
 
-async def test_a_connection_is_used_again(service: Service, client: RolloutClient) -> None:
+async def test_a_connection_is_used_again(service, client):
     for _ in range(3):
         await client.generate([1])
     assert len(set(service.client_ports)) == 1
 
 
-async def test_connections_are_opened_only_as_far_as_they_are_needed(service: Service, client: RolloutClient) -> None:
+async def test_connections_are_opened_only_as_far_as_they_are_needed(service, client):
     await client.generate_batch([[i] for i in range(9)], concurrency=3)
     await client.generate_batch([[i] for i in range(9)], concurrency=2)
     assert len(set(service.client_ports)) == 3
@@ -42,18 +42,18 @@ def affordable(soft: int, hard: int) -> tuple[int, int, str]:
     return connections, soft_after, " ".join(warning)
 
 
-def test_the_soft_limit_of_open_files_is_raised_as_far_as_needed() -> None:
+def test_the_soft_limit_of_open_files_is_raised_as_far_as_needed():
     connections, soft, warning = affordable(1024, 4096)
     assert connections == 1024 and 1024 + OTHER_FILES < soft < 4096 and not warning
 
 
-def test_a_low_hard_limit_bounds_connections_and_is_named() -> None:
+def test_a_low_hard_limit_bounds_connections_and_is_named():
     connections, soft, warning = affordable(512, 1000)
     assert 1 < connections < 1000 - OTHER_FILES and soft == 1000
     assert "1000 open files" in warning and "ulimit -Hn" in warning
 
 
-def test_too_many_open_files_are_told_from_a_service_that_is_away() -> None:
+def test_too_many_open_files_are_told_from_a_service_that_is_away():
     refused = OSError(errno.ECONNREFUSED, "refused")
     full = httpx.ConnectError("no")
     full.__cause__ = ExceptionGroup("all attempts failed", [refused, OSError(errno.EMFILE, "too many")])
@@ -61,7 +61,7 @@ def test_too_many_open_files_are_told_from_a_service_that_is_away() -> None:
     assert too_many_open_files(httpx.ConnectError("no")) is None and too_many_open_files(refused) is None
 
 
-async def test_a_cancelled_request_makes_room_for_the_next(service: Service) -> None:
+async def test_a_cancelled_request_makes_room_for_the_next(service):
     accepted = asyncio.Event()
 
     async def hang(request: Request) -> Response:
@@ -82,7 +82,7 @@ async def test_a_cancelled_request_makes_room_for_the_next(service: Service) -> 
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["on a new connection", "on one that is idle"])
-async def test_a_request_cancelled_at_any_moment_frees_its_connection(service: Service, warm: bool) -> None:
+async def test_a_request_cancelled_at_any_moment_frees_its_connection(service, warm):
     url, cancelled = f"{service.url}/inference/v1/generate", 0
     for moment in range(40):  # turns of the event loop: connecting and sending take some twenty
         async with httpx.AsyncClient(transport=ManyConnections(1), timeout=httpx.Timeout(10, pool=None)) as client:
@@ -99,7 +99,7 @@ async def test_a_request_cancelled_at_any_moment_frees_its_connection(service: S
     assert cancelled > 5
 
 
-async def test_a_connection_whose_reply_was_not_read_is_not_used_again(service: Service) -> None:
+async def test_a_connection_whose_reply_was_not_read_is_not_used_again(service):
     transport = ManyConnections(1)
     async with httpx.AsyncClient(transport=transport) as client:
         async with client.stream("GET", f"{service.url}/v1/weights"):
@@ -109,7 +109,7 @@ async def test_a_connection_whose_reply_was_not_read_is_not_used_again(service: 
         assert transport.num_idle == 1
 
 
-async def test_a_refused_connection_makes_room_for_the_next(service: Service) -> None:
+async def test_a_refused_connection_makes_room_for_the_next(service):
     transport = ManyConnections(1)
     async with httpx.AsyncClient(transport=transport) as client:
         for _ in range(2):
@@ -118,7 +118,7 @@ async def test_a_refused_connection_makes_room_for_the_next(service: Service) ->
         assert (await client.get(f"{service.url}/v1/weights")).status_code == 200
 
 
-async def test_a_connection_is_busy_until_its_reply_is_closed(service: Service) -> None:
+async def test_a_connection_is_busy_until_its_reply_is_closed(service):
     transport = ManyConnections(1)
     async with httpx.AsyncClient(transport=transport) as client:
         async with client.stream("GET", f"{service.url}/v1/weights") as reply:
@@ -129,6 +129,6 @@ async def test_a_connection_is_busy_until_its_reply_is_closed(service: Service) 
         assert transport.num_idle == 1
 
 
-def test_no_connections_at_all_are_refused() -> None:
+def test_no_connections_at_all_are_refused():
     with pytest.raises(ValueError, match="max_connections=0"):
         RolloutClient("http://service", max_connections=0)

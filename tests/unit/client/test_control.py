@@ -29,14 +29,14 @@ def becomes_live_at_poll(number: int) -> Callable[[Upload], WeightStatus]:
     return status
 
 
-async def test_wait_live_polls_until_the_version_is_live(service: Service, client: RolloutClient) -> None:
+async def test_wait_live_polls_until_the_version_is_live(service, client):
     begun(service, 3)
     service.status = becomes_live_at_poll(3)
     assert (await client.wait_live(3)).state == "live"
     assert service.calls("GET", "/v1/weights/3") == 3
 
 
-async def test_wait_live_says_which_replica_is_behind(service: Service, client: RolloutClient) -> None:
+async def test_wait_live_says_which_replica_is_behind(service, client):
     begun(service, 3)
     behind = ReplicaStatus(replica_id="r7", version=2, state="stale", target=3, error="disk full")
     service.status = lambda upload: WeightStatus(version=3, state="committed", replicas=(behind,))
@@ -45,38 +45,38 @@ async def test_wait_live_says_which_replica_is_behind(service: Service, client: 
     assert caught.value.detail["replicas"][0]["replica_id"] == "r7"
 
 
-async def test_wait_live_for_an_unknown_version_fails_at_once(service: Service, client: RolloutClient) -> None:
+async def test_wait_live_for_an_unknown_version_fails_at_once(service, client):
     with pytest.raises(NotFound, match="no version 9"):
         await client.wait_live(9)
     assert service.calls("GET", "/v1/weights/9") == 1
 
 
-async def test_the_recipe_is_the_service_s(service: Service, client: RolloutClient) -> None:
+async def test_the_recipe_is_the_service_s(service, client):
     service.recipe = TrainerRecipe(weights="fp8_block", scales="power_of_two", quantized=("a.weight",))
     assert await client.recipe() == service.recipe
 
 
-async def test_versions_are_listed(service: Service, client: RolloutClient) -> None:
+async def test_versions_are_listed(service, client):
     begun(service, 3)
     begun(service, 4)
     assert [status.version for status in await client.weights()] == [3, 4]
     assert (await client.weights(4)).version == 4
 
 
-async def test_a_staged_version_can_be_discarded(service: Service, client: RolloutClient) -> None:
+async def test_a_staged_version_can_be_discarded(service, client):
     begun(service, 3)
     await client.discard(3)
     with pytest.raises(NotFound):
         await client.discard(3)
 
 
-async def test_a_control_read_is_tried_again(service: Service, client: RolloutClient) -> None:
+async def test_a_control_read_is_tried_again(service, client):
     service.answers["GET", "/v1/weights"] += [Overloaded("busy"), NotReady("starting")]
     assert await client.weights() == []
     assert service.calls("GET", "/v1/weights") == 3
 
 
-async def test_pause_and_resume_reach_the_service() -> None:
+async def test_pause_and_resume_reach_the_service():
     seen: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -91,7 +91,7 @@ async def test_pause_and_resume_reach_the_service() -> None:
     assert seen == ["POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"]
 
 
-async def test_sleep_and_wake_up_reach_the_service() -> None:
+async def test_sleep_and_wake_up_reach_the_service():
     seen: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -105,7 +105,7 @@ async def test_sleep_and_wake_up_reach_the_service() -> None:
     assert seen == ["POST /sleep?level=2&mode=abort", "GET /is_sleeping", "POST /wake_up"]
 
 
-async def test_a_pause_that_may_have_happened_is_not_repeated() -> None:
+async def test_a_pause_that_may_have_happened_is_not_repeated():
     attempts = 0
 
     def break_off(request: httpx.Request) -> httpx.Response:
@@ -119,7 +119,7 @@ async def test_a_pause_that_may_have_happened_is_not_repeated() -> None:
     assert attempts == 1
 
 
-async def test_the_fleet_and_the_models_are_read(service: Service, client: RolloutClient) -> None:
+async def test_the_fleet_and_the_models_are_read(service, client):
     replica = ReplicaStatus(replica_id="r1", version=3, state="ready", running=2)
     fleet = Fleet(latest_version=3, paused=False, replicas=(replica,))
     service.json_at("GET", "/v1/fleet", fleet.model_dump(mode="json"))
@@ -128,32 +128,32 @@ async def test_the_fleet_and_the_models_are_read(service: Service, client: Rollo
     assert await client.models() == ["tiny"]
 
 
-async def test_a_reply_of_another_service_is_an_error(service: Service, client: RolloutClient) -> None:
+async def test_a_reply_of_another_service_is_an_error(service, client):
     service.json_at("GET", "/v1/fleet", {"workers": []})
     with pytest.raises(RolloutServiceError, match="cannot read"):
         await client.fleet()
 
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (502, False), (404, False)])
-async def test_health_is_one_attempt(service: Service, client: RolloutClient, status: int, healthy: bool) -> None:
+async def test_health_is_one_attempt(service, client, status, healthy):
     service.json_at("GET", "/health", NotFound("x").to_wire() if status == 404 else {}, status)
     assert await client.health() is healthy
     assert service.calls("GET", "/health") == 1
 
 
-async def test_health_without_a_service_is_false() -> None:
+async def test_health_without_a_service_is_false():
     async with RolloutClient("http://127.0.0.1:9") as client:
         assert not await client.health()
 
 
-async def test_health_tells_a_wrong_token_from_ill_health(service: Service, client: RolloutClient) -> None:
+async def test_health_tells_a_wrong_token_from_ill_health(service, client):
     service.token = "secret"
     service.json_at("GET", "/health", {})
     with pytest.raises(Unauthorized):
         await client.health()
 
 
-async def test_control_calls_do_not_wait_for_generations(service: Service) -> None:
+async def test_control_calls_do_not_wait_for_generations(service):
     accepted = asyncio.Event()
 
     async def hang(request: Request) -> Response:

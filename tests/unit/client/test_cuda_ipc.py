@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout_service.client import RolloutClient, _shared_memory, _tensors, _upload
+from rollout_service.client import RolloutClient, _shared_memory, _tensors
 from rollout_service.errors import NotShared, QuantizationError
 from rollout_service.gpu.memory import OwnGpuMemory
 from rollout_service.ingest.sources import shared_memory as source
 from rollout_service.protocol.upload import SharedMemorySource, UploadTensor
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.client.test_shared_memory import how_it_came
-from tests.unit.ingest.trainer import Weights
 
 FILES: dict[str, Path] = {}
 """Memory that has a handle, by it."""
@@ -108,9 +107,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["service", "trainer"])
-async def test_the_version_is_the_one_that_parts_make(
-    service: RealIngest, client: RolloutClient, weights: Weights, quantize: _upload.Quantize
-) -> None:
+async def test_the_version_is_the_one_that_parts_make(service, client, weights, quantize):
     in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
     for version in (2, 3):
         status = await client.push_weights(version, dict(weights), transport="cuda_ipc", quantize=quantize, wait="none")
@@ -120,15 +117,13 @@ async def test_the_version_is_the_one_that_parts_make(
     assert len(FILES) == 1  # the second push was given the memory of the first
 
 
-async def test_neighbours_are_one_copy(service: RealIngest, client: RolloutClient, weights: Weights) -> None:
+async def test_neighbours_are_one_copy(service, client, weights):
     await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
     batches = list(_shared_memory.batches(_tensors.TensorSource(weights, None).table, 100_000))
     assert len(COPIES) == len(batches) < len(weights)
 
 
-async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(
-    service: RealIngest, client: RolloutClient, weights: Weights
-) -> None:
+async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(service, client, weights):
     bad = {name: tensor.clone() for name, tensor in weights.items()}
     bad["model.norm.weight"][3] = float("nan")
     for _ in range(3):
@@ -139,7 +134,7 @@ async def test_nan_is_refused_by_name_and_the_memory_is_not_freed_at_once(
     assert status.state == "committed"
 
 
-async def test_threads_that_take_turns_fill_a_log_in_memory(model: Path, weights: Weights) -> None:
+async def test_threads_that_take_turns_fill_a_log_in_memory(model, weights):
     bad = {name: tensor.clone() for name, tensor in weights.items()}
     bad["model.norm.weight"][3] = float("nan")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
@@ -153,9 +148,7 @@ async def test_threads_that_take_turns_fill_a_log_in_memory(model: Path, weights
                 service.log.verify(service.log.manifest(version))
 
 
-async def test_memory_that_its_trainer_gave_up_is_closed(
-    service: RealIngest, client: RolloutClient, weights: Weights
-) -> None:
+async def test_memory_that_its_trainer_gave_up_is_closed(service, client, weights):
     memories = service.ingest._uploads._trainer_memory
     await client.push_weights(1, dict(weights), transport="cuda_ipc", wait="none")
     memories.prune(set())
@@ -165,9 +158,7 @@ async def test_memory_that_its_trainer_gave_up_is_closed(
     assert memories._opened == {}
 
 
-async def test_tensors_on_the_cpu_go_through_the_hosts_memory(
-    service: RealIngest, client: RolloutClient, weights: Weights
-) -> None:
+async def test_tensors_on_the_cpu_go_through_the_hosts_memory(service, client, weights):
     await client.push_weights(1, dict(weights), wait="none")
     assert await how_it_came(service, 1) == "SharedMemorySource"
 
@@ -176,23 +167,17 @@ async def test_tensors_on_the_cpu_go_through_the_hosts_memory(
 class TestAuto:
     """Which tries it first, of tensors on a GPU."""
 
-    async def test_tensors_on_a_gpu_go_this_way(
-        self, service: RealIngest, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_tensors_on_a_gpu_go_this_way(self, service, client, weights):
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "CudaIpcSource"
 
-    async def test_others_through_the_hosts_memory(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_others_through_the_hosts_memory(self, service, client, weights, monkeypatch):
         monkeypatch.setattr(_tensors, "_gpu_of", lambda pairs: None)
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "SharedMemorySource"
 
     @pytest.mark.parametrize("quantize", ["service", "trainer"])
-    async def test_an_ingest_without_a_gpu_takes_the_hosts_memory(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, quantize: _upload.Quantize
-    ) -> None:
+    async def test_an_ingest_without_a_gpu_takes_the_hosts_memory(self, service, client, weights, quantize):
         service.ingest._uploads._trainer_memory._registered = None
         await client.push_weights(1, dict(weights), quantize=quantize, wait="none")
         assert await how_it_came(service, 1) == "SharedMemorySource"
@@ -200,9 +185,7 @@ class TestAuto:
         with pytest.raises(NotShared, match="the ingest has no GPU"):
             await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
 
-    async def test_a_handle_that_cuda_does_not_open(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_handle_that_cuda_does_not_open(self, service, client, weights, monkeypatch):
         monkeypatch.setattr(OwnFile, "__init__", _without_a_handle)
         one_shot = iter(weights.items())
         table = _tensors.TensorSource(dict(weights), None).table
@@ -212,9 +195,7 @@ class TestAuto:
         with pytest.raises(NotShared, match="GPU GPU-of-a-test cannot be read here: cudaIpc"):
             await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
 
-    async def test_a_trainer_whose_gpu_has_no_room(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_trainer_whose_gpu_has_no_room(self, service, client, weights, monkeypatch):
         def refuse(self: OwnFile, nbytes: int) -> None:
             raise OSError("cudaMalloc: out of memory (cudaErrorMemoryAllocation)")
 
@@ -224,9 +205,7 @@ class TestAuto:
         with pytest.raises(NotShared, match="no memory to share: cudaMalloc: out of memory"):
             await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
 
-    async def test_a_version_that_the_service_dropped_is_sent_in_parts(
-        self, service: RealIngest, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_a_version_that_the_service_dropped_is_sent_in_parts(self, service, client, weights):
         discarding: list[asyncio.Task[None]] = []
 
         def drop(done: int, total: int) -> None:
@@ -240,10 +219,10 @@ class TestAuto:
 def _without_a_handle(self: OwnFile, nbytes: int) -> None:
     self.nbytes, self.handle = nbytes, "f" * 128
     self.tensor = torch.empty(nbytes, dtype=torch.uint8)
-    self.free = lambda: None  # type: ignore[method-assign]
+    self.free = lambda: None
 
 
-def test_without_cuda_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_there_is_a_reason(monkeypatch):
     with pytest.raises(OSError, match="no GPU"):
         OwnGpuMemory(100)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -284,7 +263,7 @@ class _Room:
         raise NotImplementedError
 
 
-def test_the_copies_of_every_gpu_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copies_of_every_gpu_are_waited_for(monkeypatch):
     waited: list[object] = []
 
     def current_stream(device: object = None) -> SimpleNamespace:

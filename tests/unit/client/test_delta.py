@@ -26,7 +26,6 @@ from rollout_service.runtime.memory import Memory
 from rollout_service.store.upload_record import UploadRecord, read_record
 from tests.support.models import make_model
 from tests.unit.client.real_ingest import RealIngest, real_ingest
-from tests.unit.client.service import Service
 from tests.unit.ingest.trainer import folder_weights
 from tests.unit.metrics.counts import Counts
 
@@ -60,7 +59,7 @@ async def cancelled(pushing: asyncio.Task[WeightStatus]) -> None:
 
 async def push(client: RolloutClient, version: object, tensors: object, **options: object) -> WeightStatus:
     options = {"transport": "delta", "wait": "none", **options}
-    return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
+    return await client.push_weights(version, tensors, **options)
 
 
 def stepped(tensors: Tensors, seed: int, share: float = 0.005) -> Tensors:
@@ -96,9 +95,7 @@ async def require_the_same_as_whole(
     assert service.log.manifest(version).delta_of is None
 
 
-async def test_pushes_log_the_seconds_of_their_phases(
-    model: Path, client: RolloutClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_pushes_log_the_seconds_of_their_phases(model, client, caplog):
     weights = folder_weights(model)
     with caplog.at_level("INFO", "rollout_service.client"):
         await push(client, 1, weights)
@@ -116,9 +113,7 @@ async def test_pushes_log_the_seconds_of_their_phases(
 class TestSameVersion:
     @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
     @pytest.mark.parametrize("form", ["on disk", "in memory"])
-    async def test_a_delta_makes_the_version_that_all_bytes_would_make(
-        self, tmp_path: Path, family: str, form: str
-    ) -> None:
+    async def test_a_delta_makes_the_version_that_all_bytes_would_make(self, tmp_path, family, form):
         from transformers import AutoModelForCausalLM
 
         folder = make_model(tmp_path / "model", family)
@@ -145,9 +140,7 @@ class TestSameVersion:
             {"weights": "int8_channel"},
         ],
     )
-    async def test_whatever_the_service_makes_of_weights(
-        self, model: Path, tmp_path: Path, weights: Tensors, quant: dict[str, object]
-    ) -> None:
+    async def test_whatever_the_service_makes_of_weights(self, model, tmp_path, weights, quant):
         async with real_ingest(model, tmp_path / "log", quant=quant, weights={"keep_versions": 10}) as service:
             async with RolloutClient(service.url) as client:
                 await push(client, 1, weights)
@@ -157,7 +150,7 @@ class TestSameVersion:
             await require_the_same_as_whole(service, 2, stepped(weights, 2), quantize="trainer")
 
     @pytest.mark.parametrize("head", ["left out", "sent"])
-    async def test_a_head_that_is_the_embedding(self, tied_model: Path, tmp_path: Path, head: str) -> None:
+    async def test_a_head_that_is_the_embedding(self, tied_model, tmp_path, head):
         weights = folder_weights(tied_model)
         async with real_ingest(tied_model, tmp_path / "log") as service, RolloutClient(service.url) as client:
             for version in (1, 2):
@@ -166,9 +159,7 @@ class TestSameVersion:
             assert base_of(service, 2) == 1
             await require_the_same_as_whole(service, 2, new)
 
-    async def test_float32_masters_and_generators_of_them(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_float32_masters_and_generators_of_them(self, service, client, weights):
         masters = {name: tensor.float() for name, tensor in weights.items()}
         table = [UploadTensor(name=name, dtype="float32", shape=tuple(t.shape)) for name, t in masters.items()]
         for version in (1, 2):
@@ -177,9 +168,7 @@ class TestSameVersion:
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, masters)
 
-    async def test_nothing_changed_sends_headers_alone(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_nothing_changed_sends_headers_alone(self, service, client, weights):
         first, second = await push(client, 1, weights), await push(client, 2, weights)
         assert base_of(service, 2) == 1
         record = record_of(service, 2)
@@ -188,25 +177,19 @@ class TestSameVersion:
         assert first.digest == second.digest
         service.log.verify(service.log.manifest(2))
 
-    async def test_kv_scales_and_a_label_go_with_it(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_kv_scales_and_a_label_go_with_it(self, service, client, weights):
         await push(client, "next", weights, label="run/1")
         status = await push(client, "next", stepped(weights, 2), label="run/2")
         assert (status.version, status.label, base_of(service, 2)) == (2, "run/2", 1)
 
-    async def test_progress_counts_what_is_sent(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_progress_counts_what_is_sent(self, service, client, weights):
         told: list[tuple[int, int]] = []
         await push(client, 1, weights)
         await push(client, 2, stepped(weights, 2), progress=lambda *each: told.append(each))
         nbytes = record_of(service, 2).begin.nbytes
         assert told[-1] == (nbytes, nbytes)
 
-    async def test_versions_are_counted_by_how_they_came(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_versions_are_counted_by_how_they_came(self, service, client, weights, monkeypatch):
         counts = Counts()
         monkeypatch.setattr(process, "sink", counts)
         await push(client, 1, weights)
@@ -222,7 +205,7 @@ class TestSameVersion:
         }
         assert [counts.total(table.VERSIONS_RECEIVED, each) for each in sent] == [1, 1, 1]
 
-    def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
+    def test_the_blocking_client_does_it_too(self, threaded_service):
         with SyncRolloutClient(threaded_service.url) as client:
             weights = {"w": torch.ones(64, 64).bfloat16()}
             client.push_weights(1, weights, transport="delta")
@@ -236,9 +219,7 @@ class TestSameVersion:
 class TestFallsBack:
     """To sending all: once, with a line in the log; and the push after it is a delta again."""
 
-    async def test_the_base_was_removed(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_the_base_was_removed(self, service, client, weights, caplog):
         await push(client, 1, weights)
         async with RolloutClient(service.url) as other:
             await push(other, 2, stepped(weights, 9), transport="http")
@@ -251,18 +232,14 @@ class TestFallsBack:
         assert base_of(service, 4) == 3
         await require_the_same_as_whole(service, 4, stepped(weights, 4))
 
-    async def test_another_log_has_another_version_of_that_number(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_another_log_has_another_version_of_that_number(self, service, client, weights, caplog):
         await push(client, 1, stepped(weights, 1))
         assert client._deltas is not None and client._deltas._sent is not None
         client._deltas._sent.version = 0  # of which it has other bytes
         await push(client, 2, stepped(stepped(weights, 2), 3))
         assert base_of(service, 2) is None and "its tensors hash to" in caplog.text
 
-    async def test_damaged_memory_of_the_client(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_damaged_memory_of_the_client(self, service, client, weights, caplog):
         await push(client, 1, weights)
         assert client._deltas is not None and client._deltas._sent is not None
         damaged = list(weights).index(EMBEDDING)
@@ -271,9 +248,7 @@ class TestFallsBack:
         assert base_of(service, 2) is None and f"the changes of {EMBEDDING} since version 1" in caplog.text
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
-    async def test_a_damaged_base_in_the_log(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_a_damaged_base_in_the_log(self, service, client, weights, caplog):
         await push(client, 1, weights)
         stored = next(tensor for tensor in service.log.manifest(1).tensors if tensor.name == EMBEDDING)
         with (service.log.folder(1) / stored.file).open("r+b") as file:
@@ -283,9 +258,7 @@ class TestFallsBack:
         assert base_of(service, 2) is None and f"{EMBEDDING} in {stored.file}" in caplog.text
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
-    async def test_more_has_changed_than_is_worth_it(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_more_has_changed_than_is_worth_it(self, service, client, weights, caplog):
         caplog.set_level(logging.INFO, "rollout_service.client")
         await push(client, 1, weights)
         other = {name: tensor * 1.5 for name, tensor in weights.items()}
@@ -295,9 +268,7 @@ class TestFallsBack:
         assert base_of(service, 3) == 2
         await require_the_same_as_whole(service, 3, stepped(other, 3))
 
-    async def test_it_gives_up_before_it_has_compared_all(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_it_gives_up_before_it_has_compared_all(self, service, client, weights, monkeypatch):
         monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
         monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
         await push(client, 1, weights)
@@ -308,9 +279,7 @@ class TestFallsBack:
         assert base_of(service, 3) == 2
         await require_the_same_as_whole(service, 3, stepped(other, 3))
 
-    async def test_a_part_would_be_larger_than_the_service_takes(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_part_would_be_larger_than_the_service_takes(self, service, client, weights, monkeypatch):
         await push(client, 1, weights)
         with monkeypatch.context() as patch:
             patch.setattr("rollout_service.client._compare.LARGEST_PART_BYTES", 1000)
@@ -319,14 +288,7 @@ class TestFallsBack:
         assert [base_of(service, version) for version in (2, 3)] == [None, 2]
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
 
-    async def test_a_part_is_refused(
-        self,
-        service: RealIngest,
-        client: RolloutClient,
-        weights: Tensors,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    async def test_a_part_is_refused(self, service, client, weights, monkeypatch, caplog):
         await push(client, 1, weights)
         with monkeypatch.context() as patch:
             # as long as the real one: of a part that is too long the service takes no byte
@@ -335,7 +297,7 @@ class TestFallsBack:
         assert base_of(service, 2) is None and "its changes since version 1 cannot be read" in caplog.text
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
-    async def test_other_tensors_than_before(self, tied_model: Path, tmp_path: Path) -> None:
+    async def test_other_tensors_than_before(self, tied_model, tmp_path):
         weights = folder_weights(tied_model)
         async with real_ingest(tied_model, tmp_path / "log") as service, RolloutClient(service.url) as client:
             await push(client, 1, weights)
@@ -348,7 +310,7 @@ class TestFallsBack:
 class TestFailures:
     """A push that fails leaves the client with a base that is right, or with none."""
 
-    async def test_two_clients_take_turns(self, service: RealIngest, client: RolloutClient, weights: Tensors) -> None:
+    async def test_two_clients_take_turns(self, service, client, weights):
         async with RolloutClient(service.url) as other:
             await push(client, 1, weights)
             await push(other, 2, stepped(weights, 2))
@@ -358,16 +320,14 @@ class TestFailures:
         for version in (3, 4):
             await require_the_same_as_whole(service, version, stepped(weights, version))
 
-    async def test_pushes_of_one_client_at_once_wait_for_each_other(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_pushes_of_one_client_at_once_wait_for_each_other(self, service, client, weights):
         pushed = await asyncio.gather(*(push(client, "next", stepped(weights, seed)) for seed in range(3)))
         assert sorted(status.version for status in pushed) == [1, 2, 3]
         assert [base_of(service, version) for version in (1, 2, 3)] == [None, 1, 2]
         for seed, status in enumerate(pushed):
             await require_the_same_as_whole(service, status.version, stepped(weights, seed))
 
-    async def test_weights_with_nan(self, service: RealIngest, client: RolloutClient, weights: Tensors) -> None:
+    async def test_weights_with_nan(self, service, client, weights):
         await push(client, 1, weights)
         broken = stepped(weights, 2)
         broken["model.norm.weight"][3] = torch.nan
@@ -377,9 +337,7 @@ class TestFailures:
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
-    async def test_nothing_stays_of_a_push_whose_last_tensor_is_no_number(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_nothing_stays_of_a_push_whose_last_tensor_is_no_number(self, service, client, weights, monkeypatch):
         monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
         monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
         await push(client, 1, weights)
@@ -404,8 +362,8 @@ class TestFailures:
         await require_the_same_as_whole(service, 2, stepped(weights, 3))
 
     async def test_what_an_earlier_push_has_sent_is_not_dropped_by_one_that_fails(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, service, client, weights, monkeypatch
+    ):
         await push(client, 1, weights)
         with monkeypatch.context() as failing:
             failing.setattr(Ingest, "commit", failing_commit)
@@ -419,9 +377,7 @@ class TestFailures:
         await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) == 1
 
-    async def test_tensors_that_end_early_leave_nothing_staged(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_tensors_that_end_early_leave_nothing_staged(self, service, client, weights):
         await push(client, 1, weights)
         table = [describe(name, tensor) for name, tensor in weights.items()]
         with pytest.raises(ValueError, match="but the tensors ended"):
@@ -430,9 +386,7 @@ class TestFailures:
         await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) == 1
 
-    async def test_a_failed_push_of_other_weights_under_the_same_label(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_failed_push_of_other_weights_under_the_same_label(self, service, client, weights, monkeypatch):
         await push(client, 1, weights)
         with monkeypatch.context() as failing:
             failing.setattr(Ingest, "commit", failing_commit)
@@ -443,8 +397,8 @@ class TestFailures:
         await require_the_same_as_whole(service, 2, stepped(weights, 3))
 
     async def test_a_commit_that_failed_is_repeated_without_sending_anything(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, service, client, weights, monkeypatch
+    ):
         await push(client, 1, weights)
         with monkeypatch.context() as failing:
             failing.setattr(Ingest, "commit", failing_commit)
@@ -459,9 +413,7 @@ class TestFailures:
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, stepped(weights, 2))
 
-    async def test_a_failed_push_of_other_weights_under_the_next_number(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_failed_push_of_other_weights_under_the_next_number(self, service, client, weights, monkeypatch):
         await push(client, 1, weights)
         with monkeypatch.context() as failing:
             failing.setattr(Ingest, "commit", failing_commit)
@@ -472,8 +424,8 @@ class TestFailures:
         await require_the_same_as_whole(service, status.version, stepped(weights, 3))
 
     async def test_a_commit_whose_replicas_are_late_is_the_next_base_and_may_be_repeated(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, service, client, weights, monkeypatch
+    ):
         await push(client, 1, weights)
         commit = Ingest.commit
 
@@ -491,9 +443,7 @@ class TestFailures:
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
 
     @pytest.mark.parametrize("whole", [True, False], ids=["all", "changes"])
-    async def test_a_push_that_is_cancelled(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch, whole: bool
-    ) -> None:
+    async def test_a_push_that_is_cancelled(self, service, client, weights, monkeypatch, whole):
         if not whole:
             await push(client, 1, weights)
         begun = asyncio.Event()
@@ -512,13 +462,8 @@ class TestFailures:
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
 
     async def test_changes_that_cannot_be_kept_make_the_next_push_a_whole_one(
-        self,
-        service: RealIngest,
-        client: RolloutClient,
-        weights: Tensors,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
+        self, service, client, weights, monkeypatch, caplog
+    ):
         await push(client, 1, weights)
 
         def fails(*_: object) -> None:
@@ -535,8 +480,8 @@ class TestFailures:
 
     @pytest.mark.parametrize("then", ["pushed again", "next", "closed"])
     async def test_whoever_comes_next_waits_until_the_base_is_changed(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch, then: str
-    ) -> None:
+        self, service, client, weights, monkeypatch, then
+    ):
         may_end, ended = threading.Event(), threading.Event()
         become = SentWeights.become
 
@@ -561,8 +506,8 @@ class TestFailures:
         assert then == "closed" or base_of(service, number) == number - 1
 
     async def test_a_push_that_is_cancelled_while_the_base_is_changed_leaves_it(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, service, client, weights, monkeypatch
+    ):
         may_end, waits = threading.Event(), asyncio.Event()
         become, wait_until_settled = SentWeights.become, DeltaPushes.wait_until_settled
 
@@ -587,9 +532,7 @@ class TestFailures:
         assert base_of(service, 3) == 2
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
 
-    async def test_the_same_push_again_changes_nothing(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_the_same_push_again_changes_nothing(self, service, client, weights):
         for version in (1, 1, 2, 2):
             status = await push(client, version, stepped(weights, version))
             assert status.digest == service.log.manifest(version).digest
@@ -602,9 +545,7 @@ class TestFailures:
         with pytest.raises(VersionConflict, match="of version 1 was uploaded with other bytes"):
             await push(client, 1, stepped(weights, 5))
 
-    async def test_the_same_push_to_a_service_that_has_lost_it_is_whole(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_the_same_push_to_a_service_that_has_lost_it_is_whole(self, service, client, weights):
         await push(client, 1, weights)
         await push(client, 2, stepped(weights, 2))
         deltas = client._deltas
@@ -627,24 +568,18 @@ class TestAuto:
         monkeypatch.setattr("rollout_service.client._shared_memory.MIN_SHARED_BYTES", 1 << 10)
         monkeypatch.setattr("rollout_service.client._client.MIN_SHARED_BYTES", 1 << 10)
 
-    async def test_who_quantizes_sends_deltas_from_the_third_push_on(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_who_quantizes_sends_deltas_from_the_third_push_on(self, service, client, weights):
         for version in (1, 2, 3, 4):
             await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
         assert [base_of(service, version) for version in (1, 2, 3, 4)] == [None, None, 2, 3]
         await require_the_same_as_whole(service, 4, stepped(weights, 4))
 
-    async def test_nothing_is_kept_for_who_does_not_quantize(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_nothing_is_kept_for_who_does_not_quantize(self, service, client, weights):
         for version in (1, 2, 3):
             await push(client, version, stepped(weights, version), transport="auto")
         assert [base_of(service, version) for version in (1, 2, 3)] == [None] * 3 and client._deltas is None
 
-    async def test_it_gives_up_once_too_much_has_changed(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors
-    ) -> None:
+    async def test_it_gives_up_once_too_much_has_changed(self, service, client, weights):
         for version in (1, 2, 3, 4, 5):
             more = {name: tensor * (1.5 if version > 3 else 1) for name, tensor in stepped(weights, version).items()}
             await push(client, version, more, transport="auto", quantize="trainer")
@@ -654,23 +589,14 @@ class TestAuto:
         await require_the_same_as_whole(service, 6, stepped(more, 6))
 
     @pytest.mark.parametrize("free_gb", [1, 0])
-    async def test_it_keeps_what_the_host_has_room_for(
-        self,
-        service: RealIngest,
-        client: RolloutClient,
-        weights: Tensors,
-        monkeypatch: pytest.MonkeyPatch,
-        free_gb: int,
-    ) -> None:
+    async def test_it_keeps_what_the_host_has_room_for(self, service, client, weights, monkeypatch, free_gb):
         has = Memory(total_bytes=free_gb << 30, used_bytes=0, kill_at=1.0)
         monkeypatch.setattr("rollout_service.client._delta.memory", lambda: has)
         for version in (1, 2, 3):
             await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
         assert base_of(service, 3) == (2 if free_gb else None)
 
-    async def test_small_versions_go_as_they_are(
-        self, service: RealIngest, client: RolloutClient, weights: Tensors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_small_versions_go_as_they_are(self, service, client, weights, monkeypatch):
         monkeypatch.setattr("rollout_service.client._client.MIN_SHARED_BYTES", 1 << 30)
         for version in (1, 2, 3):
             await push(client, version, stepped(weights, version), transport="auto", quantize="trainer")
@@ -685,9 +611,7 @@ class TestRefused:
             ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc, delta"),
         ],
     )
-    async def test_what_cannot_be_asked_together(
-        self, client: RolloutClient, weights: Tensors, options: dict[str, object], complaint: str
-    ) -> None:
+    async def test_what_cannot_be_asked_together(self, client, weights, options, complaint):
         with pytest.raises(ValueError, match=complaint):
             await push(client, 1, weights, **options)
 

@@ -14,7 +14,6 @@ from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta_parts
 from rollout_service.protocol.delta_parts import TensorChange, decode_header, encode_header, tensors_of_parts
 from rollout_service.protocol.upload import UploadTensor
-from tests.unit.client.service import Service
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,14 +38,14 @@ class TestCut:
             ([100, 0, 0], [[100, 0, 0]]),
         ],
     )
-    def test_parts_are_about_tensors_that_follow_each_other(self, sizes: list[int], parts: list[list[int]]) -> None:
+    def test_parts_are_about_tensors_that_follow_each_other(self, sizes, parts):
         assert [[sizes[number] for number in tensors] for tensors in tensors_of_parts(sizes)] == parts
 
-    def test_of_large_versions_there_are_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_large_versions_there_are_more(self, monkeypatch):
         monkeypatch.setattr(delta_parts, "MAX_TENSOR_BYTES", 200)
         assert list(map(len, tensors_of_parts([100] * 100))) == [2] * 50
 
-    def test_no_piece_has_tensors_of_two(self) -> None:
+    def test_no_piece_has_tensors_of_two(self):
         table = tuple(
             UploadTensor(name=str(number), dtype="float32" if number % 3 else "bfloat16", shape=(7,))
             for number in range(60)
@@ -64,7 +63,7 @@ class TestCut:
 
 
 class TestPart:
-    def test_it_tells_of_each_tensor_whether_and_how_it_has_changed(self) -> None:
+    def test_it_tells_of_each_tensor_whether_and_how_it_has_changed(self):
         changes = [None, Changed(b"abc", "01" * 16), None, Changed(b"defg", "02" * 16)]
         part = part_of(2, 5, changes, 1000)
         data = bytes(part.data)
@@ -73,7 +72,7 @@ class TestPart:
         assert [data[start:] for start in header.starts] == [b"abcdefg", b"abcdefg", b"defg", b"defg"]
         assert (part.index, part.counts, part.nbytes) == (2, 1000, len(data))
 
-    def test_one_of_which_nothing_has_changed_is_its_header(self) -> None:
+    def test_one_of_which_nothing_has_changed_is_its_header(self):
         assert bytes(part_of(0, 3, [None, None], 10).data) == encode_header(3, [None, None])
 
 
@@ -89,7 +88,7 @@ def stepped(weights: Tensors) -> Tensors:
     return new
 
 
-def test_parts_are_made_as_their_tensors_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_made_as_their_tensors_are_compared(monkeypatch):
     monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
     weights = weights_of(500, 300, 0, 400, 700)
     sent = SentWeights(tuple(describe(name, tensor) for name, tensor in weights.items()))
@@ -112,7 +111,7 @@ def test_parts_are_made_as_their_tensors_are_compared(monkeypatch: pytest.Monkey
     assert sorted(made) == list(range(len(tensors_of_parts([tensor.nbytes for tensor in sent.table]))))
 
 
-async def test_they_are_sent_while_others_are_compared(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_are_sent_while_others_are_compared(service, monkeypatch):
     monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
     monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
     came = threading.Event()

@@ -15,7 +15,7 @@ from tests.unit.client.service import Service, serving
 Answer = Callable[[httpx.Request], httpx.Response]
 
 
-async def test_direct_parts_carry_the_upload_key_and_not_the_token(service: Service, tensors: Tensors) -> None:
+async def test_direct_parts_carry_the_upload_key_and_not_the_token(service, tensors):
     service.token = "secret"
     async with serving(Service()) as direct, RolloutClient(service.url, token="secret") as client:
         direct.uploads = service.uploads
@@ -76,9 +76,7 @@ STRANGERS: dict[str, Answer] = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-async def test_a_stranger_at_the_address_gets_no_token_key_or_weights(
-    stranger: str, tensors: Tensors, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_stranger_at_the_address_gets_no_token_key_or_weights(stranger, tensors, caplog):
     network = Network("http://gateway.example", "http://127.0.0.1:40123", STRANGERS[stranger])
     await network.push(tensors)
     assert [path for path, _, _ in network.seen] == ["/v1/weights/5/listener"]
@@ -87,7 +85,7 @@ async def test_a_stranger_at_the_address_gets_no_token_key_or_weights(
     assert caplog.text.count("weights go through http://gateway.example, not directly to http://127.0.0.1:40123") == 1
 
 
-async def test_with_an_https_gateway_weights_are_not_sent_in_plaintext(tensors: Tensors) -> None:
+async def test_with_an_https_gateway_weights_are_not_sent_in_plaintext(tensors):
     network = Network("https://gateway.example", "http://10.0.0.7:40123", proof("key"))
     await network.push(tensors)
     assert network.seen == []
@@ -100,7 +98,7 @@ async def test_with_an_https_gateway_weights_are_not_sent_in_plaintext(tensors: 
         lambda _: httpx.Response(401, content=json.dumps({"error": {"type": "Unauthorized", "message": "key"}})),
     ],
 )
-async def test_parts_that_the_listener_refuses_go_through_the_gateway(refusal: Answer, tensors: Tensors) -> None:
+async def test_parts_that_the_listener_refuses_go_through_the_gateway(refusal, tensors):
     network = Network("http://gateway.example", "http://10.0.0.7:40123", lambda r: listener(r))
     prove = proof("key")
 
@@ -111,9 +109,7 @@ async def test_parts_that_the_listener_refuses_go_through_the_gateway(refusal: A
     assert not any("authorization" in headers for _, headers, _ in network.seen)
 
 
-async def test_an_address_that_takes_no_connection_is_tried_once(
-    service: Service, tensors: Tensors, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_address_that_takes_no_connection_is_tried_once(service, tensors, caplog):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         service.upload_url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     async with RolloutClient(service.url, retries=0) as client:
@@ -123,9 +119,7 @@ async def test_an_address_that_takes_no_connection_is_tried_once(
     assert caplog.text.count("not directly to") == 1
 
 
-async def test_a_listener_that_failed_is_asked_again_later(
-    tensors: Tensors, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_listener_that_failed_is_asked_again_later(tensors, caplog, monkeypatch):
     prove, asked = proof("key"), 0
 
     def listener(request: httpx.Request) -> httpx.Response:
@@ -147,7 +141,7 @@ async def test_a_listener_that_failed_is_asked_again_later(
     assert asked == 2
 
 
-async def test_without_an_upload_url_parts_go_through_the_gateway(service: Service, tensors: Tensors) -> None:
+async def test_without_an_upload_url_parts_go_through_the_gateway(service, tensors):
     async with RolloutClient(service.url) as client:
         await client.push_weights(5, tensors)
     assert sorted(service.parts_sent()) == list(range(10))

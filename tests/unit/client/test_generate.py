@@ -22,15 +22,13 @@ from rollout_service.errors import (
     Unauthorized,
 )
 from rollout_service.protocol.rollout import Span
-from tests.unit.client.service import Crowd, Service, generate_reply, until_disconnected, until_gone
+from tests.unit.client.service import Crowd, generate_reply, until_disconnected, until_gone
 
 GENERATE = ("POST", "/inference/v1/generate")
 
 
 class TestRequest:
-    async def test_a_rollout_carries_tokens_logprobs_spans_and_replica(
-        self, service: Service, client: RolloutClient
-    ) -> None:
+    async def test_a_rollout_carries_tokens_logprobs_spans_and_replica(self, service, client):
         rollout = await client.generate([1, 2], n=2, request_id="mine")
 
         assert (rollout.request_id, rollout.replica_id, rollout.prompt_token_ids) == ("mine", "replica-1", (1, 2))
@@ -41,7 +39,7 @@ class TestRequest:
         assert (first.finish_reason, first.stop_reason, first.text) == ("length", None, None)
         assert rollout.attempts == 2
 
-    async def test_only_what_differs_from_the_defaults_is_sent(self, service: Service, client: RolloutClient) -> None:
+    async def test_only_what_differs_from_the_defaults_is_sent(self, service, client):
         await client.generate([1, 2])
         await client.generate(
             [1],
@@ -92,9 +90,7 @@ class TestRequest:
             "request_id": "r",
         }
 
-    async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(
-        self, service: Service, client: RolloutClient
-    ) -> None:
+    async def test_a_prompt_of_text_comes_back_as_text_and_token_ids(self, service, client):
         rollout = await client.generate("hi")
         assert service.bodies == [
             {"prompt": "hi", "output_mode": "text", "sampling_params": {"logprobs": 0}, "flat_logprobs": True}
@@ -105,16 +101,12 @@ class TestRequest:
     @pytest.mark.parametrize(
         "prompt", [torch.tensor([5, 6]), np.array([5, 6]), (5, 6)], ids=["tensor", "array", "tuple"]
     )
-    async def test_a_prompt_may_be_an_array_or_a_tensor(
-        self, service: Service, client: RolloutClient, prompt: Any
-    ) -> None:
+    async def test_a_prompt_may_be_an_array_or_a_tensor(self, service, client, prompt):
         assert (await client.generate(prompt)).prompt_token_ids == (5, 6)
         assert service.bodies[0]["token_ids"] == [5, 6]
 
     @pytest.mark.parametrize("prompt", [[1.5], [[1, 2]], 7, ["text"]], ids=repr)
-    async def test_a_prompt_of_anything_else_is_refused_before_it_is_sent(
-        self, service: Service, client: RolloutClient, prompt: Any
-    ) -> None:
+    async def test_a_prompt_of_anything_else_is_refused_before_it_is_sent(self, service, client, prompt):
         with pytest.raises(InvalidRequest, match="flat sequence of integer token ids"):
             await client.generate(prompt)
         assert service.log == []
@@ -122,9 +114,7 @@ class TestRequest:
     @pytest.mark.parametrize(
         "wrong", [{"temperature": float("nan")}, {"n": 0}, {"top_p": 1.5}, {"stop": "text"}, {"stop_token_ids": ["x"]}]
     )
-    async def test_a_wrong_sampling_parameter_is_named_before_it_is_sent(
-        self, service: Service, client: RolloutClient, wrong: dict[str, Any]
-    ) -> None:
+    async def test_a_wrong_sampling_parameter_is_named_before_it_is_sent(self, service, client, wrong):
         with pytest.raises(InvalidRequest, match=next(iter(wrong))):
             await client.generate([1], **wrong)
         assert service.log == []
@@ -138,28 +128,26 @@ class TestFailures:
     @pytest.mark.parametrize(
         "error", [TooEarly("not yet"), EngineFailed("dead"), InvalidRequest("too long", {"max": 8})]
     )
-    async def test_a_final_error_is_raised_as_its_class_after_one_attempt(
-        self, service: Service, client: RolloutClient, error: RolloutServiceError
-    ) -> None:
+    async def test_a_final_error_is_raised_as_its_class_after_one_attempt(self, service, client, error):
         service.answers[GENERATE].append(error)
         with pytest.raises(type(error)) as caught:
             await client.generate([1])
         assert (caught.value.message, caught.value.detail) == (error.message, error.detail)
         assert service.calls(*GENERATE) == 1
 
-    async def test_a_refusal_with_retry_after_is_tried_again(self, service: Service, client: RolloutClient) -> None:
+    async def test_a_refusal_with_retry_after_is_tried_again(self, service, client):
         service.answers[GENERATE] += [Overloaded("full"), NotReady("starting")]
         assert (await client.generate([1])).prompt_token_ids == (1,)
         assert service.calls(*GENERATE) == 3
 
-    async def test_retries_are_bounded(self, service: Service) -> None:
+    async def test_retries_are_bounded(self, service):
         service.answers[GENERATE] += [Overloaded(f"full {i}") for i in range(9)]
         async with RolloutClient(service.url, retries=1) as client:
             with pytest.raises(Overloaded, match="full 1"):
                 await client.generate([1])
         assert service.calls(*GENERATE) == 2
 
-    async def test_rollout_retries_on_broken_connections_are_bounded(self) -> None:
+    async def test_rollout_retries_on_broken_connections_are_bounded(self):
         requests = 0
 
         async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -180,7 +168,7 @@ class TestFailures:
             assert requests == 3
             assert "may have accepted" in caught.value.__notes__[0]
 
-    async def test_a_connection_that_is_refused_is_tried_again(self) -> None:
+    async def test_a_connection_that_is_refused_is_tried_again(self):
         attempts = 0
 
         def refuse_once(request: httpx.Request) -> httpx.Response:
@@ -194,13 +182,13 @@ class TestFailures:
             await client.generate([1])
         assert attempts == 2
 
-    async def test_the_error_says_where_nothing_is_listening(self) -> None:
+    async def test_the_error_says_where_nothing_is_listening(self):
         async with RolloutClient("http://127.0.0.1:9", retries=0) as client:
             with pytest.raises(httpx.ConnectError) as caught:
                 await client.generate([1])
         assert "http://127.0.0.1:9: no connection. Is the service running" in caught.value.__notes__[0]
 
-    async def test_cancelling_a_generation_closes_its_connection(self, service: Service, client: RolloutClient) -> None:
+    async def test_cancelling_a_generation_closes_its_connection(self, service, client):
         accepted, gone = asyncio.Event(), asyncio.Event()
         service.generate = until_gone(accepted, gone)
         generation = asyncio.create_task(client.generate([1]))
@@ -223,9 +211,7 @@ class TestFailures:
         ],
         ids=["no replica", "no logprobs", "two choices", "a token short", "a span short", "a logprob missing"],
     )
-    async def test_a_reply_that_does_not_fit_together_is_an_error(
-        self, service: Service, client: RolloutClient, spoil: Callable[[dict[str, Any]], object], complaint: str
-    ) -> None:
+    async def test_a_reply_that_does_not_fit_together_is_an_error(self, service, client, spoil, complaint):
         async def spoilt(request: Request) -> Response:
             reply = generate_reply(await request.json())
             spoil(reply)
@@ -237,7 +223,7 @@ class TestFailures:
 
 
 class TestBatch:
-    async def test_a_batch_keeps_the_order_of_its_prompts(self, service: Service, client: RolloutClient) -> None:
+    async def test_a_batch_keeps_the_order_of_its_prompts(self, service, client):
         third_arrived = asyncio.Event()
 
         async def last_first(request: Request) -> Response:
@@ -255,9 +241,7 @@ class TestBatch:
         assert steps == [(1, 3), (2, 3), (3, 3)]
 
     @pytest.mark.parametrize(("concurrency", "max_connections"), [(2, 9), (9, 2), (None, 2)])
-    async def test_a_batch_has_no_more_requests_under_way_than_allowed(
-        self, service: Service, concurrency: int | None, max_connections: int
-    ) -> None:
+    async def test_a_batch_has_no_more_requests_under_way_than_allowed(self, service, concurrency, max_connections):
         crowd = Crowd(2)
 
         async def count(request: Request) -> Response:
@@ -269,7 +253,7 @@ class TestBatch:
             await client.generate_batch([[i] for i in range(8)], concurrency=concurrency)
         assert crowd.most == 2
 
-    async def test_one_bad_prompt_does_not_lose_the_others(self, service: Service, client: RolloutClient) -> None:
+    async def test_one_bad_prompt_does_not_lose_the_others(self, service, client):
         async def refuse_57(request: Request) -> Response:
             body = await request.json()
             if body["token_ids"] == [57]:
@@ -286,7 +270,7 @@ class TestBatch:
         assert index == 57 and type(error) is ContextTooLong
         assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)
 
-    async def test_an_error_of_the_service_ends_the_batch(self, service: Service) -> None:
+    async def test_an_error_of_the_service_ends_the_batch(self, service):
         others_running, cancelled = asyncio.Event(), asyncio.Event()
 
         async def fail_the_second(request: Request) -> Response:
@@ -308,25 +292,25 @@ class TestBatch:
         await cancelled.wait()
         assert isinstance(failed.value, BatchFailed) and list(failed.value.rollouts) == [0]
 
-    async def test_options_no_prompt_can_have_are_refused_once(self, service: Service, client: RolloutClient) -> None:
+    async def test_options_no_prompt_can_have_are_refused_once(self, service, client):
         with pytest.raises(InvalidRequest, match="n=0") as refused:
             await client.generate_batch([[1], [2]], n=0)
         assert not isinstance(refused.value, BatchFailed) and not service.bodies
 
-    async def test_an_empty_batch_gives_no_rollouts(self, client: RolloutClient) -> None:
+    async def test_an_empty_batch_gives_no_rollouts(self, client):
         assert await client.generate_batch([]) == []
 
-    async def test_a_batch_that_is_one_text_is_refused(self, client: RolloutClient) -> None:
+    async def test_a_batch_that_is_one_text_is_refused(self, client):
         with pytest.raises(TypeError, match="put it in a list"):
             await client.generate_batch("one text")
 
-    async def test_a_batch_without_concurrency_is_refused(self, client: RolloutClient) -> None:
+    async def test_a_batch_without_concurrency_is_refused(self, client):
         with pytest.raises(ValueError, match="concurrency=0"):
             await client.generate_batch([[1]], concurrency=0)
 
 
 class TestAddress:
-    async def test_the_token_goes_with_every_request(self, service: Service, client: RolloutClient) -> None:
+    async def test_the_token_goes_with_every_request(self, service, client):
         service.token = "secret"
         with pytest.raises(Unauthorized):
             await client.generate([1])
@@ -335,11 +319,11 @@ class TestAddress:
             assert await with_token.weights() == []
 
     @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://"])
-    def test_an_address_that_is_none_is_refused(self, url: str) -> None:
+    def test_an_address_that_is_none_is_refused(self, url):
         with pytest.raises(ValueError, match="not the address of a service"):
             RolloutClient(url)
 
-    async def test_a_service_below_a_path_is_reached(self) -> None:
+    async def test_a_service_below_a_path_is_reached(self):
         def at_prefix(request: httpx.Request) -> httpx.Response:
             assert request.url.path == "/rollouts/inference/v1/generate"
             return httpx.Response(200, json=generate_reply({"sampling_params": {}}))
@@ -347,7 +331,7 @@ class TestAddress:
         async with RolloutClient("http://service/rollouts/", transport=httpx.MockTransport(at_prefix)) as client:
             await client.generate([1])
 
-    def test_a_client_of_another_event_loop_is_refused(self) -> None:
+    def test_a_client_of_another_event_loop_is_refused(self):
         ok = httpx.MockTransport(lambda _: httpx.Response(200))
         client = RolloutClient("http://service", transport=ok)
         asyncio.run(client.resume())

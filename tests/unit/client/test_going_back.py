@@ -1,19 +1,15 @@
 """Versions that the service numbers, from the client to a real ingest and its log."""
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import EngineFailed, InvalidRequest, NotFound
-from tests.unit.client.conftest import Tensors, stream_of
+from tests.unit.client.conftest import stream_of
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.client.service import Service
 from tests.unit.ingest.trainer import changed
 
 
-async def test_a_trainer_goes_back_and_on(model: Path, tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+async def test_a_trainer_goes_back_and_on(model, tmp_path, weights):
     kept = r"kept are 2, 3 \(run/step-3\), 4 \(run/step-1\), 5 \(run/step-2\)"
     async with (
         real_ingest(model, tmp_path / "log", weights={"keep_versions": 4}) as service,
@@ -33,7 +29,7 @@ async def test_a_trainer_goes_back_and_on(model: Path, tmp_path: Path, weights: 
             await client.rollback(1, wait="none")
 
 
-async def test_a_folder_may_be_the_next_version(model: Path, tmp_path: Path) -> None:
+async def test_a_folder_may_be_the_next_version(model, tmp_path):
     async with (
         real_ingest(model, tmp_path / "log", weights={"source_roots": [model]}) as service,
         RolloutClient(service.url) as client,
@@ -42,9 +38,7 @@ async def test_a_folder_may_be_the_next_version(model: Path, tmp_path: Path) -> 
         assert (status.version, status.label) == (1, "run/start")
 
 
-async def test_a_push_under_a_label_goes_on_where_it_failed(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_a_push_under_a_label_goes_on_where_it_failed(service, client, tensors):
     service.answers["PUT", "/v1/weights/1/parts/6"].append(EngineFailed("out of disk"))
     with pytest.raises(EngineFailed, match="out of disk"):
         await client.push_weights("next", tensors, label="run/step-1", parallel_parts=1)
@@ -58,9 +52,7 @@ async def test_a_push_under_a_label_goes_on_where_it_failed(
 
 
 @pytest.mark.parametrize(("version", "label"), [("newest", None), (-1, None), ("next", "a b"), (1, "7")])
-async def test_what_is_no_version_or_label_is_refused_here(
-    service: Service, client: RolloutClient, tensors: Tensors, version: int, label: str | None
-) -> None:
+async def test_what_is_no_version_or_label_is_refused_here(service, client, tensors, version, label):
     with pytest.raises(InvalidRequest, match="version=" if label is None else "label"):
         await client.push_weights(version, tensors, label=label)
     assert service.log == []

@@ -43,15 +43,13 @@ async def plain_digest(client: RolloutClient, weights: Weights) -> str | None:
 
 @pytest.mark.parametrize("transport", ["http", "shared_memory"])
 @pytest.mark.parametrize("quantize", ["service", "trainer"])
-async def test_ignored_tensors_of_a_push_are_left_out(
-    client: RolloutClient, weights: Weights, transport: str, quantize: str
-) -> None:
+async def test_ignored_tensors_of_a_push_are_left_out(client, weights, transport, quantize):
     sent = {**IGNORED, **weights}
     status = await client.push_weights(1, sent, transport=transport, quantize=quantize, wait="none")
     assert status.digest == await plain_digest(client, weights)
 
 
-async def test_ignored_tensors_of_a_delta_are_left_out(client: RolloutClient, weights: Weights) -> None:
+async def test_ignored_tensors_of_a_delta_are_left_out(client, weights):
     norm = weights[NORM].clone()
     norm[3] += 1
     new = {**weights, NORM: norm}
@@ -61,9 +59,7 @@ async def test_ignored_tensors_of_a_delta_are_left_out(client: RolloutClient, we
     assert status.digest == await plain_digest(client, new)
 
 
-async def test_ignored_tensors_of_a_folder_may_have_any_dtype(
-    client: RolloutClient, weights: Weights, tmp_path: Path
-) -> None:
+async def test_ignored_tensors_of_a_folder_may_have_any_dtype(client, weights, tmp_path):
     folder = tmp_path / "step"
     folder.mkdir()
     save_file({**weights, **UNTAKEN}, folder / "model.safetensors")
@@ -71,9 +67,7 @@ async def test_ignored_tensors_of_a_folder_may_have_any_dtype(
     assert status.digest == await plain_digest(client, weights)
 
 
-async def test_ignored_tensors_of_a_broadcast_are_left_out(
-    service: RealIngest, client: RolloutClient, weights: Weights
-) -> None:
+async def test_ignored_tensors_of_a_broadcast_are_left_out(service, client, weights):
     trainer = GlooTrainer()
     await join(service.ingest, trainer)
     status = await push(service.ingest, trainer, {**IGNORED, **weights})
@@ -81,6 +75,6 @@ async def test_ignored_tensors_of_a_broadcast_are_left_out(
     assert status.digest == await plain_digest(client, weights)
 
 
-async def test_an_unknown_tensor_beside_ignored_ones_is_refused(client: RolloutClient, weights: Weights) -> None:
+async def test_an_unknown_tensor_beside_ignored_ones_is_refused(client, weights):
     with pytest.raises(InvalidManifest, match=r"1 unknown: model\.stranger\.weight$"):
         await client.push_weights(1, {**weights, **IGNORED, "model.stranger.weight": torch.ones(1)})

@@ -12,12 +12,12 @@ def printed_by(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_client_is_imported_without_torch_vllm_and_ray() -> None:
+def test_the_client_is_imported_without_torch_vllm_and_ray():
     code = "import sys, rollout_service.client; print(sorted({'torch', 'vllm', 'ray'} & sys.modules.keys()))"
     assert printed_by(code) == "[]\n"
 
 
-def test_generating_needs_no_torch() -> None:
+def test_generating_needs_no_torch():
     code = (
         "import asyncio, sys, httpx\n"
         "from rollout_service.client import RolloutClient\n"
@@ -31,7 +31,7 @@ def test_generating_needs_no_torch() -> None:
     assert printed_by(code) == "(1,)\nFalse\n"
 
 
-def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
+def test_quantizing_for_the_service_needs_torch_but_no_engine():
     code = (
         "import sys, rollout_service.model.convert as convert\n"
         "from rollout_service.protocol.upload import TrainerRecipe\n"
@@ -41,7 +41,7 @@ def test_quantizing_for_the_service_needs_torch_but_no_engine() -> None:
     assert printed_by(code) == "True []\n"
 
 
-def test_what_is_public_is_named() -> None:
+def test_what_is_public_is_named():
     assert rollout_service.client.__all__ == [
         "BatchFailed",
         "PartialBatch",

@@ -72,14 +72,14 @@ def padded(rows: list[list[float]], padding: float) -> list[list[float]]:
     ],
     ids=["lists", "tensors", "arrays", "padded-tensor", "padded-bf16", "padded-array"],
 )
-async def test_a_trainer_s_logprobs_may_come_in_any_form(client: RolloutClient, trainer: object) -> None:
-    assert await client.report_mismatch(ROLLOUTS, trainer) == MismatchReceipt(tokens=6)  # type: ignore[arg-type]
+async def test_a_trainer_s_logprobs_may_come_in_any_form(client, trainer):
+    assert await client.report_mismatch(ROLLOUTS, trainer) == MismatchReceipt(tokens=6)
     (row,) = (await client.mismatch(3)).rows
     assert (row.tokens, row.sequences, row.replica_id) == (6, 3, "r1")
     assert row.k1 == pytest.approx(K1)
 
 
-async def test_masked_tokens_are_left_out(client: RolloutClient) -> None:
+async def test_masked_tokens_are_left_out(client):
     trainer = torch.tensor(padded(TRAINER, 0.0))
     trainer[0, 0] = torch.nan
     mask = torch.ones(4, 5, dtype=torch.bool)
@@ -89,9 +89,7 @@ async def test_masked_tokens_are_left_out(client: RolloutClient) -> None:
     assert (await client.mismatch()).versions[0].k1 == pytest.approx((-0.25 + 0.25) / 5)
 
 
-async def test_a_large_batch_becomes_reports_that_may_split_a_rollout(
-    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, monitor: Monitor
-) -> None:
+async def test_a_large_batch_becomes_reports_that_may_split_a_rollout(client, monkeypatch, monitor):
     monkeypatch.setattr(_mismatch, "TOKENS_PER_REPORT", 7)  # completions of 3, 1, 2 and 0 tokens in turn
     receipt = await client.report_mismatch(ROLLOUTS * 3, TRAINER * 3)
     assert receipt.tokens == 18
@@ -102,9 +100,7 @@ async def test_a_large_batch_becomes_reports_that_may_split_a_rollout(
     assert (await client.mismatch(3)).versions[0].k1 == pytest.approx(K1)
 
 
-async def test_a_report_whose_reply_was_lost_is_resent_and_counts_once(
-    transport: httpx.ASGITransport, monitor: Monitor
-) -> None:
+async def test_a_report_whose_reply_was_lost_is_resent_and_counts_once(transport, monitor):
     class LosesTheFirstReply(httpx.AsyncBaseTransport):
         sent = 0
 
@@ -133,36 +129,32 @@ async def test_a_report_whose_reply_was_lost_is_resent_and_counts_once(
         ([[-1.0, float("nan"), -1.0], *TRAINER[1:]], None, r"trainer_logprobs\[0\]\[1\] is nan"),
     ],
 )
-def test_rows_that_do_not_match_are_refused_before_sending(
-    transport: httpx.ASGITransport, trainer: object, mask: object, says: str
-) -> None:
+def test_rows_that_do_not_match_are_refused_before_sending(transport, trainer, mask, says):
     with SyncRolloutClient("http://127.0.0.1", transport=transport) as client:
         with pytest.raises(ValueError, match=says):
-            client.report_mismatch(ROLLOUTS, trainer, mask)  # type: ignore[arg-type]
+            client.report_mismatch(ROLLOUTS, trainer, mask)
         assert client.mismatch().rows == ()
 
 
-def test_the_blocking_client_reports_too(transport: httpx.ASGITransport) -> None:
+def test_the_blocking_client_reports_too(transport):
     with SyncRolloutClient("http://127.0.0.1", transport=transport) as client:
         assert client.report_mismatch(ROLLOUTS, TRAINER).tokens == 6
         assert client.mismatch(3).rows[0].tokens == 6
 
 
-async def test_a_logprob_that_is_none_is_refused_by_the_service(client: RolloutClient) -> None:
+async def test_a_logprob_that_is_none_is_refused_by_the_service(client):
     with pytest.raises(InvalidRequest, match=r"rollouts\[0\].completions\[1\].trainer_logprobs\[0\] is 2"):
         await client.report_mismatch(ROLLOUTS, [TRAINER[0], [2.0], *TRAINER[2:]])
 
 
-async def test_nothing_to_report_is_no_request(client: RolloutClient) -> None:
+async def test_nothing_to_report_is_no_request(client):
     assert await client.report_mismatch([], []) == MismatchReceipt(tokens=0)
 
 
 TRUNCATED = [each.model_copy(update={"truncated_sampling": True}) for each in ROLLOUTS]
 
 
-async def test_truncated_rollouts_are_reported_with_a_single_warning(
-    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_truncated_rollouts_are_reported_with_a_single_warning(client, monkeypatch):
     monkeypatch.setattr(truncation, "_warned", set())
     with pytest.warns(TruncatedSamplingWarning, match="report_mismatch: rollouts were sampled with top_p"):
         receipt = await client.report_mismatch(TRUNCATED, TRAINER)
@@ -174,9 +166,7 @@ async def test_truncated_rollouts_are_reported_with_a_single_warning(
     assert table.rows == () and [not_judged.tokens for not_judged in table.truncated] == [12]
 
 
-async def test_renormalized_logprobs_are_judged_without_a_warning(
-    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_renormalized_logprobs_are_judged_without_a_warning(client, monkeypatch):
     monkeypatch.setattr(truncation, "_warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -18,7 +18,7 @@ from rollout_service.client._plain_http import PlainConnections
 from rollout_service.errors import Overloaded
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, UploadTensor, listener_proof
 from rollout_service.runtime.tls import PinnedCertificates
-from tests.unit.client.conftest import Tensors, stream_of
+from tests.unit.client.conftest import stream_of
 from tests.unit.client.service import Service, serving
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -90,7 +90,7 @@ def listening(*answers: bytes) -> Iterator[tuple[Listener, Callable[[], httpx.Re
         listener.close()
 
 
-def test_one_connection_serves_many_requests() -> None:
+def test_one_connection_serves_many_requests():
     with listening(OK, b"HTTP/1.1 409 No\r\nContent-Length: 4\r\nA: b\r\n\r\nnope", OK) as (listener, put):
         replies = [put() for _ in range(3)]
         assert [reply.status_code for reply in replies] == [200, 409, 200]
@@ -98,7 +98,7 @@ def test_one_connection_serves_many_requests() -> None:
         assert listener.bodies == [[BODY] * 3]
 
 
-def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> None:
+def test_a_connection_that_was_closed_meanwhile_is_not_used_again():
     said = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
     for last in (LAST, said):
         with listening(last, OK) as (listener, put):
@@ -110,12 +110,12 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\r\n\r\n", LAST[:-1]], ids=["nothing", "no HTTP", "half"])
-def test_a_broken_answer_is_a_transport_error_that_may_be_repeated(answer: bytes) -> None:
+def test_a_broken_answer_is_a_transport_error_that_may_be_repeated(answer):
     with listening(answer, b"") as (_, put), pytest.raises(httpx.NetworkError):
         put()
 
 
-def test_no_connection_is_a_connect_error() -> None:
+def test_no_connection_is_a_connect_error():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(httpx.ConnectError):
@@ -126,7 +126,7 @@ def push_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("push-parts")]
 
 
-async def test_the_connections_of_a_push_are_as_many_as_its_parts_at_once(service: Service, tensors: Tensors) -> None:
+async def test_the_connections_of_a_push_are_as_many_as_its_parts_at_once(service, tensors):
     async with serving(Service()) as direct, RolloutClient(service.url) as client:
         direct.uploads, service.upload_url = service.uploads, direct.url
         await client.push_weights(5, tensors, parallel_parts=2)
@@ -135,7 +135,7 @@ async def test_the_connections_of_a_push_are_as_many_as_its_parts_at_once(servic
     assert service.uploads[5].stream == stream_of(tensors) and push_threads() == []
 
 
-async def test_a_part_that_the_listener_refuses_for_now_is_sent_there_again(service: Service, tensors: Tensors) -> None:
+async def test_a_part_that_the_listener_refuses_for_now_is_sent_there_again(service, tensors):
     async with serving(Service()) as direct, RolloutClient(service.url) as client:
         direct.uploads, service.upload_url = service.uploads, direct.url
         direct.answers["PUT", "/v1/weights/5/parts/3"].append(Overloaded("busy"))
@@ -143,7 +143,7 @@ async def test_a_part_that_the_listener_refuses_for_now_is_sent_there_again(serv
         assert direct.parts_sent().count(3) == 2 and service.parts_sent() == []
 
 
-async def test_cancelling_a_push_breaks_what_is_being_sent_and_leaves_no_thread(service: Service) -> None:
+async def test_cancelling_a_push_breaks_what_is_being_sent_and_leaves_no_thread(service):
     """The listener takes no byte of the body, so that its sender waits for room."""
     table = [UploadTensor(name="w", dtype="float32", shape=(16 << 20,))]
     service.part_bytes = 64 << 20

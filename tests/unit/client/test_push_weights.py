@@ -2,7 +2,6 @@ import asyncio
 import inspect
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol.upload import CommitUpload, UploadTensor, upload_digest
 from rollout_service.protocol.weights import WeightStatus
-from tests.unit.client.service import Crowd, Service, Upload
+from tests.unit.client.service import Crowd, Upload
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,9 +46,7 @@ def digest_of(upload: Upload) -> str:
 
 
 class TestUpload:
-    async def test_tensors_arrive_as_one_exact_stream(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_tensors_arrive_as_one_exact_stream(self, service, client, tensors):
         status = await client.push_weights(5, tensors)
 
         upload = service.uploads[5]
@@ -60,9 +57,7 @@ class TestUpload:
         assert upload.commit == CommitUpload(mode="keep", wait="all", timeout_s=600, upload_digest=digest_of(upload))
 
     @pytest.mark.parametrize("form", ["module", "pairs", "generator", "generator with table"])
-    async def test_every_form_of_named_tensors_sends_the_same(
-        self, service: Service, client: RolloutClient, form: str
-    ) -> None:
+    async def test_every_form_of_named_tensors_sends_the_same(self, service, client, form):
         module = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.LayerNorm(30))
         state = dict(module.state_dict())
         if form == "module":
@@ -75,16 +70,12 @@ class TestUpload:
             await client.push_weights(1, ((name, t) for name, t in state.items()), tensor_table=table_of(state))
         assert service.uploads[1].stream == stream_of(state)
 
-    async def test_commit_options_reach_the_service(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_commit_options_reach_the_service(self, service, client, tensors):
         await client.push_weights(5, tensors, mode="abort", wait="none", timeout_s=7)
         upload = service.uploads[5]
         assert upload.commit == CommitUpload(mode="abort", wait="none", timeout_s=7, upload_digest=digest_of(upload))
 
-    async def test_progress_counts_the_bytes_that_have_arrived(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_progress_counts_the_bytes_that_have_arrived(self, service, client, tensors):
         steps: list[tuple[int, int]] = []
         await client.push_weights(5, tensors, progress=lambda sent, total: steps.append((sent, total)))
         total = len(stream_of(tensors))
@@ -92,9 +83,7 @@ class TestUpload:
         assert [sent for sent, _ in steps] == sorted({sent for sent, _ in steps})
         assert steps[-1] == (total, total)
 
-    async def test_several_parts_travel_at_once_and_no_more_than_allowed(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_several_parts_travel_at_once_and_no_more_than_allowed(self, service, client, tensors):
         crowd = Crowd(3)
 
         async def count(part: int) -> None:
@@ -105,9 +94,7 @@ class TestUpload:
         await client.push_weights(5, tensors, parallel_parts=3)
         assert crowd.most == 3
 
-    async def test_a_generator_is_consumed_no_faster_than_parts_leave(
-        self, service: Service, client: RolloutClient
-    ) -> None:
+    async def test_a_generator_is_consumed_no_faster_than_parts_leave(self, service, client):
         """With every upload held up, the tensors made are those of the parts in flight and of one more."""
         parallel, made = 2, 0
         alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -139,7 +126,7 @@ class TestUpload:
         await push
         assert made == 20
 
-    async def test_a_large_part_is_sent_whole(self, service: Service, client: RolloutClient) -> None:
+    async def test_a_large_part_is_sent_whole(self, service, client):
         service.part_bytes = 5 << 20
         tensors = {"w": torch.randn(3 << 20)}
         await client.push_weights(1, tensors)
@@ -148,9 +135,7 @@ class TestUpload:
 
 
 class TestFailure:
-    async def test_a_part_that_was_refused_for_now_is_sent_again(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_a_part_that_was_refused_for_now_is_sent_again(self, service, client, tensors):
         service.answers["PUT", "/v1/weights/5/parts/3"] += [Overloaded("disk busy"), Overloaded("disk busy")]
         service.answers["POST", "/v1/weights"].append(Overloaded("busy"))
         service.answers["POST", "/v1/weights/5/commit"].append(Overloaded("busy"))
@@ -158,32 +143,26 @@ class TestFailure:
         assert service.parts_sent().count(3) == 3
         assert service.uploads[5].stream == stream_of(tensors)
 
-    async def test_a_refused_table_is_an_error_before_any_part(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_a_refused_table_is_an_error_before_any_part(self, service, client, tensors):
         service.answers["POST", "/v1/weights"].append(InvalidManifest("unknown tensor embed", {"unknown": ["embed"]}))
         with pytest.raises(InvalidManifest, match="unknown tensor embed"):
             await client.push_weights(5, tensors)
         assert service.parts_sent() == []
 
-    async def test_a_commit_timeout_is_raised_and_not_repeated(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_a_commit_timeout_is_raised_and_not_repeated(self, service, client, tensors):
         service.answers["POST", "/v1/weights/5/commit"].append(CommitTimeout("r2 is behind"))
         with pytest.raises(CommitTimeout, match="r2 is behind"):
             await client.push_weights(5, tensors)
         assert service.calls("POST", "/v1/weights/5/commit") == 1
 
-    async def test_tensors_unlike_their_table_fail_before_the_commit(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_tensors_unlike_their_table_fail_before_the_commit(self, service, client, tensors):
         table = table_of(tensors)
         tensors["scalar"] = torch.zeros(2)
         with pytest.raises(ValueError, match="then came scalar"):
             await client.push_weights(5, iter(tensors.items()), tensor_table=table)
         assert service.calls("POST", "/v1/weights/5/commit") == 0
 
-    async def test_an_error_in_the_generator_is_raised_as_it_is(self, service: Service, client: RolloutClient) -> None:
+    async def test_an_error_in_the_generator_is_raised_as_it_is(self, service, client):
         def generator() -> Iterator[tuple[str, torch.Tensor]]:
             yield "a", torch.zeros(1)
             raise OSError("checkpoint is gone")
@@ -192,9 +171,7 @@ class TestFailure:
             await client.push_weights(5, generator())
         assert service.log == []
 
-    async def test_cancelling_a_push_stops_its_uploads_and_commits_nothing(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_cancelling_a_push_stops_its_uploads_and_commits_nothing(self, service, client, tensors):
         uploading, never = asyncio.Event(), asyncio.Event()
 
         async def hold(part: int) -> None:
@@ -213,9 +190,7 @@ class TestFailure:
 
 
 class TestOptions:
-    async def test_a_rank_with_send_false_reads_all_but_sends_nothing(
-        self, service: Service, client: RolloutClient, tensors: Tensors
-    ) -> None:
+    async def test_a_rank_with_send_false_reads_all_but_sends_nothing(self, service, client, tensors):
         read: list[str] = []
         source = ((read.append(name), (name, tensor))[1] for name, tensor in tensors.items())
         assert await client.push_weights(5, source, tensor_table=table_of(tensors), send=False) is None
@@ -231,16 +206,12 @@ class TestOptions:
             ({"quantize": "both"}, "quantize='both'"),
         ],
     )
-    async def test_wrong_options_fail_before_anything_is_sent(
-        self, service: Service, client: RolloutClient, tensors: Tensors, wrong: dict[str, object], complaint: str
-    ) -> None:
+    async def test_wrong_options_fail_before_anything_is_sent(self, service, client, tensors, wrong, complaint):
         with pytest.raises(ValueError, match=complaint):
-            await client.push_weights(5, tensors, **wrong)  # type: ignore[call-overload]
+            await client.push_weights(5, tensors, **wrong)
         assert service.log == []
 
-    async def test_a_path_is_committed_without_parts(
-        self, service: Service, client: RolloutClient, tmp_path: Path
-    ) -> None:
+    async def test_a_path_is_committed_without_parts(self, service, client, tmp_path):
         status = await client.push_path(6, tmp_path, wait="none")
         source = service.uploads[6].begin.source
         assert source is not None and source.path == tmp_path
@@ -248,7 +219,7 @@ class TestOptions:
         assert service.uploads[6].commit == CommitUpload(wait="none")
 
 
-def test_push_options_are_the_arguments_of_push_weights() -> None:
+def test_push_options_are_the_arguments_of_push_weights():
     parameters = inspect.signature(RolloutClient.push_weights).parameters
     assert [*parameters][:4] == ["self", "version", "named_tensors", "send"]
     assert [*parameters][4:] == [*PushOptions.__annotations__]

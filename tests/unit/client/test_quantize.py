@@ -66,7 +66,7 @@ async def client_of(model: Path, root: Path, **quant: object) -> AsyncIterator[R
 
 async def push(client: RolloutClient, version: int, tensors: object, **options: object) -> WeightStatus:
     options = {"quantize": "trainer", "wait": "none", **options}
-    return await client.push_weights(version, tensors, **options)  # type: ignore[call-overload, no-any-return]
+    return await client.push_weights(version, tensors, **options)
 
 
 class TestSameVersion:
@@ -78,9 +78,7 @@ class TestSameVersion:
         ],
         ids=FAMILIES,
     )
-    async def test_whoever_quantizes_the_version_is_the_same(
-        self, models: dict[str, Path], tmp_path: Path, family: str, dtypes: tuple[torch.dtype, ...]
-    ) -> None:
+    async def test_whoever_quantizes_the_version_is_the_same(self, models, tmp_path, family, dtypes):
         on_disk, in_memory = load_file(models[family] / "model.safetensors"), module_of(models[family]).state_dict()
         async with real_ingest(models[family], tmp_path / "log") as service, RolloutClient(service.url) as client:
             first, version = await client.weights(0), 0
@@ -92,20 +90,16 @@ class TestSameVersion:
                 version += 2
                 service.log.verify(service.log.manifest(version))
 
-    async def test_power_of_two_scales_are_made_if_the_service_wants_them(
-        self, models: dict[str, Path], tmp_path: Path, stacked: Tensors
-    ) -> None:
+    async def test_power_of_two_scales_are_made_if_the_service_wants_them(self, models, tmp_path, stacked):
         async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
             by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
             assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
 
-    async def test_a_service_that_does_not_quantize_gets_bf16(
-        self, models: dict[str, Path], tmp_path: Path, stacked: Tensors
-    ) -> None:
+    async def test_a_service_that_does_not_quantize_gets_bf16(self, models, tmp_path, stacked):
         async with client_of(models["qwen3_moe"], tmp_path / "log", weights="none") as client:
             assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
 
-    async def test_half_the_bytes_are_sent(self, moe: RealIngest, moe_client: RolloutClient, stacked: Tensors) -> None:
+    async def test_half_the_bytes_are_sent(self, moe, moe_client, stacked):
         totals: dict[str, int] = {}
         for version, who in enumerate(("service", "trainer"), start=1):
             await push(
@@ -120,9 +114,7 @@ class TestSameVersion:
         assert totals["trainer"] == (await moe_client.weights(2)).total_bytes
 
     @pytest.mark.parametrize("form", ["module", "generator", "generator with table", "pairs of parameters"])
-    async def test_every_form_of_named_tensors_makes_the_same_version(
-        self, moe: RealIngest, moe_client: RolloutClient, models: dict[str, Path], form: str
-    ) -> None:
+    async def test_every_form_of_named_tensors_makes_the_same_version(self, moe, moe_client, models, form):
         on_disk, module = load_file(models["qwen3_moe"] / "model.safetensors"), module_of(models["qwen3_moe"])
         table = [describe(name, tensor) for name, tensor in on_disk.items()] if form == "generator with table" else None
         source = {
@@ -141,13 +133,8 @@ class TestSameVersion:
         ids=str,
     )
     async def test_a_generator_with_one_buffer_makes_the_same_version(
-        self,
-        moe_client: RolloutClient,
-        models: dict[str, Path],
-        transport: str,
-        quantize: str,
-        knows_table: bool,
-    ) -> None:
+        self, moe_client, models, transport, quantize, knows_table
+    ):
         """The second push of a delta sends changes."""
         tensors = load_file(models["qwen3_moe"] / "model.safetensors")
         table = [describe(name, tensor) for name, tensor in tensors.items()] if knows_table else None
@@ -164,13 +151,13 @@ class TestSameVersion:
             assert status.digest == right.digest
             tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
 
-    async def test_the_blocking_client_does_it_too(self, threaded_service: Service) -> None:
+    async def test_the_blocking_client_does_it_too(self, threaded_service):
         threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
         with SyncRolloutClient(threaded_service.url) as client:
             client.push_weights(1, {"w": torch.ones(256, 256)}, quantize="trainer")
         assert len(threaded_service.uploads[1].stream) == 256 * 256 + 4 * 4
 
-    async def test_the_recipe_is_told_only_to_those_who_may_push(self, models: dict[str, Path], tmp_path: Path) -> None:
+    async def test_the_recipe_is_told_only_to_those_who_may_push(self, models, tmp_path):
         async with real_ingest(models["qwen2"], tmp_path / "log", token="secret") as service:
             async with RolloutClient(service.url) as stranger:
                 with pytest.raises(Unauthorized):
@@ -201,9 +188,7 @@ async def fail_at_part_6(service: Service, client: RolloutClient, tensors: Tenso
 
 class TestRefused:
     @pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.embed_tokens.weight"])
-    async def test_a_nan_is_named_before_commit_and_a_fixed_push_resumes(
-        self, moe: RealIngest, moe_client: RolloutClient, stacked: Tensors, name: str
-    ) -> None:
+    async def test_a_nan_is_named_before_commit_and_a_fixed_push_resumes(self, moe, moe_client, stacked, name):
         broken = {n: t.clone() for n, t in stacked.items()}
         broken[name][(3,) * broken[name].dim()] = float("nan")
         stored = name if name in moe.ingest._model.shapes else "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -214,9 +199,7 @@ class TestRefused:
         assert (await moe_client.fleet()).latest_version == 0
         assert (await push(moe_client, 1, stacked)).digest == (await moe_client.weights(0)).digest
 
-    async def test_wrong_names_and_shapes_are_refused_before_quantization(
-        self, moe_client: RolloutClient, stacked: Tensors
-    ) -> None:
+    async def test_wrong_names_and_shapes_are_refused_before_quantization(self, moe_client, stacked):
         unfit = dict(stacked)
         unfit["stranger"] = unfit.pop("model.norm.weight")
         unfit["model.layers.0.self_attn.q_proj.weight"] = torch.full((2, 2, 2), float("nan"))
@@ -227,18 +210,14 @@ class TestRefused:
         ]
         assert "q_proj.weight is [2, 2, 2], the model's is [256, 256]" in refused.value.detail["wrong_shape"][0]
 
-    async def test_indivisible_stacked_experts_are_refused_by_name(
-        self, moe_client: RolloutClient, stacked: Tensors
-    ) -> None:
+    async def test_indivisible_stacked_experts_are_refused_by_name(self, moe_client, stacked):
         name = "model.layers.0.mlp.experts.gate_up_proj"
         with pytest.raises(ValueError, match=rf"{name} .*\[8, 255, 256\]"):
             await push(moe_client, 1, {**stacked, name: stacked[name][:, 1:]})
 
 
 class TestResume:
-    async def test_a_push_goes_on_where_the_last_one_failed(
-        self, service: Service, client: RolloutClient, small: Tensors
-    ) -> None:
+    async def test_a_push_goes_on_where_the_last_one_failed(self, service, client, small):
         await fail_at_part_6(service, client, small)
         await push(client, 5, small)
         assert sorted(service.parts_sent()) == [6, 7, 8, 9, 10]
@@ -247,18 +226,14 @@ class TestResume:
         await push(client, 5, small)
         assert service.parts_sent() == []
 
-    async def test_a_push_of_other_weights_does_not_resume_the_old_one(
-        self, service: Service, client: RolloutClient, small: Tensors
-    ) -> None:
+    async def test_a_push_of_other_weights_does_not_resume_the_old_one(self, service, client, small):
         await fail_at_part_6(service, client, small)
         small["layer2"] = small["layer2"] * 1.5
         with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
             await push(client, 5, small)
         assert service.calls("POST", "/v1/weights/5/commit") == 0
 
-    async def test_a_rank_that_does_not_send_quantizes_nothing(
-        self, service: Service, client: RolloutClient, small: Tensors
-    ) -> None:
+    async def test_a_rank_that_does_not_send_quantizes_nothing(self, service, client, small):
         read: list[str] = []
 
         def generator() -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,9 +244,7 @@ class TestResume:
         assert await push(client, 5, generator(), send=False) is None
         assert read == list(small) and service.log == []
 
-    async def test_only_a_quantizing_trainer_asks_for_the_recipe(
-        self, service: Service, client: RolloutClient, small: Tensors
-    ) -> None:
+    async def test_only_a_quantizing_trainer_asks_for_the_recipe(self, service, client, small):
         await push(client, 1, small, quantize="service")
         assert service.calls("GET", "/v1/weights/recipe") == 0
         await push(client, 2, small)

@@ -20,9 +20,7 @@ async def fail_at_part(service: Service, client: RolloutClient, tensors: Tensors
     service.log.clear()
 
 
-async def test_a_push_goes_on_where_the_last_one_failed(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_a_push_goes_on_where_the_last_one_failed(service, client, tensors):
     await fail_at_part(service, client, tensors, 6)
     steps: list[int] = []
     await client.push_weights(5, tensors, progress=lambda sent, _: steps.append(sent))
@@ -31,9 +29,7 @@ async def test_a_push_goes_on_where_the_last_one_failed(
     assert (steps[0], steps[-1]) == (1024, 10 * 1024)
 
 
-async def test_a_push_of_other_bytes_does_not_go_on_with_the_old_ones(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_a_push_of_other_bytes_does_not_go_on_with_the_old_ones(service, client, tensors):
     await fail_at_part(service, client, tensors, 6)
     tensors["layer2"] = tensors["layer2"] + 1
     with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
@@ -45,9 +41,7 @@ async def test_a_push_of_other_bytes_does_not_go_on_with_the_old_ones(
     assert service.uploads[5].stream == stream_of(tensors)
 
 
-async def test_another_clients_parts_are_only_compared_by_digest(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_another_clients_parts_are_only_compared_by_digest(service, client, tensors):
     await fail_at_part(service, client, tensors, 6)
     async with RolloutClient(service.url) as restarted:
         await restarted.push_weights(5, tensors)
@@ -68,27 +62,21 @@ async def fail_at_part_of_version_6(service: Service, client: RolloutClient, ten
         await client.push_weights(6, tensors, parallel_parts=1)
 
 
-async def test_a_service_that_lost_everything_is_sent_everything_again(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_a_service_that_lost_everything_is_sent_everything_again(service, client, tensors):
     await fail_at_part(service, client, tensors, 6)
     service.uploads.clear()
     await client.push_weights(5, tensors)
     assert sorted(service.parts_sent()) == list(range(10))
 
 
-async def test_a_version_pushed_twice_is_uploaded_once(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_a_version_pushed_twice_is_uploaded_once(service, client, tensors):
     first = await client.push_weights(5, tensors)
     service.log.clear()
     assert await client.push_weights(5, tensors) == first
     assert service.parts_sent() == []
 
 
-async def test_other_bytes_for_a_committed_version_are_a_conflict(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_other_bytes_for_a_committed_version_are_a_conflict(service, client, tensors):
     await client.push_weights(5, tensors)
     tensors["layer9"] = tensors["layer9"] + 1
     with pytest.raises(VersionConflict, match="part 9 of version 5"):
@@ -96,9 +84,7 @@ async def test_other_bytes_for_a_committed_version_are_a_conflict(
     assert service.parts_sent().count(9) == 1
 
 
-async def test_another_clients_committed_version_is_only_compared(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_another_clients_committed_version_is_only_compared(service, client, tensors):
     first = await client.push_weights(5, tensors)
     service.log.clear()
     async with RolloutClient(service.url) as other:
@@ -109,9 +95,7 @@ async def test_another_clients_committed_version_is_only_compared(
     assert service.parts_sent() == []
 
 
-async def test_a_commit_names_the_bytes_that_it_means(
-    service: Service, client: RolloutClient, tensors: Tensors
-) -> None:
+async def test_a_commit_names_the_bytes_that_it_means(service, client, tensors):
     async def mixed(part: int) -> None:
         if part == 9:  # another client's part 2 has taken the place of ours
             service.uploads[5].digests[2] = "0" * 32
@@ -122,7 +106,7 @@ async def test_a_commit_names_the_bytes_that_it_means(
     assert service.uploads[5].state == "staged"
 
 
-async def test_a_part_whose_connection_breaks_is_sent_again(tensors: Tensors) -> None:
+async def test_a_part_whose_connection_breaks_is_sent_again(tensors):
     service = Service()
     broken: set[str] = set()
 
@@ -142,9 +126,7 @@ async def test_a_part_whose_connection_breaks_is_sent_again(tensors: Tensors) ->
     assert len(broken) == 10
 
 
-async def test_an_unanswered_commit_ends_in_a_commit_timeout(
-    service: Service, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unanswered_commit_ends_in_a_commit_timeout(service, tensors, monkeypatch):
     monkeypatch.setattr("rollout_service.client._upload.COMMIT_GRACE_S", 0.1)
     never = asyncio.Event()
 

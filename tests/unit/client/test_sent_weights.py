@@ -66,7 +66,7 @@ def held(weights: SentWeights) -> list[bytes]:
     return [b"".join(bytes(flat.numpy()) for flat in weights._bytes_of(i)) for i in range(len(weights.table))]
 
 
-def test_memory_is_unpinned_before_it_is_unmapped(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_unpinned_before_it_is_unmapped(tensors, monkeypatch):
     pinned: list[int] = []
     unpinned: list[bool] = []
 
@@ -83,7 +83,7 @@ def test_memory_is_unpinned_before_it_is_unmapped(tensors: Tensors, monkeypatch:
     assert unpinned == [True] * len(pinned)
 
 
-def test_memory_that_cuda_refuses_is_used_unpinned(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cuda_refuses_is_used_unpinned(tensors, monkeypatch):
     def refuse(memory: memoryview) -> Callable[[], None]:
         raise OSError("CUDA pins no bytes")
 
@@ -92,14 +92,14 @@ def test_memory_that_cuda_refuses_is_used_unpinned(tensors: Tensors, monkeypatch
     assert held(sent(tensors)) == bytes_of(tensors)
 
 
-def test_digests_of_tensors_in_pieces_are_those_of_wholes() -> None:
+def test_digests_of_tensors_in_pieces_are_those_of_wholes():
     tensor = torch.randint(0, 256, ((64 << 20) + 5,), dtype=torch.uint8).view(torch.int8)
     weights = sent({"codes": tensor})
     assert len(weights._pieces) == 3
     assert weights.as_base().base_digest == base_digest([tensor_digests(tensor_bytes(tensor))[0]])
 
 
-def test_changes_make_the_new_tensors_of_the_old_ones(tensors: Tensors) -> None:
+def test_changes_make_the_new_tensors_of_the_old_ones(tensors):
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None
@@ -115,16 +115,14 @@ def test_changes_make_the_new_tensors_of_the_old_ones(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
-def test_more_changes_than_are_worth_it_are_taken_as_they_are(
-    tensors: Tensors, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+def test_more_changes_than_are_worth_it_are_taken_as_they_are(tensors, monkeypatch, at_once):
     monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", at_once)
     weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
     assert weights.changes_to(other.items()) is None
     assert held(weights) == bytes_of(other) and weights.version is None
 
 
-def test_tensors_that_cannot_be_compared_leave_it_what_it_was(tensors: Tensors) -> None:
+def test_tensors_that_cannot_be_compared_leave_it_what_it_was(tensors):
     weights = sent(tensors)
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,7 +134,7 @@ def test_tensors_that_cannot_be_compared_leave_it_what_it_was(tensors: Tensors) 
     assert held(weights) == bytes_of(tensors) and weights.version == 3
 
 
-def test_a_committed_version_is_the_next_base(tensors: Tensors) -> None:
+def test_a_committed_version_is_the_next_base(tensors):
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None
@@ -148,7 +146,7 @@ def test_a_committed_version_is_the_next_base(tensors: Tensors) -> None:
     assert again is not None and nbytes_of(again) == 0
 
 
-def test_what_fails_while_it_is_applied_leaves_no_version(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_while_it_is_applied_leaves_no_version(tensors, monkeypatch):
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())
     assert changes is not None

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from rollout_service.client import RolloutClient, _shared_memory, _upload
+from rollout_service.client import RolloutClient, _shared_memory
 from rollout_service.client._tensors import TensorSource, describe
 from rollout_service.errors import InvalidRequest, NotFound, NotShared, QuantizationError, UploadIncomplete
 from rollout_service.ingest.announced_tables import AnnouncedTables
@@ -64,9 +64,7 @@ async def how_it_came(service: RealIngest, version: int) -> str:
 @pytest.mark.usefixtures("small_batches")
 class TestPush:
     @pytest.mark.parametrize("quantize", ["service", "trainer"])
-    async def test_the_version_is_the_one_that_parts_make(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, quantize: _upload.Quantize
-    ) -> None:
+    async def test_the_version_is_the_one_that_parts_make(self, service, client, weights, quantize):
         in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
         shared = await client.push_weights(2, dict(weights), transport="shared_memory", quantize=quantize, wait="none")
         assert shared.digest == in_parts.digest
@@ -76,8 +74,8 @@ class TestPush:
         assert (await service.ingest.status(1)).timings == in_parts.timings != shared.timings
 
     async def test_beside_a_tensor_larger_than_four_batches_there_is_room_for_two(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, service, client, weights, monkeypatch
+    ):
         monkeypatch.setattr(_shared_memory, "BATCH_BYTES", 3000)
         in_parts = await client.push_weights(1, dict(weights), transport="http", wait="none")
         shared = await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
@@ -86,7 +84,7 @@ class TestPush:
         largest = max(tensor.nbytes for tensor in weights.values())
         assert memory is not None and memory.nbytes >= largest + 2 * 3000 > 6 * 3000
 
-    async def test_progress_counts_every_byte(self, client: RolloutClient, weights: Weights) -> None:
+    async def test_progress_counts_every_byte(self, client, weights):
         seen: list[tuple[int, int]] = []
         await client.push_weights(
             1, dict(weights), transport="shared_memory", wait="none", progress=lambda *at: seen.append(at)
@@ -95,7 +93,7 @@ class TestPush:
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert len(seen) > 3 and seen[-1] == (nbytes, nbytes)
 
-    async def test_memory_is_kept_for_the_next_push(self, client: RolloutClient, weights: Weights) -> None:
+    async def test_memory_is_kept_for_the_next_push(self, client, weights):
         for version in (1, 2):
             await client.push_weights(version, dict(weights), transport="shared_memory", wait="none")
             if version == 1:
@@ -104,9 +102,9 @@ class TestPush:
 
     @pytest.mark.parametrize("transport", ["shared_memory", "http", "delta"])
     async def test_the_table_is_sent_once_and_again_to_an_ingest_that_does_not_know_it(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, transport: _upload.Transport,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+        self, service, client, weights, transport,
+        monkeypatch
+    ):  # fmt: skip
         announced: list[Announcement] = []
         begin = service.ingest.begin
 
@@ -125,18 +123,14 @@ class TestPush:
         assert announced[1].table == announced[2].table is not None
         service.log.verify(service.log.manifest(3))
 
-    async def test_a_generator_and_tensors_of_any_layout_are_copied(
-        self, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_a_generator_and_tensors_of_any_layout_are_copied(self, client, weights):
         whole = await client.push_weights(1, dict(weights), transport="http", wait="none")
         table = TensorSource(dict(weights), None).table
         strided = ((name, t.t().contiguous().t() if t.dim() == 2 else t) for name, t in weights.items())
         again = await client.push_weights(2, strided, tensor_table=table, transport="shared_memory", wait="none")
         assert again.digest == whole.digest
 
-    async def test_nan_is_refused_by_name_and_the_next_push_succeeds(
-        self, service: RealIngest, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_nan_is_refused_by_name_and_the_next_push_succeeds(self, service, client, weights):
         bad = {name: t.clone() for name, t in weights.items()}
         bad["model.norm.weight"][3] = float("nan")
         with pytest.raises(QuantizationError, match=r"model\.norm\.weight\[3\]"):
@@ -145,15 +139,13 @@ class TestPush:
         status = await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
         assert status.state == "committed"
 
-    async def test_a_label_and_the_next_number(self, client: RolloutClient, weights: Weights) -> None:
+    async def test_a_label_and_the_next_number(self, client, weights):
         status = await client.push_weights(
             "next", dict(weights), label="run/step-1", transport="shared_memory", wait="none"
         )
         assert (status.version, status.label) == (1, "run/step-1")
 
-    async def test_a_push_that_was_cancelled_is_pushed_again(
-        self, service: RealIngest, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_a_push_that_was_cancelled_is_pushed_again(self, service, client, weights):
         sent = asyncio.Event()
         push = asyncio.create_task(
             client.push_weights(
@@ -193,21 +185,19 @@ class Routes(httpx.AsyncBaseTransport):
 
 @pytest.mark.usefixtures("small_batches")
 class TestWhereBatchesAreTold:
-    async def test_the_ingest_itself(self, service: RealIngest, weights: Weights) -> None:
+    async def test_the_ingest_itself(self, service, weights):
         routes = Routes()
         async with RolloutClient(service.url, retries=0, transport=routes) as client:
             await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
         assert routes.batches() == {str(service.ingest.upload_address)} != {service.url}
 
-    async def test_the_gateway_where_there_is_no_other_address(self, service: RealIngest, weights: Weights) -> None:
+    async def test_the_gateway_where_there_is_no_other_address(self, service, weights):
         service.ingest.upload_address, routes = None, Routes()
         async with RolloutClient(service.url, retries=0, transport=routes) as client:
             await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
         assert routes.batches() == {service.url}
 
-    async def test_the_gateway_once_the_ingest_refuses_the_key(
-        self, model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_the_gateway_once_the_ingest_refuses_the_key(self, model, tmp_path, weights, monkeypatch):
         routes = Routes()
         async with real_ingest(model, tmp_path / "log", token="secret") as service:
             address = service.ingest.upload_address
@@ -219,21 +209,17 @@ class TestWhereBatchesAreTold:
 
 @pytest.mark.usefixtures("small_batches")
 class TestTheWayThatIsTaken:
-    async def test_a_small_version_goes_in_parts(
-        self, service: RealIngest, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_a_small_version_goes_in_parts(self, service, client, weights):
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "parts"
 
     @pytest.mark.usefixtures("worth_sharing")
-    async def test_a_large_one_is_shared(self, service: RealIngest, client: RolloutClient, weights: Weights) -> None:
+    async def test_a_large_one_is_shared(self, service, client, weights):
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "SharedMemorySource"
 
     @pytest.mark.usefixtures("worth_sharing")
-    async def test_from_another_machine_it_goes_in_parts(
-        self, service: RealIngest, client: RolloutClient, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_from_another_machine_it_goes_in_parts(self, service, client, weights, monkeypatch):
         monkeypatch.setattr(_shared_memory, "machine", lambda: "another")
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "parts"
@@ -241,9 +227,7 @@ class TestTheWayThatIsTaken:
             await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
 
     @pytest.mark.usefixtures("worth_sharing")
-    async def test_a_version_that_the_service_dropped_is_sent_in_parts(
-        self, service: RealIngest, client: RolloutClient, weights: Weights
-    ) -> None:
+    async def test_a_version_that_the_service_dropped_is_sent_in_parts(self, service, client, weights):
         discarding: list[asyncio.Task[None]] = []
 
         def drop(done: int, total: int) -> None:
@@ -253,9 +237,9 @@ class TestTheWayThatIsTaken:
         status = await client.push_weights(1, dict(weights), wait="none", progress=drop)
         assert status.state == "committed" and await how_it_came(service, 1) == "parts"
 
-    async def test_an_unknown_transport_is_refused(self, client: RolloutClient, weights: Weights) -> None:
+    async def test_an_unknown_transport_is_refused(self, client, weights):
         with pytest.raises(ValueError, match="transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc"):
-            await client.push_weights(1, dict(weights), transport="pigeon")  # type: ignore[call-overload]
+            await client.push_weights(1, dict(weights), transport="pigeon")
 
 
 @pytest.fixture
@@ -300,27 +284,23 @@ class TestWhatIsRefused:
             (NORM, 1, 1 << 20, r"model\.norm\.weight, .*the memory has 1048576"),
         ],
     )
-    async def test_a_place_outside(self, ingest: Ingest, first: int, count: int, offset: int, complaint: str) -> None:
+    async def test_a_place_outside(self, ingest, first, count, offset, complaint):
         with pytest.raises(InvalidRequest, match=complaint):
             await ingest.take_shared(1, batch_of(0, first, offset, count))
 
-    async def test_a_commit_of_what_has_not_come(self, ingest: Ingest, weights: Weights) -> None:
+    async def test_a_commit_of_what_has_not_come(self, ingest, weights):
         await ingest.take_shared(1, batch_of(0, NORM))
         await ingest.take_shared(1, batch_of(0, NORM))  # the answer was lost
         with pytest.raises(UploadIncomplete, match=f"lacks {len(weights) - 1} tensors"):
             await ingest.commit(1, CommitUpload())
 
-    async def test_another_push_of_this_trainer_takes_its_place(
-        self, ingest: Ingest, memory: SharedMemory, weights: Weights
-    ) -> None:
+    async def test_another_push_of_this_trainer_takes_its_place(self, ingest, memory, weights):
         await ingest.begin(BeginUpload(version=1, source=source_of(memory, weights, "b" * 32)))
         with pytest.raises(Exception, match=f"staged by another push than {'a' * 32}"):
             await ingest.take_shared(1, batch_of(0, NORM))
         await ingest.take_shared(1, batch_of(0, NORM, transfer="b" * 32))
 
-    async def test_an_ingest_that_starts_anew_says_that_it_must_be_pushed_again(
-        self, ingest: Ingest, model: Path
-    ) -> None:
+    async def test_an_ingest_that_starts_anew_says_that_it_must_be_pushed_again(self, ingest, model):
         await ingest.stop()
         again = Ingest(config_of(model, ingest._log.root))
         await again.start()
@@ -330,7 +310,7 @@ class TestWhatIsRefused:
 
 
 class TestMemory:
-    def test_another_process_sees_what_is_written(self, memory: SharedMemory) -> None:
+    def test_another_process_sees_what_is_written(self, memory):
         memory.view[:5] = b"hello"
         code = (
             "import sys; from rollout_service.runtime.shared_memory import SharedMemory as M; "
@@ -340,22 +320,22 @@ class TestMemory:
         run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
         assert run.stdout.strip() == "hello"
 
-    def test_it_cannot_shrink(self, memory: SharedMemory) -> None:
+    def test_it_cannot_shrink(self, memory):
         with pytest.raises(PermissionError):
             os.ftruncate(memory.descriptor, mmap.PAGESIZE)
 
-    def test_memory_that_could_shrink_is_refused(self) -> None:
+    def test_memory_that_could_shrink_is_refused(self):
         fd = os.memfd_create("rollout-weights-" + "0" * 32)
         os.ftruncate(fd, 100)
         with pytest.raises(OSError, match="can shrink"):
             SharedMemory.open(os.getpid(), fd, "0" * 32)
         os.close(fd)
 
-    def test_another_file_of_the_trainer_is_refused(self, memory: SharedMemory, tmp_path: Path) -> None:
+    def test_another_file_of_the_trainer_is_refused(self, memory, tmp_path):
         with (tmp_path / "file").open("w") as file, pytest.raises(FileNotFoundError, match="not the memory"):
             SharedMemory.open(os.getpid(), file.fileno(), memory.name)
 
-    def test_what_its_trainer_gave_up_is_let_go(self, weights: Weights) -> None:
+    def test_what_its_trainer_gave_up_is_let_go(self, weights):
         memory = SharedMemory.create(1 << 20)
         opened, source = TrainerMemory(), source_of(memory, weights)
         opened.open(source)
@@ -367,10 +347,10 @@ class TestMemory:
         opened.prune(set())
         assert opened._opened == {}
 
-    def test_what_is_registered_is_given_back(self, memory: SharedMemory, weights: Weights) -> None:
+    def test_what_is_registered_is_given_back(self, memory, weights):
         registered: list[int] = []
 
-        def register(view: memoryview):  # type: ignore[no-untyped-def]
+        def register(view: memoryview):
             registered.append(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
             return registered.clear
 
@@ -382,7 +362,7 @@ class TestMemory:
         assert registered == []
 
 
-async def test_the_route_wants_authorization(model: Path, tmp_path: Path) -> None:
+async def test_the_route_wants_authorization(model, tmp_path):
     async with real_ingest(model, tmp_path / "log", token="t" * 16) as service, httpx.AsyncClient() as http:
         body = batch_of(0, 0).model_dump(mode="json")
         reply = await http.post(f"{service.url}/v1/weights/1/shared", json=body)
@@ -390,7 +370,7 @@ async def test_the_route_wants_authorization(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_a_batch_is_told_of_once_its_numbers_are_known_to_be_sound(is_sound: bool) -> None:
+def test_a_batch_is_told_of_once_its_numbers_are_known_to_be_sound(is_sound):
     checks, weight = DeferredChecks(), torch.arange(6, dtype=torch.bfloat16).view(2, 3)
 
     def complain() -> None:

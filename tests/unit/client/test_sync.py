@@ -20,7 +20,7 @@ from tests.unit.client.service import Service, serving_in_a_thread, until_discon
 ASYNC_ONLY = {"aclose"}
 
 
-def test_it_generates_and_pushes(threaded_service: Service) -> None:
+def test_it_generates_and_pushes(threaded_service):
     with SyncRolloutClient(threaded_service.url) as client:
         assert client.generate([1, 2], n=2).prompt_token_ids == (1, 2)
         assert len(client.generate_batch([[1], [2]], max_tokens=4)) == 2
@@ -30,9 +30,7 @@ def test_it_generates_and_pushes(threaded_service: Service) -> None:
         assert client.weights(1).version == 1
 
 
-def test_a_push_goes_by_the_cuda_stream_of_the_callers_thread(
-    threaded_service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_goes_by_the_cuda_stream_of_the_callers_thread(threaded_service, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(_tensors, "_cuda_stream_of_this_thread", lambda: asked.append(threading.get_ident()))
     with SyncRolloutClient(threaded_service.url) as client:
@@ -40,7 +38,7 @@ def test_a_push_goes_by_the_cuda_stream_of_the_callers_thread(
     assert asked == [threading.get_ident()]
 
 
-def test_it_reads_a_rollout_while_it_is_made() -> None:
+def test_it_reads_a_rollout_while_it_is_made():
     service = Service()
     choice = {"index": 0, "logprobs": [-0.5], "stop_reason": None}
     versions = [{"version": "3", "start": 0, "end": 2}]
@@ -62,18 +60,18 @@ def test_it_reads_a_rollout_while_it_is_made() -> None:
         assert read.rollout.completions[0].versions == (3,) and read.rollout.attempts == 2
 
 
-def test_errors_are_those_of_the_service(threaded_service: Service) -> None:
+def test_errors_are_those_of_the_service(threaded_service):
     with SyncRolloutClient(threaded_service.url) as client, pytest.raises(NotFound, match="no version 8"):
         client.weights(8)
 
 
-async def test_it_works_where_an_event_loop_is_running_already(threaded_service: Service) -> None:
+async def test_it_works_where_an_event_loop_is_running_already(threaded_service):
     assert asyncio.get_running_loop().is_running()
     with SyncRolloutClient(threaded_service.url) as client:
         assert client.generate([1]).prompt_token_ids == (1,)
 
 
-def test_ctrl_c_cancels_on_the_service() -> None:
+def test_ctrl_c_cancels_on_the_service():
     service, gone = Service(), threading.Event()
     main_thread = threading.main_thread().ident
     assert main_thread == threading.get_ident()
@@ -93,7 +91,7 @@ def test_ctrl_c_cancels_on_the_service() -> None:
         assert client.weights() == []
 
 
-def test_ctrl_c_cancels_a_call_that_was_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_cancels_a_call_that_was_just_begun(monkeypatch):
     service, accepted, gone = Service(), threading.Event(), threading.Event()
     service.generate = until_gone(accepted, gone)
     begin = asyncio.run_coroutine_threadsafe
@@ -111,7 +109,7 @@ def test_ctrl_c_cancels_a_call_that_was_just_begun(monkeypatch: pytest.MonkeyPat
         assert client.weights() == []
 
 
-def test_several_threads_may_share_it(threaded_service: Service) -> None:
+def test_several_threads_may_share_it(threaded_service):
     arrived, both = threading.Semaphore(0), asyncio.Event()
 
     async def wait_for_the_other(request: Request) -> Response:
@@ -133,7 +131,7 @@ def test_several_threads_may_share_it(threaded_service: Service) -> None:
     assert results == [(1,)]
 
 
-def test_closing_cancels_a_call_of_another_thread() -> None:
+def test_closing_cancels_a_call_of_another_thread():
     service, accepted, gone = Service(), threading.Event(), threading.Event()
     service.generate = until_gone(accepted, gone)
     outcome: list[str] = []
@@ -154,7 +152,7 @@ def test_closing_cancels_a_call_of_another_thread() -> None:
     assert outcome == ["cancelled"]
 
 
-def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service: Service) -> None:
+def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service):
     before = threading.active_count()
     client = SyncRolloutClient(threaded_service.url)
     assert threading.active_count() == before + 1
@@ -165,12 +163,12 @@ def test_closing_twice_is_closing_once_and_ends_the_thread(threaded_service: Ser
         client.weights()
 
 
-def test_a_progress_callback_may_not_call_its_client(threaded_service: Service) -> None:
+def test_a_progress_callback_may_not_call_its_client(threaded_service):
     with SyncRolloutClient(threaded_service.url) as client, pytest.raises(RuntimeError, match="wait for itself"):
         client.push_weights(1, {"w": torch.ones(1)}, progress=lambda sent, total: client.health() and None)
 
 
-def test_a_wrong_address_starts_no_thread() -> None:
+def test_a_wrong_address_starts_no_thread():
     before = threading.active_count()
     with pytest.raises(ValueError, match="not the address"):
         SyncRolloutClient("nowhere")
@@ -186,7 +184,7 @@ def public_methods(kind: type) -> dict[str, Any]:
     return {name: m for name, m in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
 
-def test_both_clients_have_the_same_methods_and_documentation() -> None:
+def test_both_clients_have_the_same_methods_and_documentation():
     asynchronous, blocking = public_methods(RolloutClient), public_methods(SyncRolloutClient)
     assert asynchronous.keys() - ASYNC_ONLY == blocking.keys() - {"close"}
     for name in asynchronous.keys() - ASYNC_ONLY - {"session", "generate_stream"}:
@@ -198,7 +196,7 @@ def test_both_clients_have_the_same_methods_and_documentation() -> None:
     assert signature(SyncRolloutClient.session) == f"(self, {given}) -> SyncAgentSession"
 
 
-def test_both_sessions_have_the_same_members_and_documentation() -> None:
+def test_both_sessions_have_the_same_members_and_documentation():
     asynchronous, blocking = public_members(AgentSession), public_members(SyncAgentSession)
     assert asynchronous.keys() == blocking.keys()
     for name in asynchronous.keys() - {"open"}:
@@ -213,7 +211,7 @@ def public_members(kind: type) -> dict[str, Any]:
 class TestSession:
     """What it does with a service is in ``tests/unit/gateway/test_sessions.py``."""
 
-    def test_it_is_closed_at_the_end_of_its_block(self, threaded_service: Service) -> None:
+    def test_it_is_closed_at_the_end_of_its_block(self, threaded_service):
         paths = {"openai_path": "/v1/sessions/a/v1", "anthropic_path": "/v1/sessions/a"}
         threaded_service.json_at("POST", "/v1/sessions", {"session_id": "a", **paths})
         threaded_service.json_at("DELETE", "/v1/sessions/a", None)
@@ -226,14 +224,14 @@ class TestSession:
             raise KeyError
         assert threaded_service.log == [("POST", "/v1/sessions"), ("DELETE", "/v1/sessions/a")]
 
-    def test_a_session_that_is_not_open_says_so(self, threaded_service: Service) -> None:
+    def test_a_session_that_is_not_open_says_so(self, threaded_service):
         with SyncRolloutClient(threaded_service.url) as client:
             session = client.session()
             for use in (lambda: session.session_id, session.trajectory, session.close):
                 with pytest.raises(RuntimeError, match="the session is not open: use it in a `with` block"):
                     use()
 
-    def test_a_session_ends_with_its_client(self, threaded_service: Service) -> None:
+    def test_a_session_ends_with_its_client(self, threaded_service):
         with SyncRolloutClient(threaded_service.url) as client:
             session = client.session()
         with pytest.raises(RuntimeError, match="this SyncRolloutClient is closed"):

@@ -19,23 +19,21 @@ def views(*sizes: int) -> list[torch.Tensor]:
 
 class TestParts:
     @pytest.mark.parametrize("sizes", [(10,), (4, 4, 4), (1, 0, 7, 2), (13, 1), (3,), (8,), (0,), ()], ids=str)
-    def test_parts_are_the_stream_cut_at_multiples_of_their_size(self, sizes: tuple[int, ...]) -> None:
+    def test_parts_are_the_stream_cut_at_multiples_of_their_size(self, sizes):
         stream = b"".join(view.numpy().tobytes() for view in views(*sizes))
         parts = list(cut_parts(views(*sizes), part_bytes=4))
         assert [bytes(part.data) for part in parts] == [stream[i : i + 4] for i in range(0, len(stream), 4)]
         assert [part.index for part in parts] == list(range(len(parts)))
         assert [part.digest for part in parts] == [xxhash.xxh3_128_hexdigest(bytes(part.data)) for part in parts]
 
-    def test_a_part_does_not_change_with_its_tensor(self) -> None:
+    def test_a_part_does_not_change_with_its_tensor(self):
         tensor = torch.zeros(4, dtype=torch.float16)
         part = next(cut_parts(bytes_of_each([("t", tensor)]), part_bytes=8))
         tensor.fill_(1)
         assert bytes(part.data) == bytes(8)
 
     @pytest.mark.parametrize("sizes", [(10,), (4, 1, 4, 1, 1, 5), (1, 1, 0, 7, 2), (13, 1), (3,), (0,), ()], ids=str)
-    async def test_held_tensors_are_sent_from_where_they_lie_and_small_pieces_from_one_copy(
-        self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
-    ) -> None:
+    async def test_held_tensors_are_sent_from_where_they_lie_and_small_pieces_from_one_copy(self, monkeypatch, sizes):
         monkeypatch.setattr(_parts, "VIEWED_BYTES", 3)
         tensors = views(*sizes)
         stream = b"".join(view.numpy().tobytes() for view in tensors)
@@ -49,9 +47,7 @@ class TestParts:
                 free.append(part.memory)
         assert index + 1 == -(-len(stream) // 6)
 
-    def test_pieces_of_held_tensors_are_views_and_copies_next_to_each_other_are_one_piece(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_pieces_of_held_tensors_are_views_and_copies_next_to_each_other_are_one_piece(self, monkeypatch):
         monkeypatch.setattr(_parts, "VIEWED_BYTES", 3)
         tensors = views(4, 1, 2, 5)
         first, second = cut_parts(tensors, 10, held=True)
@@ -63,14 +59,14 @@ class TestParts:
         [whole] = cut_parts(views(9), 10, held=True)
         assert whole.memory is None
 
-    async def test_a_part_can_be_read_twice(self) -> None:
+    async def test_a_part_can_be_read_twice(self):
         [part] = cut_parts(views(3_000_000), part_bytes=1 << 22)
         for _ in range(2):
             chunks = [chunk async for chunk in part]
             assert b"".join(chunks) == part.data
             assert len(chunks) == 3
 
-    def test_the_memory_of_a_finished_part_is_reused_for_a_later_one(self) -> None:
+    def test_the_memory_of_a_finished_part_is_reused_for_a_later_one(self):
         free: list[torch.Tensor] = []
         parts = cut_parts(views(4, 4, 4, 1), 4, free)
         first, second = next(parts), next(parts)
@@ -82,7 +78,7 @@ class TestParts:
 
 
 class TestBytes:
-    def test_a_contiguous_tensor_on_the_cpu_is_not_copied(self) -> None:
+    def test_a_contiguous_tensor_on_the_cpu_is_not_copied(self):
         tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
         view = tensor_bytes(tensor)
         tensor.fill_(1)
@@ -90,20 +86,20 @@ class TestBytes:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("shape", [(3, 5), (4,), (), (0, 7), (2, 3, 2)], ids=str)
-    def test_bytes_are_exact(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def test_bytes_are_exact(self, dtype, shape):
         tensor = torch.randn(shape).to(dtype)
         again = torch.frombuffer(bytearray(tensor_bytes(tensor)) or bytearray(8), dtype=dtype)[: tensor.numel()]
         assert torch.equal(again.reshape(shape), tensor)
 
-    def test_a_tensor_that_is_not_contiguous_is_sent_row_by_row(self) -> None:
+    def test_a_tensor_that_is_not_contiguous_is_sent_row_by_row(self):
         tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).t()
         assert bytes(tensor_bytes(tensor)) == bytes(tensor_bytes(torch.tensor([[0.0, 3], [1, 4], [2, 5]])))
 
-    def test_a_parameter_that_requires_grad_is_taken(self) -> None:
+    def test_a_parameter_that_requires_grad_is_taken(self):
         assert len(tensor_bytes(torch.nn.Parameter(torch.ones(2)))) == 8
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e5m2, torch.bool], ids=str)
-    def test_another_dtype_is_refused_by_name(self, dtype: torch.dtype) -> None:
+    def test_another_dtype_is_refused_by_name(self, dtype):
         with pytest.raises(ValueError, match=rf"tensor layer\.w is {str(dtype)[6:]}.*cast it first"):
             describe("layer.w", torch.zeros(2).to(dtype))
 
@@ -115,7 +111,7 @@ TABLE = (
 
 
 class TestTable:
-    def test_a_module_is_sent_with_both_tied_names_and_its_buffers(self) -> None:
+    def test_a_module_is_sent_with_both_tied_names_and_its_buffers(self):
         module = torch.nn.Module()
         module.embed = torch.nn.Embedding(4, 2)
         module.head = torch.nn.Linear(2, 4, bias=False)
@@ -123,16 +119,16 @@ class TestTable:
         module.register_buffer("bias", torch.zeros(3))
         assert [entry.name for entry in TensorSource(module, None).table] == ["bias", "embed.weight", "head.weight"]
 
-    def test_a_name_that_comes_twice_is_refused(self) -> None:
+    def test_a_name_that_comes_twice_is_refused(self):
         with pytest.raises(ValueError, match="tensor a comes twice"):
             TensorSource([("a", torch.ones(1)), ("a", torch.ones(1))], None)
 
     @pytest.mark.parametrize("nothing", [{}, [], iter(())], ids=["mapping", "list", "generator"])
-    def test_no_tensors_at_all_are_refused(self, nothing: object) -> None:
+    def test_no_tensors_at_all_are_refused(self, nothing):
         with pytest.raises(ValueError, match="no tensors"):
-            TensorSource(nothing, None)  # type: ignore[arg-type]
+            TensorSource(nothing, None)
 
-    def test_a_generator_with_a_table_is_read_only_when_asked(self) -> None:
+    def test_a_generator_with_a_table_is_read_only_when_asked(self):
         made: list[str] = []
 
         def generator() -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,7 +141,7 @@ class TestTable:
         next(iter(source))
         assert made == ["a"]
 
-    def test_a_generator_without_a_table_is_read_first(self) -> None:
+    def test_a_generator_without_a_table_is_read_first(self):
         parameters = torch.nn.Linear(2, 3).named_parameters()
         source = TensorSource(parameters, None)
         assert [(entry.name, entry.shape) for entry in source.table] == [("weight", (3, 2)), ("bias", (3,))]
@@ -165,9 +161,7 @@ class TestTable:
         ],
         ids=["too few", "other name", "other shape", "other dtype", "too many"],
     )
-    def test_tensors_that_differ_from_their_table_are_refused(
-        self, tensors: dict[str, torch.Tensor], complaint: str
-    ) -> None:
+    def test_tensors_that_differ_from_their_table_are_refused(self, tensors, complaint):
         with pytest.raises(ValueError, match=complaint):
             list(TensorSource(iter(tensors.items()), TABLE))
 
@@ -186,16 +180,16 @@ def through_one_buffer(
 class TestOneBuffer:
     WEIGHTS: ClassVar = {"a": torch.rand(40, 50), "b": torch.rand(2000), "c": torch.rand(7)}
 
-    def test_a_generator_that_reuses_a_buffer_is_read_right(self) -> None:
+    def test_a_generator_that_reuses_a_buffer_is_read_right(self):
         source = TensorSource(through_one_buffer(self.WEIGHTS), None)
         assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in source)
 
-    def test_tensors_in_own_memory_outlive_the_next_one(self) -> None:
+    def test_tensors_in_own_memory_outlive_the_next_one(self):
         table = tuple(describe(name, tensor) for name, tensor in self.WEIGHTS.items())
         kept = dict(TensorSource(through_one_buffer(self.WEIGHTS), table).in_own_memory())
         assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in kept.items())
 
-    def test_a_mapping_that_makes_its_tensors_is_read_right(self) -> None:
+    def test_a_mapping_that_makes_its_tensors_is_read_right(self):
         class Gathered(Mapping[str, torch.Tensor]):
             buffer = torch.empty(2000)
 
@@ -212,19 +206,19 @@ class TestOneBuffer:
         kept = dict(TensorSource(Gathered(), None).in_own_memory())
         assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in kept.items())
 
-    def test_parameters_in_one_buffer_are_refused_by_name(self) -> None:
+    def test_parameters_in_one_buffer_are_refused_by_name(self):
         source = TensorSource(through_one_buffer(self.WEIGHTS, torch.nn.Parameter), None)
         with pytest.raises(ValueError, match=r"2 tensors, such as a, were overwritten .*nothing is committed"):
             list(source)
 
-    def test_parameters_that_share_their_memory_are_taken(self) -> None:
+    def test_parameters_that_share_their_memory_are_taken(self):
         tied = torch.nn.Parameter(torch.rand(4, 6))
         source = TensorSource(
             iter([("embed", tied), ("head", tied), ("half", torch.nn.Parameter(tied.data[:2]))]), None
         )
         assert [tensor.data_ptr() for _, tensor in source] == [tied.data_ptr()] * 3
 
-    def test_a_parameter_in_place_needs_no_copy(self) -> None:
+    def test_a_parameter_in_place_needs_no_copy(self):
         module = torch.nn.Linear(3, 2)
         assert [t.data_ptr() for _, t in TensorSource(module.named_parameters(), None)] == [
             p.data_ptr() for p in module.parameters()
@@ -232,7 +226,7 @@ class TestOneBuffer:
 
     @pytest.mark.parametrize("count", [0, 1, 3, 4, 4100])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
-    def test_a_checksum_is_of_every_element(self, count: int, dtype: torch.dtype) -> None:
+    def test_a_checksum_is_of_every_element(self, count, dtype):
         tensor = torch.ones(count + 1).to(dtype)[1:]  # not at a word's border
         before = checksum(tensor)
         assert torch.equal(before, checksum(tensor.clone()))

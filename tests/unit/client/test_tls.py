@@ -12,7 +12,7 @@ from rollout_service.client._tensors import describe
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, BeginUpload
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.models import make_model
-from tests.unit.client.conftest import Tensors, stream_of
+from tests.unit.client.conftest import stream_of
 from tests.unit.client.real_ingest import real_ingest
 from tests.unit.client.service import Service, serving
 
@@ -28,13 +28,13 @@ def listeners(tmp_path: Path) -> Certificate:
     return make_certificate(tmp_path / "listener", "ingest.example")
 
 
-async def test_a_file_is_what_an_https_service_is_trusted_by(gateways: Certificate, tensors: Tensors) -> None:
+async def test_a_file_is_what_an_https_service_is_trusted_by(gateways, tensors):
     async with serving(Service(), gateways) as service, RolloutClient(service.url, ca_file=gateways.certfile) as client:
         await client.push_weights(5, tensors)
         assert service.uploads[5].stream == stream_of(tensors)
 
 
-async def test_a_service_that_is_not_trusted_is_given_up_at_once(gateways: Certificate, tensors: Tensors) -> None:
+async def test_a_service_that_is_not_trusted_is_given_up_at_once(gateways, tensors):
     async with serving(Service(), gateways) as service, RolloutClient(service.url) as client:
         with pytest.raises(httpx.ConnectError) as refused:
             await client.push_weights(5, tensors)
@@ -43,15 +43,13 @@ async def test_a_service_that_is_not_trusted_is_given_up_at_once(gateways: Certi
     assert service.log == []
 
 
-def test_a_file_that_is_not_there_is_refused_when_the_client_is_made(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused_when_the_client_is_made(tmp_path):
     for kind in (RolloutClient, SyncRolloutClient):
         with pytest.raises(ValueError, match=r"missing\.pem' is no file of certificates"):
             kind("https://rollouts.example", ca_file=tmp_path / "missing.pem")
 
 
-async def test_parts_go_directly_to_a_listener_with_the_certificate_told(
-    gateways: Certificate, listeners: Certificate, tensors: Tensors
-) -> None:
+async def test_parts_go_directly_to_a_listener_with_the_certificate_told(gateways, listeners, tensors):
     async with serving(Service(), gateways) as service, serving(Service(), listeners) as direct:
         direct.uploads, service.upload_url, service.upload_certificate = service.uploads, direct.url, listeners.pem
         async with RolloutClient(service.url, ca_file=gateways.certfile) as client:
@@ -60,9 +58,7 @@ async def test_parts_go_directly_to_a_listener_with_the_certificate_told(
 
 
 @pytest.mark.parametrize("told", ["another", "none", "no certificate"])
-async def test_parts_do_not_go_to_a_listener_with_another_certificate(
-    told: str, gateways: Certificate, listeners: Certificate, tensors: Tensors, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_parts_do_not_go_to_a_listener_with_another_certificate(told, gateways, listeners, tensors, caplog):
     async with serving(Service(), gateways) as service, serving(Service(), listeners) as direct:
         service.upload_url = direct.url
         service.upload_certificate = {"another": gateways.pem, "none": None, "no certificate": "told"}[told]
@@ -72,9 +68,7 @@ async def test_parts_do_not_go_to_a_listener_with_another_certificate(
     assert f"weights go through {service.url}, not directly to {direct.url}" in caplog.text
 
 
-async def test_the_real_ingest_takes_parts_with_tls_from_both(
-    gateways: Certificate, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_real_ingest_takes_parts_with_tls_from_both(gateways, tmp_path, caplog):
     model = make_model(tmp_path / "qwen2", "qwen2")
     tensors = load_file(model / "model.safetensors")
     async with real_ingest(model, tmp_path / "log", certificate=gateways) as service:

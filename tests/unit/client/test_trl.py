@@ -38,7 +38,7 @@ def sync(transfer: RolloutServiceWeightTransfer, tensors: Tensors) -> None:
     transfer.resume()
 
 
-def test_each_sync_is_one_version_more(healthy: Service, transfer: RolloutServiceWeightTransfer) -> None:
+def test_each_sync_is_one_version_more(healthy, transfer):
     transfer.init_weight_transfer()
     assert transfer.status is None
     for step in range(3):
@@ -49,7 +49,7 @@ def test_each_sync_is_one_version_more(healthy: Service, transfer: RolloutServic
     assert healthy.uploads[3].stream == stream_of({"w": torch.full((4,), 2.0), "v": torch.ones(3).bfloat16()})
 
 
-def test_a_sync_pauses_nothing_and_waits_for_replicas(healthy: Service, tensors: Tensors) -> None:
+def test_a_sync_pauses_nothing_and_waits_for_replicas(healthy, tensors):
     transfer = RolloutServiceWeightTransfer(healthy.url, mode="wait", timeout_s=77)
     sync(transfer, tensors)
     transfer.destroy()
@@ -59,7 +59,7 @@ def test_a_sync_pauses_nothing_and_waits_for_replicas(healthy: Service, tensors:
     assert {path for _, path in healthy.log} & {"/pause", "/resume"} == set()
 
 
-def test_versions_go_on_after_the_newest_of_the_service(healthy: Service, tensors: Tensors) -> None:
+def test_versions_go_on_after_the_newest_of_the_service(healthy, tensors):
     for run in (1, 2):  # the second is a trainer that was started again
         transfer = RolloutServiceWeightTransfer(healthy.url)
         transfer.init_weight_transfer()
@@ -69,9 +69,7 @@ def test_versions_go_on_after_the_newest_of_the_service(healthy: Service, tensor
         assert list(healthy.uploads) == list(range(1, 2 * run + 1))
 
 
-def test_after_a_failed_sync_the_next_one_has_a_new_version(
-    healthy: Service, transfer: RolloutServiceWeightTransfer, tensors: Tensors
-) -> None:
+def test_after_a_failed_sync_the_next_one_has_a_new_version(healthy, transfer, tensors):
     """What was staged by the one that failed may be of other weights."""
     sync(transfer, tensors)
     healthy.answers["PUT", "/v1/weights/2/parts/3"].append(EngineFailed("out of disk"))
@@ -82,7 +80,7 @@ def test_after_a_failed_sync_the_next_one_has_a_new_version(
     assert (transfer.status.version, transfer.status.state) == (3, "live")
 
 
-def test_from_the_second_sync_on_tensors_are_not_held(transfer: RolloutServiceWeightTransfer, tensors: Tensors) -> None:
+def test_from_the_second_sync_on_tensors_are_not_held(transfer, tensors):
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
 
@@ -103,7 +101,7 @@ def test_from_the_second_sync_on_tensors_are_not_held(transfer: RolloutServiceWe
     assert most == 1
 
 
-def test_the_trainer_quantizes_if_it_is_told_to(healthy: Service) -> None:
+def test_the_trainer_quantizes_if_it_is_told_to(healthy):
     healthy.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
     transfer = RolloutServiceWeightTransfer(healthy.url, quantize="trainer")
     for _ in range(2):
@@ -114,7 +112,7 @@ def test_the_trainer_quantizes_if_it_is_told_to(healthy: Service) -> None:
         assert dtypes == {"w": "float8_e4m3fn", "w_scale_inv": "float32", "norm": "bfloat16"}
 
 
-def test_what_changes_from_sync_to_sync_is_sent_if_it_is_told_to(healthy: Service) -> None:
+def test_what_changes_from_sync_to_sync_is_sent_if_it_is_told_to(healthy):
     transfer = RolloutServiceWeightTransfer(healthy.url, transport="delta")
     weights = {"w": torch.ones(128, 128), "norm": torch.ones(8)}
     for step in range(3):
@@ -125,7 +123,7 @@ def test_what_changes_from_sync_to_sync_is_sent_if_it_is_told_to(healthy: Servic
     assert deltas[0] is None and [delta and delta.base for delta in deltas[1:]] == [1, 2]
 
 
-def test_it_may_be_used_again_after_destroy(transfer: RolloutServiceWeightTransfer, tensors: Tensors) -> None:
+def test_it_may_be_used_again_after_destroy(transfer, tensors):
     """TRL's ``train()`` destroys it at its end, and does not initialize it again when it is called again."""
     transfer.init_weight_transfer()
     sync(transfer, tensors)
@@ -136,7 +134,7 @@ def test_it_may_be_used_again_after_destroy(transfer: RolloutServiceWeightTransf
     assert transfer.status.version == 2
 
 
-def test_a_service_that_never_answers_is_said(healthy: Service) -> None:
+def test_a_service_that_never_answers_is_said(healthy):
     healthy.answers["GET", "/health"].extend([NotReady("no replica is live")] * 100)
     transfer = RolloutServiceWeightTransfer(healthy.url, server_timeout_s=0)
     with pytest.raises(NotReady, match=f"{healthy.url} could not serve within 0 s"):
@@ -144,13 +142,13 @@ def test_a_service_that_never_answers_is_said(healthy: Service) -> None:
     transfer.destroy()
 
 
-def test_it_waits_until_the_service_can_serve(healthy: Service, transfer: RolloutServiceWeightTransfer) -> None:
+def test_it_waits_until_the_service_can_serve(healthy, transfer):
     healthy.answers["GET", "/health"].append(NotReady("no replica is live"))
     transfer.init_weight_transfer()
     assert healthy.calls("GET", "/health") == 2
 
 
-def test_a_wrong_token_is_said_before_training_begins(healthy: Service) -> None:
+def test_a_wrong_token_is_said_before_training_begins(healthy):
     healthy.token = "right"
     transfer = RolloutServiceWeightTransfer(healthy.url, token="wrong")
     with pytest.raises(Unauthorized):
@@ -158,7 +156,7 @@ def test_a_wrong_token_is_said_before_training_begins(healthy: Service) -> None:
     transfer.destroy()
 
 
-async def test_no_rank_hangs_when_a_sync_fails(healthy: Service, tmp_path: Path) -> None:
+async def test_no_rank_hangs_when_a_sync_fails(healthy, tmp_path):
     """Before the upload begins, while it is under way, and where the tensors are others than the first time."""
     healthy.answers["POST", "/v1/weights"].append(InvalidManifest("no list"))
     healthy.answers["PUT", "/v1/weights/2/parts/1"].append(EngineFailed("out of disk"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rollout_service.compat.versions import UnsupportedRelease, require_release
-from tests.unit.compat.private_names import PrivateName, names_in, problem
+from tests.unit.compat.private_names import names_in, problem
 
 PACKAGE = Path(__file__).parents[3] / "rollout_service"
 NAMES = names_in(Path(__file__).with_name("names.txt").read_text())
@@ -133,7 +133,7 @@ def documented(module: str) -> bool:
     return module.partition(".")[0] not in ("vllm", "ray", "transformers") or module in DOCUMENTED
 
 
-def test_private_names_stand_in_one_file_for_each_library() -> None:
+def test_private_names_stand_in_one_file_for_each_library():
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     ours = frozenset(name for source in sources.values() for name in own_names(ast.parse(source)))
     found = {
@@ -162,7 +162,7 @@ def test_private_names_stand_in_one_file_for_each_library() -> None:
         "stats.inter_token_latencies_iter = []",
     ],
 )
-def test_a_private_name_is_seen(source: str) -> None:
+def test_a_private_name_is_seen(source):
     assert list(private_uses(source))
 
 
@@ -177,12 +177,12 @@ def test_a_private_name_is_seen(source: str) -> None:
         "key._asdict()",
     ],
 )
-def test_what_is_public_or_our_own_is_not_taken_for_private(source: str) -> None:
+def test_what_is_public_or_our_own_is_not_taken_for_private(source):
     assert list(private_uses(source)) == []
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: f"{name.module}.{name.name}")
-def test_a_private_name_is_as_it_was_read(name: PrivateName) -> None:
+def test_a_private_name_is_as_it_was_read(name):
     assert problem(name) is None
 
 
@@ -196,12 +196,12 @@ def test_a_private_name_is_as_it_was_read(name: PrivateName) -> None:
         ("[vllm.v1.worker.gpu_worker file]\nNobody: a", "does not define Nobody"),
     ],
 )
-def test_a_name_that_has_changed_is_found(line: str, found: str) -> None:
+def test_a_name_that_has_changed_is_found(line, found):
     [name] = names_in(line)
     assert re.search(found, problem(name) or "")
 
 
-def test_another_release_is_refused_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_is_refused_unless_it_is_asked_for(monkeypatch):
     require_release(("no-such-distribution", "ray"), "2.60")
     with pytest.raises(UnsupportedRelease, match=r"^ray 2\.60\.\S+ is installed, but .* for ray 2\.59: install"):
         require_release(("ray",), "2.59")

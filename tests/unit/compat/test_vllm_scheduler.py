@@ -70,12 +70,12 @@ def steps(request: pytest.FixtureRequest, vllm_config: VllmConfig) -> Steps:
     return Steps(vllm_config, request.param)
 
 
-def test_class_follows_vllms_choice(vllm_config: VllmConfig) -> None:
+def test_class_follows_vllms_choice(vllm_config):
     assert type(Steps(vllm_config, False).scheduler) is KeepingScheduler
     assert type(Steps(vllm_config, True).scheduler) is KeepingAsyncScheduler
 
 
-def test_only_requests_beyond_the_bound_are_recomputed(steps: Steps) -> None:
+def test_only_requests_beyond_the_bound_are_recomputed(steps):
     steps.scheduler.reset_prefix_cache(1)
     old = steps.add("old", salted(1, "mine"))
     assert steps.step() == {"old": 70}
@@ -88,7 +88,7 @@ def test_only_requests_beyond_the_bound_are_recomputed(steps: Steps) -> None:
     assert old.num_output_tokens == 3 and new.num_output_tokens == 2
 
 
-def test_waiting_and_late_requests_get_the_new_salt(steps: Steps) -> None:
+def test_waiting_and_late_requests_get_the_new_salt(steps):
     steps.scheduler.reset_prefix_cache(1)
     waiting = steps.add("waiting", "1")
     steps.scheduler.reset_prefix_cache(3)
@@ -97,7 +97,7 @@ def test_waiting_and_late_requests_get_the_new_salt(steps: Steps) -> None:
     assert waiting.block_hashes != kept.block_hashes and len(waiting.block_hashes) == len(kept.block_hashes) == 2
 
 
-def test_renewed_requests_share_their_prefix_again(steps: Steps) -> None:
+def test_renewed_requests_share_their_prefix_again(steps):
     steps.scheduler.reset_prefix_cache(1)
     for name in ("a", "b"):
         steps.add(name, "1")
@@ -108,7 +108,7 @@ def test_renewed_requests_share_their_prefix_again(steps: Steps) -> None:
     assert steps.step()["c"] == 70 - 2 * BLOCK
 
 
-def test_requests_without_a_version_are_recomputed_at_each_update(steps: Steps) -> None:
+def test_requests_without_a_version_are_recomputed_at_each_update(steps):
     steps.scheduler.reset_prefix_cache(1)
     steps.add("score", None)
     steps.step()
@@ -117,14 +117,14 @@ def test_requests_without_a_version_are_recomputed_at_each_update(steps: Steps) 
     assert steps.step()["score"] > 1
 
 
-def test_numbers_above_the_version_are_renewed(steps: Steps) -> None:
+def test_numbers_above_the_version_are_renewed(steps):
     steps.scheduler.reset_prefix_cache(5)
     request = steps.add("a", "5")
     steps.scheduler.reset_prefix_cache(2)
     assert request.cache_salt == "2"
 
 
-def test_vllms_own_reset_drops_everything(steps: Steps) -> None:
+def test_vllms_own_reset_drops_everything(steps):
     steps.scheduler.reset_prefix_cache(1)
     steps.add("a", "1")
     steps.step()

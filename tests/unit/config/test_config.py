@@ -26,14 +26,14 @@ def section_class(name: str) -> type[Config]:
 
 
 @pytest.mark.parametrize("path", ["models/modèle", "$HOME/模型", "models/a b/%41/~x"])
-def test_a_model_path_beyond_ascii_is_refused(path: str) -> None:
+def test_a_model_path_beyond_ascii_is_refused(path):
     if path.isascii():
         assert ServiceConfig.model_validate({"model": {"path": path}}).model.path == Path(path)
     else:
         assert "name a symbolic link" in message_of({"model": {"path": path, "served_name": "m"}})
 
 
-def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch):
     monkeypatch.setenv("MODELS", "/données")
     model = ServiceConfig.model_validate({"model": {"path": "$MODELS/tiny"}}).model
     with pytest.raises(ValueError, match=r"model\.path=/données/tiny has characters"):
@@ -41,16 +41,16 @@ def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch: pytest.Monk
 
 
 class TestSections:
-    def test_an_unknown_section_is_refused_by_name(self) -> None:
+    def test_an_unknown_section_is_refused_by_name(self):
         assert "modle" in message_of({"modle": {}})
 
     @pytest.mark.parametrize("section", SECTIONS)
-    def test_an_unknown_field_is_refused_by_name(self, section: str) -> None:
+    def test_an_unknown_field_is_refused_by_name(self, section):
         message = message_of({section: {"mispelt": 1}})
         assert f"{section}.mispelt" in message and "not permitted" in message
 
     @pytest.mark.parametrize("section", SECTIONS)
-    def test_a_configuration_cannot_be_changed(self, section: str) -> None:
+    def test_a_configuration_cannot_be_changed(self, section):
         part = getattr(ServiceConfig(), section)
         field = next(iter(section_class(section).model_fields))
         with pytest.raises(ValidationError, match="frozen"):
@@ -80,7 +80,7 @@ class TestSections:
             ({"monitor": {"suspect_prob_error": 1}}, "monitor.suspect_prob_error"),
         ],
     )
-    def test_a_value_out_of_range_is_refused_by_field(self, args: dict[str, Any], where: str) -> None:
+    def test_a_value_out_of_range_is_refused_by_field(self, args, where):
         assert where in message_of(args)
 
 
@@ -90,39 +90,39 @@ class TestFieldsThatGoTogether:
         [{"skip": ["*.o_proj"]}, {"scales": "power_of_two"}, {"indivisible": "keep_bf16"}],
         ids=lambda option: next(iter(option)),
     )
-    def test_an_option_of_quantization_makes_no_sense_without_it(self, option: dict[str, Any]) -> None:
+    def test_an_option_of_quantization_makes_no_sense_without_it(self, option):
         message = message_of({"quant": {"weights": "none", **option}})
         assert f"quant.{next(iter(option))}: set, but quant.weights is none" in message
         ServiceConfig.model_validate({"quant": option, "weights": {"ingest_num_gpus": 0.1}})
 
     @pytest.mark.parametrize("weights", ["fp8_channel", "int8_channel"])
     @pytest.mark.parametrize("option", [{"scales": "power_of_two"}, {"indivisible": "keep_bf16"}])
-    def test_channels_have_no_blocks_to_say_anything_about(self, option: dict[str, Any], weights: str) -> None:
+    def test_channels_have_no_blocks_to_say_anything_about(self, option, weights):
         message = message_of({"quant": {"weights": weights, **option}})
         assert f"quant.{next(iter(option))}: set, but quant.weights is {weights}, which has no blocks" in message
         ServiceConfig.model_validate({"quant": {"weights": weights, "skip": ["*.o_proj"]}})
 
-    def test_a_default_written_out_is_no_option_set(self) -> None:
+    def test_a_default_written_out_is_no_option_set(self):
         written = {"weights": "none", "skip": [], "scales": "fp32", "indivisible": "error"}
         assert ServiceConfig.model_validate({"quant": written}).quant.weights == "none"
 
-    def test_fewer_replicas_at_most_than_at_least_names_both(self) -> None:
+    def test_fewer_replicas_at_most_than_at_least_names_both(self):
         message = message_of({"scaling": {"min_replicas": 4, "max_replicas": 2}})
         assert "max_replicas=2" in message and "min_replicas=4" in message
 
-    def test_a_replica_holds_a_multiple_of_what_it_decodes(self) -> None:
+    def test_a_replica_holds_a_multiple_of_what_it_decodes(self):
         config = ServiceConfig.model_validate({"engine": {"max_num_seqs": 64}, "scaling": {"gateways": 4}})
         assert (config.engine.sequences_per_replica, config.sequences_per_gateway) == (256, 64)
         config = ServiceConfig.model_validate({"engine": {"admission_limit": 3}, "scaling": {"gateways": 4}})
         assert (config.engine.sequences_per_replica, config.sequences_per_gateway) == (3, 1)
 
-    def test_a_bf16_cache_has_no_scales_to_measure(self) -> None:
+    def test_a_bf16_cache_has_no_scales_to_measure(self):
         message = message_of({"kv_cache": {"dtype": "bfloat16", "scales_policy": "calibrate"}})
         assert "kv_cache.scales_policy is calibrate" in message and "kv_cache.dtype is bfloat16" in message
         for dtype in ("auto", "fp8_e4m3"):
             ServiceConfig.model_validate({"kv_cache": {"dtype": dtype, "scales_policy": "calibrate"}})
 
-    def test_dead_after_s_too_short_for_poll_s_names_both(self) -> None:
+    def test_dead_after_s_too_short_for_poll_s_names_both(self):
         message = message_of({"weights": {"poll_s": 10, "dead_after_s": 20}})
         assert "dead_after_s=20" in message and "poll_s=10" in message
 
@@ -133,11 +133,11 @@ class TestFieldsThatGoTogether:
             ({"distributed": "ray", "pipeline_parallel_size": 2}, "engine.distributed:"),
         ],
     )
-    def test_an_engine_larger_than_a_host_is_refused(self, engine: dict[str, Any], named: str) -> None:
+    def test_an_engine_larger_than_a_host_is_refused(self, engine, named):
         message = message_of({"engine": engine})
         assert named in message and "an engine is on one host" in message and "docs/hardware.md" in message
 
-    def test_experts_are_shared_out_over_several_gpus_only(self) -> None:
+    def test_experts_are_shared_out_over_several_gpus_only(self):
         message = message_of({"engine": {"expert_parallel": True}})
         assert "engine.expert_parallel" in message and "engine.tensor_parallel_size is 1" in message
         ServiceConfig.model_validate({"engine": {"expert_parallel": True, "tensor_parallel_size": 2}})
@@ -150,15 +150,15 @@ def gpus_of(on_gpus: bool, **sections: dict[str, Any]) -> tuple[float | None, fl
 
 
 class TestGpus:
-    def test_left_out_they_are_those_of_an_engine(self) -> None:
+    def test_left_out_they_are_those_of_an_engine(self):
         assert gpus_of(True) == (0.9, 0.1)
         assert gpus_of(True, engine={"tensor_parallel_size": 4}) == (4, 0)
         assert gpus_of(True, quant={"weights": "none"}) == (1, 0)
 
-    def test_on_the_cpu_there_are_none(self) -> None:
+    def test_on_the_cpu_there_are_none(self):
         assert gpus_of(False) == gpus_of(False, engine={"tensor_parallel_size": 2}) == (0, 0)
 
-    def test_those_that_are_given_stay(self) -> None:
+    def test_those_that_are_given_stay(self):
         assert gpus_of(True, weights={"ingest_num_gpus": 0.25}) == (0.75, 0.25)
         assert gpus_of(True, weights={"ingest_num_gpus": 1}) == (1, 1)
         assert gpus_of(True, scaling={"num_gpus": 0.5}) == (0.5, 0)
@@ -166,18 +166,18 @@ class TestGpus:
         assert gpus_of(False, scaling={"num_gpus": 0.9}, weights={"ingest_num_gpus": 0.1}) == (0.9, 0.1)
 
     @pytest.mark.parametrize("gpus", [0.9, 1, 1.9, 3])
-    def test_several_gpus_of_an_engine_are_whole_ones(self, gpus: float) -> None:
+    def test_several_gpus_of_an_engine_are_whole_ones(self, gpus):
         message = message_of({"engine": {"tensor_parallel_size": 2}, "scaling": {"num_gpus": gpus}})
         assert f"scaling.num_gpus={gpus:g}, and engine.tensor_parallel_size=2 takes 2 whole GPUs" in message
         assert "set it to 2, or leave it out" in message and "ingest" not in message
 
-    def test_an_ingest_s_share_is_of_another_gpu_then(self) -> None:
+    def test_an_ingest_s_share_is_of_another_gpu_then(self):
         engine = {"engine": {"tensor_parallel_size": 2}, "weights": {"ingest_num_gpus": 0.1}}
         message = message_of({**engine, "scaling": {"num_gpus": 1.9}})
         assert "weights.ingest_num_gpus=0.1 is then of another GPU, and with 0 the ingest uses the CPU" in message
         ServiceConfig.model_validate({**engine, "scaling": {"num_gpus": 2}})
 
-    def test_one_gpu_is_all_that_an_engine_of_one_uses(self) -> None:
+    def test_one_gpu_is_all_that_an_engine_of_one_uses(self):
         message = message_of({"scaling": {"num_gpus": 1.9}})
         assert "engine.tensor_parallel_size is 1" in message and "or engine.tensor_parallel_size: 2" in message
         assert "the ingest quantizes on one GPU" in message_of({"weights": {"ingest_num_gpus": 1.5}})
@@ -199,37 +199,37 @@ class TestEngineKernels:
             ({"env": {"TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1"}}, None),
         ],
     )
-    def test_on_a_gpu_the_settings_of_compilation_decide(self, engine: dict[str, Any], kernels: str | None) -> None:
+    def test_on_a_gpu_the_settings_of_compilation_decide(self, engine, kernels):
         config = ServiceConfig.model_validate({"engine": engine})
         assert config.with_gpus(True).engine_kernels == kernels
         assert config.with_gpus(False).engine_kernels == "cpu"
 
-    def test_before_gpus_are_known_kernels_are_not_known(self) -> None:
+    def test_before_gpus_are_known_kernels_are_not_known(self):
         assert ServiceConfig().engine_kernels is None
 
 
 class TestAuth:
     @pytest.mark.parametrize("token", ["secret", "", None])
-    def test_a_token_in_the_configuration_is_refused_and_not_shown(self, token: str | None) -> None:
+    def test_a_token_in_the_configuration_is_refused_and_not_shown(self, token):
         message = message_of({"auth": {"token": token}})
         assert "auth.token is refused: Ray logs" in message and "auth.token_file" in message
         assert "secret" not in message
 
-    def test_trusted_networks_are_ipv4_and_ipv6_networks(self) -> None:
+    def test_trusted_networks_are_ipv4_and_ipv6_networks(self):
         config = AuthConfig(trusted_networks=["10.1.0.0/16", "fd00:1::/32", "10.2.0.7"])
         assert [str(network) for network in config.trusted_networks] == ["10.1.0.0/16", "fd00:1::/32", "10.2.0.7/32"]
         assert AuthConfig.model_validate(config.model_dump(mode="json")) == config
         assert AuthConfig().trusted_networks == ()
 
     @pytest.mark.parametrize("network", ["10.1.0.1/16", "trainer-0", "10.1", 167837696, None])
-    def test_what_is_no_network_is_refused_by_its_value(self, network: object) -> None:
+    def test_what_is_no_network_is_refused_by_its_value(self, network):
         message = message_of({"auth": {"trusted_networks": [network]}})
         assert (
             "auth.trusted_networks.0" in message and str(network) in message and "10.1.0.0/16 or fd00:1::/32" in message
         )
 
     @pytest.mark.parametrize("text", ["two words", "two\nlines", "schlüssel", "bell\x07", "\n"])
-    def test_a_token_file_holds_what_a_header_can_carry(self, tmp_path: Path, text: str) -> None:
+    def test_a_token_file_holds_what_a_header_can_carry(self, tmp_path, text):
         file = tmp_path / "token"
         with pytest.raises(FileNotFoundError, match="token"):
             AuthConfig(token_file=file).secret()
@@ -252,9 +252,7 @@ class TestUploadListener:
             ("ingest-0", "ingest-0", None),
         ],
     )
-    def test_an_advertised_address_is_a_host_and_perhaps_a_port(
-        self, address: str, host: str, port: int | None
-    ) -> None:
+    def test_an_advertised_address_is_a_host_and_perhaps_a_port(self, address, host, port):
         weights = {"upload_host": "0.0.0.0", "upload_port": 7000, "upload_advertise_address": address}
         config = ServiceConfig.model_validate({"weights": weights, "auth": {"token_file": "token"}})
         assert host_and_port(config.weights.upload_advertise_address or "") == (host, port)
@@ -262,22 +260,22 @@ class TestUploadListener:
     @pytest.mark.parametrize(
         "address", ["", "http://a", "a b", "a:", "a:0", "a:65536", "fd00::1", "a/b", "0.0.0.0", "localhost:7000", "a@b"]
     )
-    def test_what_no_other_machine_reaches_is_no_address(self, address: str) -> None:
+    def test_what_no_other_machine_reaches_is_no_address(self, address):
         message = message_of({"weights": {"upload_advertise_address": address}})
         assert "weights.upload_advertise_address" in message and repr(address) in message
 
-    def test_an_advertised_address_needs_a_listener_and_a_port_there(self) -> None:
+    def test_an_advertised_address_needs_a_listener_and_a_port_there(self):
         advertised = {"upload_advertise_address": "rollouts.example", "upload_port": 7000}
         assert "set it to 0.0.0.0" in message_of({"weights": advertised})
         message = message_of({"weights": advertised | {"upload_host": "0.0.0.0", "upload_port": 0}})
         assert "weights.upload_port is 0" in message
 
     @pytest.mark.parametrize(("there", "missing"), [("certfile", "keyfile"), ("keyfile", "certfile")])
-    def test_a_certificate_and_its_key_are_given_together(self, there: str, missing: str) -> None:
+    def test_a_certificate_and_its_key_are_given_together(self, there, missing):
         message = message_of({"weights": {f"upload_ssl_{there}": "tls"}})
         assert f"weights.upload_ssl_{there} is set, but not weights.upload_ssl_{missing}" in message
 
-    def test_a_resolved_certificate_has_absolute_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_resolved_certificate_has_absolute_paths(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         weights = {"upload_ssl_certfile": "tls.crt", "upload_ssl_keyfile": "tls.key"}
         resolved = ServiceConfig.model_validate({"weights": weights}).resolved()
@@ -286,7 +284,7 @@ class TestUploadListener:
 
 
 class TestModel:
-    def test_the_model_s_name_is_its_folder_s_unless_given(self) -> None:
+    def test_the_model_s_name_is_its_folder_s_unless_given(self):
         assert ServiceConfig.model_validate({"model": {"path": "/models/Qwen3-8B"}}).model.name == "Qwen3-8B"
         assert ServiceConfig.model_validate({"model": {"served_name": "policy"}}).model.name == "policy"
 
@@ -303,12 +301,12 @@ class TestModel:
             ("models/Qwen/Qwen3-8B", None),
         ],
     )
-    def test_two_names_and_a_slash_are_a_repository(self, path: str, repo_id: str | None) -> None:
+    def test_two_names_and_a_slash_are_a_repository(self, path, repo_id):
         model = ServiceConfig.model_validate({"model": {"path": path}}).model
         assert model.repo_id == repo_id
         assert model.name == (repo_id or Path(path).name)
 
-    def test_a_folder_comes_before_a_repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_folder_comes_before_a_repository(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
         config = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B"}})
@@ -317,7 +315,7 @@ class TestModel:
         pinned = ServiceConfig.model_validate({"model": {"path": "Qwen/Qwen3-8B", "revision": "main"}})
         assert pinned.resolved().model.repo_id == "Qwen/Qwen3-8B"
 
-    def test_a_model_that_is_made_is_no_repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_model_that_is_made_is_no_repository(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         config = ServiceConfig.model_validate({"model": {"path": "models/tiny-qwen3", "create": "tiny-qwen3"}})
         assert config.model.repo_id is None and config.resolved().model.path == tmp_path / "models/tiny-qwen3"
@@ -333,7 +331,7 @@ def paths_in(value: object) -> list[Path]:
 
 
 class TestResolved:
-    def test_every_path_is_absolute_once_resolved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_path_is_absolute_once_resolved(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "models" / "m").mkdir(parents=True)
         args = {
@@ -350,9 +348,7 @@ class TestResolved:
         assert resolved.kv_cache.calibration_prompts == tmp_path / "prompts.jsonl"
         assert all(path.is_absolute() for path in paths_in(resolved))
 
-    def test_resolving_changes_paths_only_and_twice_changes_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_resolving_changes_paths_only_and_twice_changes_nothing(self, tmp_path, monkeypatch):
         config = ServiceConfig.model_validate({"engine": {"seed": 3}, "scaling": {"max_replicas": 2}})
         monkeypatch.chdir(tmp_path)
         resolved = config.resolved()
@@ -360,12 +356,12 @@ class TestResolved:
         monkeypatch.chdir("/")
         assert resolved.resolved() == resolved
 
-    def test_a_resolved_configuration_survives_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_resolved_configuration_survives_json(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         resolved = ServiceConfig().resolved()
         assert ServiceConfig.model_validate_json(resolved.model_dump_json()) == resolved
 
-    def test_variables_in_the_log_root_expand_on_the_reading_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_variables_in_the_log_root_expand_on_the_reading_node(self, monkeypatch):
         config = ServiceConfig.model_validate({"weights": {"root": "$NODE_DISK/weights"}}).resolved()
         monkeypatch.setenv("NODE_DISK", "/mnt/first")
         assert config.weights.root_here() == Path("/mnt/first/weights")

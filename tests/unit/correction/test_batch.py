@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from rollout_service.correction import Rows, correct, measure_mismatch, preset, truncated_importance_weights
-from rollout_service.correction.batch import MissingLogprobs
+from rollout_service.correction import correct, measure_mismatch, preset, truncated_importance_weights
 
 every = pytest.mark.parametrize("function", [truncated_importance_weights, measure_mismatch, correct])
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -20,9 +18,7 @@ Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
     [((2, 3), (2, 4), (2, 3)), ((2, 3), (2, 3), (3,)), ((2, 3), (2, 3), (2, 1)), ((3,), (3,), (3,))],
     ids=["logprobs differ", "mask lacks the batch", "mask would broadcast", "no batch"],
 )
-def test_wrong_batch_shapes_are_refused_and_all_three_are_named(
-    function: Function, shapes: tuple[tuple[int, ...], ...]
-) -> None:
+def test_wrong_batch_shapes_are_refused_and_all_three_are_named(function, shapes):
     trainer, engine, mask = (torch.ones(shape) for shape in shapes)
     with pytest.raises(ValueError, match=r"\[batch, tokens\]") as refusal:
         function(trainer, engine, mask)
@@ -31,14 +27,14 @@ def test_wrong_batch_shapes_are_refused_and_all_three_are_named(
 
 @every
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_a_mask_that_selects_nothing_is_refused(function: Function, shape: tuple[int, int]) -> None:
+def test_a_mask_that_selects_nothing_is_refused(function, shape):
     with pytest.raises(ValueError, match="selects no token"):
         function(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape))
 
 
 @every
 @pytest.mark.parametrize("value", [0.5, 2.0, -1.0, math.nan])
-def test_a_mask_of_anything_but_zero_and_one_is_refused(function: Function, value: float) -> None:
+def test_a_mask_of_anything_but_zero_and_one_is_refused(function, value):
     with pytest.raises(ValueError, match="only 0 and 1"):
         function(torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[1.0, value]]))
 
@@ -46,26 +42,26 @@ def test_a_mask_of_anything_but_zero_and_one_is_refused(function: Function, valu
 @every
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["trainer_logprobs", "rollout_logprobs"])
-def test_a_selected_non_finite_logprob_is_refused_with_its_place(function: Function, value: float, name: str) -> None:
+def test_a_selected_non_finite_logprob_is_refused_with_its_place(function, value, name):
     logprobs = {"trainer_logprobs": torch.zeros(2, 3), "rollout_logprobs": torch.zeros(2, 3)}
     logprobs[name][1, 2] = value
     with pytest.raises(ValueError, match=rf"{name}\[1, 2\] is {value}"):
         function(logprobs["trainer_logprobs"], logprobs["rollout_logprobs"], torch.ones(2, 3))
 
 
-def test_lists_of_numbers_are_tokens_at_the_start_of_their_rows() -> None:
+def test_lists_of_numbers_are_tokens_at_the_start_of_their_rows():
     weights = truncated_importance_weights([[-1.0, -2.0], [], [-1.0]], [[-1.0, -1.0], [], [0.0]])
     assert weights.dtype is torch.float32
     assert weights.tolist() == [pytest.approx(row) for row in ([1, math.exp(-1)], [0, 0], [math.exp(-1), 0])]
 
 
-def test_the_services_lists_go_with_a_trainers_padded_tensor() -> None:
+def test_the_services_lists_go_with_a_trainers_padded_tensor():
     trainer = torch.tensor([[-1.0, -2.0, math.nan, math.nan], [-1.0, math.nan, math.nan, math.nan]])
     assert measure_mismatch(trainer, [[-1.0, -1.0], [-1.0]]).tokens == 3
 
 
 @pytest.mark.parametrize("mask", [[[1, 0], [1]], torch.tensor([[True, False], [True, False]])])
-def test_a_mask_picks_tokens_of_ragged_rows(mask: Rows) -> None:
+def test_a_mask_picks_tokens_of_ragged_rows(mask):
     assert measure_mismatch([[-1.0, -9.0], [-2.0]], [[-1.0, -1.0], [-1.0]], mask).k1 == pytest.approx(0.5)
 
 
@@ -73,7 +69,7 @@ LOST = [[-1.0, math.nan, -2.0], [-math.inf, -1.0]]
 TRAINER = [[-1.5, -0.5, -2.0], [-0.5, -1.0]]
 
 
-def test_a_missing_logprob_of_ratio_1_weighs_1() -> None:
+def test_a_missing_logprob_of_ratio_1_weighs_1():
     found = correct(TRAINER, LOST, correction=preset("token_tis"), missing_logprobs="ratio_1")
     assert found.weights.tolist() == [pytest.approx(row) for row in ([math.exp(-0.5), 1, 1], [1, 1, 0])]
     assert found.denominator == 5
@@ -81,7 +77,7 @@ def test_a_missing_logprob_of_ratio_1_weighs_1() -> None:
     assert found.metrics["rollout_corr/kl"] == pytest.approx(0.5 / 5)
 
 
-def test_a_masked_missing_logprob_is_as_if_never_sampled() -> None:
+def test_a_masked_missing_logprob_is_as_if_never_sampled():
     found = correct(TRAINER, LOST, correction=preset("token_tis"), missing_logprobs="mask")
     wanted = correct(TRAINER, [[-1.0, 0, -2.0], [0, -1.0]], [[1, 0, 1], [0, 1]], preset("token_tis"))
     assert torch.equal(found.weights, wanted.weights) and torch.equal(found.mask, wanted.mask)
@@ -90,7 +86,7 @@ def test_a_masked_missing_logprob_is_as_if_never_sampled() -> None:
 
 
 @pytest.mark.parametrize("missing", ["ratio_1", "mask"])
-def test_only_the_rollouts_logprobs_may_be_missing(missing: MissingLogprobs) -> None:
+def test_only_the_rollouts_logprobs_may_be_missing(missing):
     with pytest.raises(ValueError, match=r"trainer_logprobs\[0, 1\] is nan"):
         correct(LOST, TRAINER, missing_logprobs=missing)
     with pytest.raises(ValueError, match=r"rollout_logprobs\[1, 1\] is nan"):  # beyond the end of a ragged row
@@ -112,7 +108,7 @@ ONE, TWO = [[-1.0], [-1.0]], [[-1.0, -2.0], [-1.0]]
         *[((rows, rows), "selects no token") for rows in ([], [[]], [[], []])],
     ],
 )
-def test_rows_that_do_not_fit_are_refused(arguments: Any, complaint: str) -> None:
+def test_rows_that_do_not_fit_are_refused(arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
         correct(*arguments)
 
@@ -121,6 +117,6 @@ def test_rows_that_do_not_fit_are_refused(arguments: Any, complaint: str) -> Non
     ("missing", "complaint"),
     [("mask", "no sampled token has a finite logprob"), ("drop", "'drop' must be one of refuse, ratio_1, mask")],
 )
-def test_missing_logprobs_that_leave_nothing_are_refused(missing: Any, complaint: str) -> None:
+def test_missing_logprobs_that_leave_nothing_are_refused(missing, complaint):
     with pytest.raises(ValueError, match=complaint):
         correct([[-1.0]], [[math.nan]], missing_logprobs=missing)

@@ -25,7 +25,7 @@ def gradient(rows: Rows, recipe: Correction) -> torch.Tensor:
 
 
 @given(rows=ROWS, name=st.sampled_from(list(PRESETS)))
-def test_the_gradient_is_the_weights_over_the_counted_tokens(rows: Rows, name: str) -> None:
+def test_the_gradient_is_the_weights_over_the_counted_tokens(rows, name):
     trainer, rollout, mask = padded(rows)
     corrected = apply(trainer, rollout, mask, preset(name))
     counted = mask if preset(name).divides_by == "sampled" else corrected.mask
@@ -36,7 +36,7 @@ def test_the_gradient_is_the_weights_over_the_counted_tokens(rows: Rows, name: s
 
 
 @given(rows=ROWS)
-def test_both_denominators_reject_and_weigh_alike(rows: Rows) -> None:
+def test_both_denominators_reject_and_weigh_alike(rows):
     rejection = (Rejection("seq_mean_k3", 0.01),)
     sampled = correct(*padded(rows), Correction(rejections=rejection, divides_by="sampled"))
     kept = correct(*padded(rows), Correction(rejections=rejection, divides_by="kept"))
@@ -46,24 +46,24 @@ def test_both_denominators_reject_and_weigh_alike(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("divides_by", ["sampled", "kept"])
-def test_a_batch_that_is_rejected_whole_is_divided_by_something(divides_by: str) -> None:
-    recipe = Correction(rejections=(Rejection("token_k1", 1.1),), divides_by=divides_by)  # type: ignore[arg-type]
+def test_a_batch_that_is_rejected_whole_is_divided_by_something(divides_by):
+    recipe = Correction(rejections=(Rejection("token_k1", 1.1),), divides_by=divides_by)
     found = correct([[-9.0, -9.0]], [[-1.0, -1.0]], correction=recipe)
     assert found.denominator == {"sampled": 2, "kept": 1}[divides_by]
 
 
-def test_the_parts_of_a_step_add_up_to_the_whole() -> None:
+def test_the_parts_of_a_step_add_up_to_the_whole():
     whole = correct(*padded(NINE_OF_TEN_REJECTED), preset("geo_rs"))
     parts = [correct(*padded(NINE_OF_TEN_REJECTED[i : i + 5]), preset("geo_rs")) for i in (0, 5)]
     assert sum(int(part.counted.sum()) for part in parts) == whole.denominator == 4
 
 
-def test_an_unknown_denominator_is_refused() -> None:
+def test_an_unknown_denominator_is_refused():
     with pytest.raises(ValueError, match="divides_by='tokens' must be one of sampled, kept"):
-        Correction(divides_by="tokens")  # type: ignore[arg-type]
+        Correction(divides_by="tokens")
 
 
-def test_truncated_sampling_makes_a_perfect_version_look_wrong() -> None:
+def test_truncated_sampling_makes_a_perfect_version_look_wrong():
     kept = 0.9  # top_p
     trainer = torch.full((1, 200), math.log(0.4), dtype=torch.float64)
     rollout = trainer - math.log(kept)

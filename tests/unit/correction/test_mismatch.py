@@ -19,7 +19,7 @@ def row(values: list[float]) -> torch.Tensor:
 
 
 @given(tokens=TOKENS)
-def test_both_follow_the_formula(tokens: list[tuple[float, float]]) -> None:
+def test_both_follow_the_formula(tokens):
     measured = measure_mismatch(row([t for t, _ in tokens]), row([e for _, e in tokens]), torch.ones(1, len(tokens)))
     count = len(tokens)
     assert measured.k1 == pytest.approx(math.fsum(e - t for t, e in tokens) / count, abs=1e-12)
@@ -28,7 +28,7 @@ def test_both_follow_the_formula(tokens: list[tuple[float, float]]) -> None:
     assert measured.tokens == count
 
 
-def test_k1_and_k3_over_engine_samples_are_the_kl_divergence() -> None:
+def test_k1_and_k3_over_engine_samples_are_the_kl_divergence():
     engine, trainer = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
     sampled = [0] * 5 + [1] * 3 + [2] * 2
     measured = measure_mismatch(
@@ -41,7 +41,7 @@ def test_k1_and_k3_over_engine_samples_are_the_kl_divergence() -> None:
     assert measured.k3 == pytest.approx(divergence)
 
 
-def test_one_absurd_token_leaves_k3_finite_and_k1_unclamped() -> None:
+def test_one_absurd_token_leaves_k3_finite_and_k1_unclamped():
     measured = measure_mismatch(row([0.0, -1.0]), row([-1000.0, -1.0]), torch.ones(1, 2))
     assert measured.k1 == pytest.approx(-500.0)
     assert measured.k3 == pytest.approx((math.exp(20) - 1 - 20) / 2)

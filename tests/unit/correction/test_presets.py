@@ -65,7 +65,7 @@ CASES = {
 }  # fmt: skip
 
 
-def test_prime_ipo_looks_at_probabilities_and_not_at_their_ratio() -> None:
+def test_prime_ipo_looks_at_probabilities_and_not_at_their_ratio():
     rows = [[(math.log(trainer), math.log(rollout)) for trainer, rollout in ((0.9, 0.59), (0.9, 0.61), (0.3, 0.61))]]
     found = correct(*padded(rows), preset("prime_ipo"))
     assert found.mask.tolist() == [[False, True, False]]
@@ -82,19 +82,19 @@ SOURCES = {
 """By what each project divides; the recipes that are not here reject nothing."""
 
 
-def test_every_recipe_that_rejects_divides_as_its_source_does() -> None:
+def test_every_recipe_that_rejects_divides_as_its_source_does():
     rejecting = {name: recipe for name, recipe in PRESETS.items() if recipe.rejections or recipe.veto}
     assert {name: recipe.divides_by for name, recipe in rejecting.items()} == {
         name: divides_by for divides_by, names in SOURCES.items() for name in names
     }
 
 
-def test_every_preset_is_compared_with_its_source() -> None:
+def test_every_preset_is_compared_with_its_source():
     assert [*CASES, *FORMULAS] == list(PRESETS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_preset_weighs_and_keeps_what_its_recipe_says(name: str) -> None:
+def test_a_preset_weighs_and_keeps_what_its_recipe_says(name):
     ratios, weights, kept = CASES[name]
     rows = of_ratios(*ratios)
     found = correct(*padded(rows), preset(name))
@@ -102,23 +102,23 @@ def test_a_preset_weighs_and_keeps_what_its_recipe_says(name: str) -> None:
     assert unpadded(found.mask, rows) == [[bool(value) for value in row] for row in kept]
 
 
-def test_an_unknown_preset_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_preset_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match=r"'tis': choose one of metrics_only, token_tis, seq_tis"):
         preset("tis")
 
 
-def test_presets_cannot_be_changed() -> None:
+def test_presets_cannot_be_changed():
     with pytest.raises(TypeError):
-        PRESETS["token_tis"] = Correction()  # type: ignore[index]
+        PRESETS["token_tis"] = Correction()
     with pytest.raises(AttributeError):
-        preset("token_tis").veto = Veto()  # type: ignore[misc]
+        preset("token_tis").veto = Veto()
 
 
-def test_the_page_lists_every_preset() -> None:
+def test_the_page_lists_every_preset():
     assert first_column("Recipes") == list(PRESETS)
 
 
-def test_the_page_lists_every_metric_and_no_other() -> None:
+def test_the_page_lists_every_metric_and_no_other():
     recipe = Correction(
         ImportanceWeights(upper=2.0, lower=0.5, outside="mask", batch_normalize=True),
         (Rejection("seq_mean_k3", 1.0),),
@@ -129,7 +129,7 @@ def test_the_page_lists_every_metric_and_no_other() -> None:
     assert sorted(f"rollout_corr/{name.replace('{statistic}', 'seq_mean_k3')}" for name in written) == sorted(measured)
 
 
-def test_the_pages_examples_run() -> None:
+def test_the_pages_examples_run():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     logged: list[dict[str, float]] = []
     reported: list[Any] = []

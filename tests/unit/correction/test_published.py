@@ -166,7 +166,7 @@ def times(weights: list[list[float]], advantages: Advantages) -> list[list[float
 
 @pytest.mark.parametrize("name", FORMULAS)
 @given(seed=SEEDS, per_token=st.booleans())
-def test_a_recipe_weighs_as_its_source_does(name: str, seed: int, per_token: bool) -> None:
+def test_a_recipe_weighs_as_its_source_does(name, seed, per_token):
     rows, advantages = random_batch(seed, per_token)
     trainer, rollout, mask = padded(rows)
     given_advantages = advantages if per_token else [row[0] if row else 0.0 for row in advantages]
@@ -181,20 +181,20 @@ def test_a_recipe_weighs_as_its_source_does(name: str, seed: int, per_token: boo
 
 
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name != "vespo"])
-def test_random_batches_have_tokens_on_both_sides(name: str) -> None:
+def test_random_batches_have_tokens_on_both_sides(name):
     weights = [flat(FORMULAS[name](*random_batch(seed, per_token=False))) for seed in range(200)]
     assert {weight == 0 for weight in flat(weights)} == {True, False}
 
 
 @given(seed=SEEDS)
-def test_binary_kl_of_fp32_logprobs_is_never_negative(seed: int) -> None:
+def test_binary_kl_of_fp32_logprobs_is_never_negative(seed):
     rows, _ = random_batch(seed, per_token=False)
     trainer, _, mask = padded(rows)
     found = correct(trainer.float(), (trainer + 1e-7).float(), mask, preset("flash_reinforce"))
     assert found.metrics["rollout_corr/rollout_rs_seq_mean_binary_kl_min"] >= 0
 
 
-def test_rejection_metrics_count_what_the_condition_rejects() -> None:
+def test_rejection_metrics_count_what_the_condition_rejects():
     rows = [[(math.log(0.9), math.log(0.5))] * 2]  # both beyond the bound, one of them diverging
     found = correct(*padded(rows), preset("dppo_tv"), advantages=[[1.0, -1.0]])
     assert found.mask.tolist() == [[False, True]]
@@ -203,16 +203,16 @@ def test_rejection_metrics_count_what_the_condition_rejects() -> None:
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "opsm", "vespo"])
-def test_a_recipe_without_its_advantages_is_refused(name: str) -> None:
+def test_a_recipe_without_its_advantages_is_refused(name):
     with pytest.raises(ValueError, match="give advantages="):
         correct([[-1.0]], [[-1.0]], correction=preset(name))
 
 
 @pytest.mark.parametrize("advantages", [torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]]), [1.0, -1.0],
                                         torch.tensor([[1.0, 1.0], [-1.0, math.nan]]), [[1, 1], [-1]]])  # fmt: skip
-def test_advantages_of_every_form_give_the_same(advantages: object) -> None:
+def test_advantages_of_every_form_give_the_same(advantages):
     logprobs = [[-1.0, -2.0], [-1.0]], [[-1.5, -2.0], [-0.5]]
-    found = correct(*logprobs, correction=Correction(GammaWeights()), advantages=advantages)  # type: ignore[arg-type]
+    found = correct(*logprobs, correction=Correction(GammaWeights()), advantages=advantages)
     w = math.exp(0.5), math.exp(-0.5)
     wanted = [math.exp(3) * w[0] ** 2 * math.exp(-3 * w[0])] * 2, [math.exp(2) * w[1] ** 3 * math.exp(-2 * w[1]), 0]
     assert found.weights.tolist() == [pytest.approx(row) for row in wanted]
@@ -227,12 +227,12 @@ def test_advantages_of_every_form_give_the_same(advantages: object) -> None:
         ([math.inf], r"advantages\[0, 0\] is inf"),
     ],
 )
-def test_advantages_that_do_not_fit_are_refused(advantages: object, message: str) -> None:
+def test_advantages_that_do_not_fit_are_refused(advantages, message):
     with pytest.raises(ValueError, match=message):
-        correct([[-1.0, -2.0]], [[-1.0, -2.0]], advantages=advantages)  # type: ignore[arg-type]
+        correct([[-1.0, -2.0]], [[-1.0, -2.0]], advantages=advantages)
 
 
 @pytest.mark.parametrize("arguments", [{"k_pos": 0.0}, {"lambda_neg": math.inf}, {"k_neg": "3"}])
-def test_gamma_parameters_that_make_no_sense_are_refused(arguments: dict[str, float]) -> None:
+def test_gamma_parameters_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ValueError, match=f"GammaWeights {next(iter(arguments))}"):
         GammaWeights(**arguments)

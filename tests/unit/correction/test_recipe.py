@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rollout_service.correction import PRESETS, Corrected, Correction, ImportanceWeights, Rejection, Veto, correct
 from tests.unit.correction.batches import ROWS, UNUSABLE, apply, flat, near, padded, ragged, unpadded
-from tests.unit.correction.expected import Rows
 
 EVERYTHING = Correction(
     ImportanceWeights("sequence", upper=3.0, lower=0.1, batch_normalize=True),
@@ -34,7 +33,7 @@ def assert_same(found: Corrected, wanted: Corrected) -> None:
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_equal_policies_are_left_as_they_are(rows: Rows, recipe: Correction) -> None:
+def test_equal_policies_are_left_as_they_are(rows, recipe):
     equal = [[(trainer, trainer) for trainer, _ in row] for row in rows]
     trainer, rollout, mask = padded(equal)
     found = apply(trainer, rollout, mask, recipe)
@@ -48,7 +47,7 @@ def test_equal_policies_are_left_as_they_are(rows: Rows, recipe: Correction) -> 
 
 
 @given(rows=ROWS, recipe=RECIPES, seed=st.integers(0, 1000))
-def test_the_order_of_the_sequences_changes_nothing(rows: Rows, recipe: Correction, seed: int) -> None:
+def test_the_order_of_the_sequences_changes_nothing(rows, recipe, seed):
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     straight = apply(*padded(rows), recipe)
@@ -57,7 +56,7 @@ def test_the_order_of_the_sequences_changes_nothing(rows: Rows, recipe: Correcti
 
 
 @given(rows=ROWS, recipe=RECIPES, junk=UNUSABLE | st.floats(-100, 100), extra=st.integers(0, 3))
-def test_what_masked_positions_hold_has_no_influence(rows: Rows, recipe: Correction, junk: float, extra: int) -> None:
+def test_what_masked_positions_hold_has_no_influence(rows, recipe, junk, extra):
     found = apply(*padded(rows, junk, extra), recipe)
     wanted = apply(*padded(rows, 0.0), recipe)
     width = wanted.mask.shape[1]
@@ -66,7 +65,7 @@ def test_what_masked_positions_hold_has_no_influence(rows: Rows, recipe: Correct
 
 
 @given(rows=ROWS, recipe=RECIPES, where=st.integers(0, 5))
-def test_a_sequence_without_tokens_changes_nothing(rows: Rows, recipe: Correction, where: int) -> None:
+def test_a_sequence_without_tokens_changes_nothing(rows, recipe, where):
     where = min(where, len(rows))
     found = apply(*padded([*rows[:where], [], *rows[where:]]), recipe)
     wanted = apply(*padded(rows), recipe)
@@ -76,7 +75,7 @@ def test_a_sequence_without_tokens_changes_nothing(rows: Rows, recipe: Correctio
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_ragged_rows_give_what_padded_rows_give(rows: Rows, recipe: Correction) -> None:
+def test_ragged_rows_give_what_padded_rows_give(rows, recipe):
     trainer, rollout, mask = padded(rows)
     wanted = apply(trainer, rollout, mask, recipe)
     by_row = ragged(rows)
@@ -86,7 +85,7 @@ def test_ragged_rows_give_what_padded_rows_give(rows: Rows, recipe: Correction) 
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_values_are_finite_and_fractions_lie_between_0_and_1(rows: Rows, recipe: Correction) -> None:
+def test_values_are_finite_and_fractions_lie_between_0_and_1(rows, recipe):
     far = [[(50 * trainer, 50 * rollout) for trainer, rollout in row] for row in rows]  # down to exp(−2000)
     found = apply(*padded(far), recipe)
     assert torch.isfinite(found.weights).all() and (found.weights >= 0).all()
@@ -96,7 +95,7 @@ def test_values_are_finite_and_fractions_lie_between_0_and_1(rows: Rows, recipe:
 
 
 @given(rows=ROWS, recipe=RECIPES)
-def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows: Rows, recipe: Correction) -> None:
+def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows, recipe):
     trainer, rollout, mask = padded(rows)
     found = apply(trainer, rollout, mask, recipe)
     assert not (found.mask & ~mask).any()
@@ -104,7 +103,7 @@ def test_rejected_tokens_weigh_zero_and_the_rest_is_in_the_mask(rows: Rows, reci
 
 
 @pytest.mark.parametrize("recipe", [*PRESETS.values(), EVERYTHING], ids=[*PRESETS, "everything"])
-def test_no_gradient_flows_through_weights_or_metrics(recipe: Correction) -> None:
+def test_no_gradient_flows_through_weights_or_metrics(recipe):
     trainer = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     found = apply(trainer, torch.tensor([[-1.0001, -2.0]], requires_grad=True), torch.ones(1, 2), recipe)
     assert not found.weights.requires_grad
@@ -121,9 +120,7 @@ def test_no_gradient_flows_through_weights_or_metrics(recipe: Correction) -> Non
         (torch.float32, torch.float64, torch.float64),
     ],
 )
-def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(
-    rows: Rows, trainer: torch.dtype, rollout: torch.dtype, weights: torch.dtype
-) -> None:
+def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(rows, trainer, rollout, weights):
     ours, theirs, mask = padded(rows)
     ours, theirs = ours.to(trainer), theirs.to(rollout)
     found = apply(ours, theirs, mask, EVERYTHING)
@@ -134,7 +131,7 @@ def test_logprobs_of_any_dtype_give_weights_of_at_least_fp32(
 
 
 @given(rows=ROWS)
-def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows: Rows) -> None:
+def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows):
     trainer, rollout, mask = padded(rows)
     alone = [correct(trainer, rollout, mask, Correction(rejections=(one,))).mask for one in EVERYTHING.rejections]
     alone.append(correct(trainer, rollout, mask, Correction(veto=EVERYTHING.veto)).mask)
@@ -146,18 +143,18 @@ def test_a_token_stays_if_every_rejection_and_the_veto_keep_it(rows: Rows) -> No
     assert together.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(sum(lost) / len(lost))
 
 
-def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows: Rows) -> None:
+def test_metrics_of_weights_do_not_depend_on_what_is_rejected(rows):
     weights = ImportanceWeights("token", upper=2.0)
     alone = apply(*padded(rows), Correction(weights)).metrics
     assert alone.items() <= apply(*padded(rows), Correction(weights, (Rejection("seq_mean_k3", 0.01),))).metrics.items()
 
 
-def test_a_recipe_is_refused_where_it_is_written() -> None:
+def test_a_recipe_is_refused_where_it_is_written():
     with pytest.raises(ValueError, match="token_k1 rejects twice"):
         Correction(rejections=(Rejection("token_k1", 2.0), Rejection("token_k2", 1.0), Rejection("token_k1", 3.0)))
     with pytest.raises(TypeError, match="tuple of Rejection"):
-        Correction(rejections=Rejection("token_k1", 2.0))  # type: ignore[arg-type]
+        Correction(rejections=Rejection("token_k1", 2.0))
     with pytest.raises(TypeError, match="ImportanceWeights"):
-        Correction(weights="token")  # type: ignore[arg-type]
+        Correction(weights="token")
     with pytest.raises(TypeError, match="Correction"):
-        correct([[0.0]], [[0.0]], correction="token_tis")  # type: ignore[arg-type]
+        correct([[0.0]], [[0.0]], correction="token_tis")

@@ -21,9 +21,7 @@ def kept(rows: Rows, recipe: Correction) -> list[list[float]]:
 
 
 @given(rows=ROWS, statistic=STATISTICS, upper=st.floats(1.01, 50), lower=st.none() | st.floats(0.01, 1))
-def test_a_token_is_kept_iff_its_statistic_is_within_the_bounds(
-    rows: Rows, statistic: Statistic, upper: float, lower: float | None
-) -> None:
+def test_a_token_is_kept_iff_its_statistic_is_within_the_bounds(rows, statistic, upper, lower):
     ratio = statistic.endswith("k1")
     recipe = Rejection(statistic, upper, lower if ratio else None)
     low = math.log(1 / upper if lower is None else lower) if ratio else 0.0
@@ -43,14 +41,14 @@ def test_a_token_is_kept_iff_its_statistic_is_within_the_bounds(
 @pytest.mark.parametrize(
     "recipe", [Rejection("token_k1", 1.0), Rejection("token_k2", 2.0), Rejection("seq_max_k2", 2.0)]
 )
-def test_a_statistic_on_its_bound_is_kept(recipe: Rejection) -> None:
+def test_a_statistic_on_its_bound_is_kept(recipe):
     on_the_bound = {"k1": 0.0, "k2": -2.0}[recipe.statistic[-2:]]  # nats from the rollout's logprob
     assert kept([[(on_the_bound - 4.0, -4.0)]], Correction(rejections=(recipe,))) == [[True]]
     assert kept([[(on_the_bound - 4.5, -4.0)]], Correction(rejections=(recipe,))) == [[False]]
 
 
 @given(rows=ROWS, lower=st.sampled_from([None, 1e-4, 1e-12]), upper=st.sampled_from([None, 100.0, 1e12]))
-def test_one_token_outside_the_veto_drops_its_sequence(rows: Rows, lower: float | None, upper: float | None) -> None:
+def test_one_token_outside_the_veto_drops_its_sequence(rows, lower, upper):
     assume(lower is not None or upper is not None)
     low, high = math.log(lower or 1e-300), math.log(upper or 1e300)
     outside = [[not low <= log <= high for log in expected.log_ratios(row)] for row in rows]
@@ -63,7 +61,7 @@ def test_one_token_outside_the_veto_drops_its_sequence(rows: Rows, lower: float 
     assert found.metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(sum(sequences) / len(sequences))
 
 
-def test_padding_vetoes_nothing_even_where_equal_policies_would() -> None:
+def test_padding_vetoes_nothing_even_where_equal_policies_would():
     assert kept([[(-2.0, -1.0)] * 2, [(-2.0, -1.0)]], Correction(veto=Veto(lower=None, upper=0.5))) == [
         [True] * 2,
         [True],
@@ -83,15 +81,15 @@ def test_padding_vetoes_nothing_even_where_equal_policies_would() -> None:
         ({"statistic": "token_k1", "upper": True}, "positive"),
     ],
 )
-def test_a_rejection_that_makes_no_sense_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_a_rejection_that_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Rejection(**arguments)  # type: ignore[arg-type]
+        Rejection(**arguments)
 
 
 @pytest.mark.parametrize(
     ("lower", "upper", "message"),
     [(None, None, "neither"), (0.0, None, "positive"), (2.0, 1.0, "above upper"), (math.inf, None, "finite")],
 )
-def test_a_veto_that_makes_no_sense_is_refused(lower: float | None, upper: float | None, message: str) -> None:
+def test_a_veto_that_makes_no_sense_is_refused(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         Veto(lower, upper)

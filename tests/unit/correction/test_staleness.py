@@ -18,7 +18,7 @@ ROWS = st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4)
 
 
 @given(rows=ROWS, ahead=st.integers(0, 3), max_lag=st.integers(0, 10))
-def test_versions_lag_and_filter_follow_the_spans(rows: list[list[int]], ahead: int, max_lag: int) -> None:
+def test_versions_lag_and_filter_follow_the_spans(rows, ahead, max_lag):
     trainer = 9 + ahead
     versions = token_versions([spans_of(row) for row in rows])
     width = max(map(len, rows))
@@ -34,7 +34,7 @@ def test_versions_lag_and_filter_follow_the_spans(rows: list[list[int]], ahead: 
     assert sequences == [[all(row)] * len(row) + pad for row, pad in zip(by_token, padding, strict=True)]
 
 
-def test_a_completion_that_an_update_split() -> None:
+def test_a_completion_that_an_update_split():
     spans = [[Span(version=3, start=0, end=2), Span(version=5, start=2, end=3)], [Span(version=5, start=0, end=1)]]
     versions = token_versions(spans, num_tokens=4)
     assert versions.tolist() == [[3, 3, 5, -1], [5, -1, -1, -1]]
@@ -42,24 +42,24 @@ def test_a_completion_that_an_update_split() -> None:
     assert fresh_tokens(versions, 5, 1, "token").tolist() == [[False, False, True, False], [True, False, False, False]]
 
 
-def test_the_filter_is_a_mask_for_correct() -> None:
+def test_the_filter_is_a_mask_for_correct():
     versions = token_versions([spans_of([1, 1]), spans_of([4])])
     found = correct(torch.zeros(2, 2), torch.zeros(2, 2), fresh_tokens(versions, 4, 2))
     assert found.mask.tolist() == [[False, False], [True, False]]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     versions = token_versions([spans_of([7])])
     with pytest.raises(ValueError, match="sampled by version 7, but trainer_version=6"):
         token_lag(versions, 6)
     with pytest.raises(ValueError, match="max_lag=-1"):
         fresh_tokens(versions, 7, -1)
     with pytest.raises(ValueError, match="level='batch'"):
-        fresh_tokens(versions, 7, 1, "batch")  # type: ignore[arg-type]
+        fresh_tokens(versions, 7, 1, "batch")
     with pytest.raises(ValueError, match="2 tokens, more than num_tokens=1"):
         token_versions([spans_of([1, 1])], num_tokens=1)
 
 
-def test_no_completion_and_none_with_a_token() -> None:
+def test_no_completion_and_none_with_a_token():
     assert token_versions([]).shape == (0, 0)
     assert fresh_tokens(token_versions([[]]), 0, 0).shape == (1, 0)

@@ -50,7 +50,7 @@ def batch(kept: list[list[list[int]]], seed: int) -> tuple[torch.Tensor, torch.T
 
 
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
-def test_it_is_log_softmax_over_the_kept_logits(kept: list[list[list[int]]], seed: int) -> None:
+def test_it_is_log_softmax_over_the_kept_logits(kept, seed):
     logits, sampled, _ = batch(kept, seed)
     found = SamplingSupport.of([made(pack(row)) for row in kept]).renormalized(logits, sampled)
     for row, positions in enumerate(kept):
@@ -63,7 +63,7 @@ def test_it_is_log_softmax_over_the_kept_logits(kept: list[list[list[int]]], see
 
 
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
-def test_logits_logprobs_and_logprobs_at_kept_ids_give_the_same(kept: list[list[list[int]]], seed: int) -> None:
+def test_logits_logprobs_and_logprobs_at_kept_ids_give_the_same(kept, seed):
     logits, sampled, _ = batch(kept, seed)
     support = SamplingSupport.of([made(pack(row)) for row in kept])
     wanted = support.renormalized(logits, sampled)
@@ -73,7 +73,7 @@ def test_logits_logprobs_and_logprobs_at_kept_ids_give_the_same(kept: list[list[
 
 
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
-def test_gradients_are_the_truncated_policys_and_zero_at_padding(kept: list[list[list[int]]], seed: int) -> None:
+def test_gradients_are_the_truncated_policys_and_zero_at_padding(kept, seed):
     logits, sampled, mask = batch(kept, seed)
     logits.requires_grad_()
     SamplingSupport.of([made(pack(row)) for row in kept]).renormalized(logits, sampled).sum().backward()
@@ -88,7 +88,7 @@ def test_gradients_are_the_truncated_policys_and_zero_at_padding(kept: list[list
 
 
 @given(kept=COMPLETIONS, seed=st.integers(0, 100))
-def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept: list[list[list[int]]], seed: int) -> None:
+def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept, seed):
     logits, sampled, mask = batch(kept, seed)
     support = SamplingSupport.of([made(pack(row)) for row in kept])
     rollout = support.renormalized(logits, sampled)  # what an engine with these very logits returns
@@ -97,20 +97,20 @@ def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept: list[list
     assert found.metrics["rollout_corr/token_mult_prob_error"] == 1.0
 
 
-def test_half_precision_logits_are_widened_before_logsumexp() -> None:
+def test_half_precision_logits_are_widened_before_logsumexp():
     support = SamplingSupport.of([made(pack([[0, 1]]))])
     logits = torch.tensor([[[8.0, -8.0, 9.0]]], dtype=torch.bfloat16)
     found = support.renormalized(logits, torch.tensor([[1]]))
     assert found.dtype is torch.float32 and found.item() == pytest.approx(-16.0, abs=1e-5)
 
 
-def test_chunks_of_two_engines_and_padding() -> None:
+def test_chunks_of_two_engines_and_padding():
     support = SamplingSupport.of([made(pack([[1], [2, 3]]), pack([[4]])), made(pack([[5]])), made()], num_tokens=4)
     assert support.kept.sum(-1).tolist() == [[1, 2, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert support.token_ids[support.kept].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_what_does_not_fit_is_refused_with_its_place() -> None:
+def test_what_does_not_fit_is_refused_with_its_place():
     support = SamplingSupport.of([made(pack([[1, 2], [3]]))])
     with pytest.raises(ValueError, match=r"sampled\[0, 1\] is token 2, which its sampling mask does not hold"):
         support.renormalized(torch.zeros(1, 2, 5), torch.tensor([[1, 2]]))
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_with_its_place() -> None:
         SamplingSupport.of([made(pack([[1], [2]]))], num_tokens=1)
 
 
-def test_correct_warns_of_truncated_sampling_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_warns_of_truncated_sampling_once(monkeypatch):
     monkeypatch.setattr(truncation, "_warned", set())
     with pytest.warns(TruncatedSamplingWarning, match="kept mass"):
         correct([[-1.0]], [[-1.0]], truncated_sampling=True)

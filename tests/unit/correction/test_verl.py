@@ -37,7 +37,7 @@ def ours(arguments: dict[str, Any]) -> Correction:
 
 
 @pytest.mark.parametrize("recorded", RECORDED["results"], ids=lambda result: str([*result["arguments"].values()]))
-def test_a_recipe_gives_what_verl_gives(recorded: dict[str, Any]) -> None:
+def test_a_recipe_gives_what_verl_gives(recorded):
     found = correct(RECORDED["trainer"], RECORDED["rollout"], correction=ours(recorded["arguments"]))
     assert found.mask.tolist() == [[bool(kept) for kept in row] for row in recorded["mask"]]
     assert found.weights.tolist() == [pytest.approx(row, rel=1e-6) for row in recorded["weights"]]
@@ -69,7 +69,7 @@ OURS: dict[str, tuple[list[list[float]], dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("recorded", RECORDED["differs"], ids=lambda result: str(result["what"]))
-def test_where_the_page_says_that_we_differ_we_do(recorded: dict[str, Any]) -> None:
+def test_where_the_page_says_that_we_differ_we_do(recorded):
     logprobs = (torch.tensor(recorded[name], dtype=torch.float64) for name in ("trainer", "rollout", "mask"))
     found = correct(*logprobs, ours(recorded["arguments"]))
     weights, metrics = OURS[recorded["what"]]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.correction import Correction, ImportanceWeights, correct
-from rollout_service.correction.weights import Level, Outside
 from tests.unit.correction import expected
 from tests.unit.correction.batches import ROWS, near, padded, unpadded
 from tests.unit.correction.expected import Rows
@@ -22,22 +21,20 @@ def measured(rows: Rows, recipe: ImportanceWeights) -> dict[str, float]:
 
 
 @given(rows=ROWS, level=LEVELS, bounds=BOUNDS, outside=st.sampled_from(["truncate", "mask"]))
-def test_every_metric_follows_its_formula(
-    rows: Rows, level: Level, bounds: tuple[float | None, float], outside: Outside
-) -> None:
+def test_every_metric_follows_its_formula(rows, level, bounds, outside):
     lower, upper = bounds
     found = measured(rows, ImportanceWeights(level, upper, lower, outside))
     wanted = expected.of_weights(rows, level, lower, upper, outside)
     assert found == near(wanted)
 
 
-def test_effective_sample_size_is_zero_if_all_weights_are_masked() -> None:
+def test_effective_sample_size_is_zero_if_all_weights_are_masked():
     found = measured([[(-3.0, 0.0)]], ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask"))
     assert found["rollout_is_eff_sample_size"] == 0.0
 
 
 @given(rows=ROWS, level=LEVELS)
-def test_normalized_weights_have_mean_one_and_report_the_factor(rows: Rows, level: Level) -> None:
+def test_normalized_weights_have_mean_one_and_report_the_factor(rows, level):
     plain = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0)))
     found = correct(*padded(rows), Correction(ImportanceWeights(level, upper=2.0, batch_normalize=True)))
     units = unpadded(found.weights, rows)
@@ -49,7 +46,7 @@ def test_normalized_weights_have_mean_one_and_report_the_factor(rows: Rows, leve
     assert plain.metrics.items() <= found.metrics.items()
 
 
-def test_weights_that_are_all_masked_are_not_divided_by_zero() -> None:
+def test_weights_that_are_all_masked_are_not_divided_by_zero():
     recipe = ImportanceWeights("token", upper=2.0, lower=0.5, outside="mask", batch_normalize=True)
     found = correct([[-3.0]], [[0.0]], correction=Correction(recipe))
     assert found.weights.tolist() == [[0.0]]

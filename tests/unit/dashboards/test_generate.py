@@ -22,16 +22,16 @@ def panels(name: str) -> list[dict[str, Any]]:
     return [panel for panel in board(name)["panels"] if panel["type"] != "row"]
 
 
-def test_the_committed_files_are_what_the_generator_makes() -> None:
+def test_the_committed_files_are_what_the_generator_makes():
     assert {name: (FOLDER / name).read_text() for name in generated()} == generated()
 
 
-def test_grafanas_model_gives_each_dashboard_back_as_it_is() -> None:
+def test_grafanas_model_gives_each_dashboard_back_as_it_is():
     assert round_trips() == ["rollout", "mismatch"]
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_every_panel_has_a_unit_a_legend_and_a_description(name: str) -> None:
+def test_every_panel_has_a_unit_a_legend_and_a_description(name):
     for panel in panels(name):
         assert panel["type"] == "timeseries" and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         assert len(panel["description"].split()) >= 12 and panel["description"].endswith("."), panel["title"]
@@ -39,7 +39,7 @@ def test_every_panel_has_a_unit_a_legend_and_a_description(name: str) -> None:
         assert panel["datasource"]["uid"] == "${datasource}"
 
 
-def test_what_compose_mounts_and_prometheus_loads_is_there() -> None:
+def test_what_compose_mounts_and_prometheus_loads_is_there():
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     mounts = [mount.split(":")[0] for service in services.values() for mount in service["volumes"]]
     assert [mount for mount in mounts if mount.startswith("./") and not (FOLDER / mount).exists()] == []

@@ -19,17 +19,17 @@ def in_alerts() -> set[str]:
     return {name for rule in group["rules"] for name in metrics_of(rule["expr"])}
 
 
-def test_every_metric_that_is_named_exists() -> None:
+def test_every_metric_that_is_named_exists():
     assert (on_dashboards() | in_alerts()) - {metric.name for metric in METRICS} == set()
 
 
-def test_every_metric_is_on_a_dashboard_or_in_the_documentation() -> None:
+def test_every_metric_is_on_a_dashboard_or_in_the_documentation():
     page = PAGE.read_text()
     documented = {metric.name for metric in METRICS if f"|`{metric.name}`|" in page}
     assert {metric.name for metric in METRICS} - on_dashboards() - documented == set()
 
 
-def test_a_query_asks_for_labels_that_its_metric_has() -> None:
+def test_a_query_asks_for_labels_that_its_metric_has():
     labels = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
     for board in DASHBOARDS:
         for query in panel_queries(board):

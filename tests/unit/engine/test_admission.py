@@ -6,7 +6,7 @@ from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.errors import Overloaded
 
 
-def test_a_running_request_takes_places_and_then_frees_them() -> None:
+def test_a_running_request_takes_places_and_then_frees_them():
     limit = AdmissionLimit(10)
     with limit.admit(4):
         assert limit.running == 4
@@ -16,7 +16,7 @@ def test_a_running_request_takes_places_and_then_frees_them() -> None:
     assert limit.running == 0
 
 
-def test_a_full_replica_refuses_with_the_numbers() -> None:
+def test_a_full_replica_refuses_with_the_numbers():
     limit = AdmissionLimit(10)
     with limit.admit(10):
         with pytest.raises(Overloaded, match="10 of 10 sequences and 3 more") as refused, limit.admit(3):
@@ -26,7 +26,7 @@ def test_a_full_replica_refuses_with_the_numbers() -> None:
         assert limit.running == 10
 
 
-def test_a_refused_request_takes_no_place() -> None:
+def test_a_refused_request_takes_no_place():
     limit = AdmissionLimit(2)
     with limit.admit(2):
         for _ in range(5):
@@ -36,7 +36,7 @@ def test_a_refused_request_takes_no_place() -> None:
         assert limit.running == 2
 
 
-def test_a_request_that_fails_gives_its_places_back() -> None:
+def test_a_request_that_fails_gives_its_places_back():
     limit = AdmissionLimit(2)
     with pytest.raises(RuntimeError), limit.admit(2):
         raise RuntimeError
@@ -44,7 +44,7 @@ def test_a_request_that_fails_gives_its_places_back() -> None:
 
 
 @pytest.mark.parametrize("asked", [2, 5, 4096])
-def test_one_free_place_takes_a_request_of_any_size(asked: int) -> None:
+def test_one_free_place_takes_a_request_of_any_size(asked):
     limit = AdmissionLimit(4)
     with limit.admit(3), limit.admit(asked):
         assert limit.running == 3 + asked
@@ -52,7 +52,7 @@ def test_one_free_place_takes_a_request_of_any_size(asked: int) -> None:
             pass
 
 
-def test_a_gateway_has_its_share_of_a_replica_that_another_one_fills() -> None:
+def test_a_gateway_has_its_share_of_a_replica_that_another_one_fills():
     limit = AdmissionLimit(10, share=5)
     with limit.admit(10, "a"):
         with pytest.raises(Overloaded), limit.admit(1, "a"):
@@ -61,7 +61,7 @@ def test_a_gateway_has_its_share_of_a_replica_that_another_one_fills() -> None:
             pass
 
 
-def test_sequences_are_told_by_the_gateway_that_sent_them() -> None:
+def test_sequences_are_told_by_the_gateway_that_sent_them():
     limit = AdmissionLimit(10)
     with limit.admit(2, "a"), limit.admit(3, "b"), limit.admit(1, "a"):
         assert limit.by_origin() == {"a": 3, "b": 3} and limit.running == 6

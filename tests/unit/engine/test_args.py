@@ -31,7 +31,7 @@ def _config(path: Path, **sections: dict[str, object]) -> ServiceConfig:
     return ServiceConfig.model_validate({"model": {"path": path}, "kv_cache": {"dtype": "bfloat16"}, **sections})
 
 
-def test_a_router_is_never_converted_although_it_is_in_no_plan(tmp_path: Path) -> None:
+def test_a_router_is_never_converted_although_it_is_in_no_plan(tmp_path):
     model = ServedModel.load(make_model(tmp_path, "qwen2_moe"))
     plan = model.plan(QuantConfig())
     told = not_converted(model, plan)
@@ -40,7 +40,7 @@ def test_a_router_is_never_converted_although_it_is_in_no_plan(tmp_path: Path) -
     assert not {f"{name}.weight" for name in told} & plan.quantized
 
 
-def test_a_skipped_module_is_named_to_the_engine(tmp_path: Path) -> None:
+def test_a_skipped_module_is_named_to_the_engine(tmp_path):
     model = ServedModel.load(make_model(tmp_path, "llama"))
     plan = model.plan(QuantConfig(skip=("model.layers.1.self_attn.o_proj",)))
     args = engine_args(_config(tmp_path), not_converted(model, plan), has_tokenizer=False)
@@ -49,7 +49,7 @@ def test_a_skipped_module_is_named_to_the_engine(tmp_path: Path) -> None:
     assert told["weight_block_size"] == [128, 128] and told["activation_scheme"] == "dynamic"
 
 
-def test_whole_experts_on_each_rank_are_vllms_expert_parallelism(tmp_path: Path) -> None:
+def test_whole_experts_on_each_rank_are_vllms_expert_parallelism(tmp_path):
     make_model(tmp_path, "qwen3_moe")
     for whole in (True, False):
         engine = {"tensor_parallel_size": 2, "expert_parallel": whole}
@@ -57,7 +57,7 @@ def test_whole_experts_on_each_rank_are_vllms_expert_parallelism(tmp_path: Path)
         assert args.enable_expert_parallel is whole and args.tensor_parallel_size == 2
 
 
-def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
+def test_without_quantization_nothing_is_said_of_blocks(tmp_path):
     make_model(tmp_path, "llama")
     args = engine_args(_config(tmp_path, quant={"weights": "none"}), (), has_tokenizer=False)
     assert "weight_block_size" not in args.hf_overrides.get("quantization_config", {})
@@ -65,7 +65,7 @@ def test_without_quantization_nothing_is_said_of_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("weights", BY_CHANNEL)
-def test_channels_are_a_format_of_ours_on_the_cpu(weights: str, tmp_path: Path) -> None:
+def test_channels_are_a_format_of_ours_on_the_cpu(weights, tmp_path):
     make_model(tmp_path, "llama")
     args = engine_args(_config(tmp_path, quant={"weights": weights}), ("a", "b"), has_tokenizer=False)
     told = args.hf_overrides["quantization_config"]
@@ -73,9 +73,7 @@ def test_channels_are_a_format_of_ours_on_the_cpu(weights: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("weights", BY_CHANNEL)
-def test_channels_are_compressed_tensors_format_on_a_gpu(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channels_are_compressed_tensors_format_on_a_gpu(weights, tmp_path, monkeypatch):
     make_model(tmp_path, "llama")
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     left = ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate", "model.layers.1.self_attn.q_proj")
@@ -105,7 +103,7 @@ def test_channels_are_compressed_tensors_format_on_a_gpu(
 
 
 @pytest.mark.parametrize("quant", ["fp8_block", "none"])
-def test_logits_in_fp32_are_vllms_head_dtype(tmp_path: Path, quant: str) -> None:
+def test_logits_in_fp32_are_vllms_head_dtype(tmp_path, quant):
     make_model(tmp_path, "llama")
 
     def head_dtype(**engine: object) -> torch.dtype:
@@ -116,14 +114,14 @@ def test_logits_in_fp32_are_vllms_head_dtype(tmp_path: Path, quant: str) -> None
     assert head_dtype() is torch.bfloat16
 
 
-def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
+def test_an_fp8_cache_of_latent_attention_is_refused_on_the_cpu(tmp_path):
     make_model(tmp_path, "deepseek_v3")
     with pytest.raises(ValueError, match=r"latent attention.*kv_cache.dtype: auto"):
         engine_args(_config(tmp_path, kv_cache={"dtype": "fp8_e4m3"}), (), has_tokenizer=False)
     assert engine_args(_config(tmp_path), (), has_tokenizer=False).attention_backend == "CPU_MLA"
 
 
-def test_a_gpu_without_fp8_is_refused_with_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_fp8_is_refused_with_what_to_set(tmp_path, monkeypatch):
     make_model(tmp_path, "llama")
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(8, 0))
@@ -136,20 +134,20 @@ def test_a_gpu_without_fp8_is_refused_with_what_to_set(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("field", [{"staging": "device"}, {"staging": "host"}, {"attention_backend": "TRITON_ATTN"}])
-def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path: Path, field: dict[str, object]) -> None:
+def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path, field):
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=f"engine.{next(iter(field))} is .*: set it to auto"):
         engine_args(_config(tmp_path, engine=field), (), has_tokenizer=False)
 
 
-def test_a_cpu_engine_stages_in_plain_memory_unless_disabled(tmp_path: Path) -> None:
+def test_a_cpu_engine_stages_in_plain_memory_unless_disabled(tmp_path):
     make_model(tmp_path, "llama")
     for staging, kind in (("auto", {STAGING_KEY: "memory"}), ("none", {})):
         args = engine_args(_config(tmp_path, engine={"staging": staging}), (), has_tokenizer=False)
         assert args.additional_config == kind
 
 
-def test_cuda_graphs_are_refused_on_the_cpu(tmp_path: Path) -> None:
+def test_cuda_graphs_are_refused_on_the_cpu(tmp_path):
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=r"engine.cuda_graph_sizes is \[1, 8\].*no CUDA graphs: leave it out"):
         engine_args(_config(tmp_path, engine={"cuda_graph_sizes": [1, 8]}), (), has_tokenizer=False)
@@ -158,13 +156,13 @@ def test_cuda_graphs_are_refused_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_num_seqs", "largest", "count"), [(256, 512, 28), (1024, 512, 28), (20, 40, 7), (1, 2, 2)]
 )
-def test_default_graphs_cover_twice_the_sequences_up_to_512(max_num_seqs: int, largest: int, count: int) -> None:
+def test_default_graphs_cover_twice_the_sequences_up_to_512(max_num_seqs, largest, count):
     sizes = default_graph_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1], len(sizes)) == (1, largest, count)
 
 
-def test_graph_sizes_of_vllms_own_setting_are_left_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_sizes_of_vllms_own_setting_are_left_to_vllm(tmp_path, monkeypatch):
     make_model(tmp_path, "llama")
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(9, 0))
@@ -173,19 +171,19 @@ def test_graph_sizes_of_vllms_own_setting_are_left_to_vllm(tmp_path: Path, monke
         assert engine_args(config, (), has_tokenizer=False).cudagraph_capture_sizes == sizes
 
 
-def test_cuda_graphs_and_an_eager_engine_exclude_each_other(tmp_path: Path) -> None:
+def test_cuda_graphs_and_an_eager_engine_exclude_each_other(tmp_path):
     with pytest.raises(ValueError, match=r"cuda_graph_sizes=\[1, 8\], but engine.enforce_eager"):
         _config(tmp_path, engine={"cuda_graph_sizes": [1, 8], "enforce_eager": True})
 
 
-def test_the_tokens_of_a_step_are_vllms_choice_unless_given(tmp_path: Path) -> None:
+def test_the_tokens_of_a_step_are_vllms_choice_unless_given(tmp_path):
     make_model(tmp_path, "llama")
     for given in (None, 8192):
         args = engine_args(_config(tmp_path, engine={"max_num_batched_tokens": given}), (), has_tokenizer=False)
         assert args.max_num_batched_tokens == given
 
 
-def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path, monkeypatch):
     make_model(tmp_path, "llama")
     masks = _config(tmp_path, engine={"return_sampling_mask": True})
     with pytest.raises(ValueError, match=r"engine.return_sampling_mask is true.*Model Runner V2.*not for the CPU"):
@@ -195,9 +193,7 @@ def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path: Path, mo
     assert not engine_args(_config(tmp_path), (), has_tokenizer=False).return_sampling_mask
 
 
-def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_the_cpu(tmp_path, monkeypatch):
     make_model(tmp_path, "qwen3_moe")
     asked = _config(tmp_path, engine={"return_routed_experts": True})
     with pytest.raises(ValueError, match=r"engine.return_routed_experts is true.*Model Runner V2.*not for the CPU"):
@@ -210,7 +206,7 @@ def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_th
         engine_args(asked, (), has_tokenizer=False)
 
 
-def test_engines_have_lora_layers_only_where_adapters_are_served(tmp_path: Path) -> None:
+def test_engines_have_lora_layers_only_where_adapters_are_served(tmp_path):
     make_model(tmp_path, "qwen3_moe")
     assert not engine_args(_config(tmp_path), (), has_tokenizer=False).enable_lora
     adapters = {"max_live": 3, "max_rank": 64}

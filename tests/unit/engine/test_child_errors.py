@@ -31,7 +31,7 @@ def fail(deep: bool) -> None:
         logging.getLogger("vllm.engine").exception("failed to start")
 
 
-def test_the_root_is_what_the_deepest_process_said() -> None:
+def test_the_root_is_what_the_deepest_process_said():
     with collected_errors() as errors:
         core = CONTEXT.Process(target=fail, args=(True,), name="EngineCore")
         core.start()
@@ -43,12 +43,12 @@ def test_the_root_is_what_the_deepest_process_said() -> None:
         assert [line.count("Worker_TP0") for line in errors.lines()] == [1, 0]
 
 
-def test_a_process_that_was_killed_has_said_nothing() -> None:
+def test_a_process_that_was_killed_has_said_nothing():
     with collected_errors() as errors:
         assert errors.first() is None
 
 
-def test_no_handler_where_nobody_asked() -> None:
+def test_no_handler_where_nobody_asked():
     with collected_errors():
         assert not tell_errors(), "the replica itself is no engine process"
     asked = "from rollout_service.engine.child_errors import tell_errors; assert not tell_errors()"
@@ -62,11 +62,11 @@ def test_no_handler_where_nobody_asked() -> None:
         (ValueError("x" * 9000), f"ValueError: {'x' * 988} … {'x' * 1000}"),
     ],
 )
-def test_the_reason_of_an_error(error: Exception, reason: str) -> None:
+def test_the_reason_of_an_error(error, reason):
     assert reason_of(error) == reason
 
 
-def test_a_circle_of_causes_ends() -> None:
+def test_a_circle_of_causes_ends():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert reason_of(first) == "ValueError: first; caused by ValueError: second"
@@ -78,7 +78,7 @@ def _log_a_line() -> None:
     logging.getLogger("vllm.worker").info("Model loading took 3 s")
 
 
-def test_a_process_of_vllm_writes_its_lines_once_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_of_vllm_writes_its_lines_once_to_stderr(capfd):
     child = multiprocessing.get_context("spawn").Process(target=_log_a_line, name="EngineCore")
     child.start()
     child.join(60)

@@ -34,21 +34,21 @@ def output(*finish_reasons: str) -> RequestOutput:
     return RequestOutput("r", None, [1], None, outputs, finished=True)
 
 
-def test_a_structure_that_was_made_is_a_completion() -> None:
+def test_a_structure_that_was_made_is_a_completion():
     first, second = completions(output("stop", "length"), DIGITS)
     assert (first.finish_reason, second.finish_reason) == ("stop", "length") and second.index == 1
     assert (first.token_ids, first.logprobs, first.spans) == ((7,), (-0.5,), (Span(version=3, start=0, end=1),))
 
 
 @pytest.mark.parametrize("finish_reasons", [("error", "error"), ("stop", "error")])
-def test_a_structure_that_vllm_cannot_make_is_a_422(finish_reasons: tuple[str, ...]) -> None:
+def test_a_structure_that_vllm_cannot_make_is_a_422(finish_reasons):
     with pytest.raises(InvalidRequest) as refused:
         completions(output(*finish_reasons), DIGITS)
     assert refused.value.message == 'vLLM cannot make what {"regex":"[0-9]{3}"} describes'
     assert refused.value.http_status == 422
 
 
-def test_an_error_without_a_structure_is_the_engines() -> None:
+def test_an_error_without_a_structure_is_the_engines():
     with pytest.raises(EngineFailed, match="finish_reason='error'") as failed:
         completions(output("error"), Sampling())
     assert failed.value.http_status == 500
@@ -69,7 +69,7 @@ def chosen(tokens: int) -> np.ndarray:
 FROM_1 = Sampling(routed_experts_prompt_start=1)
 
 
-def test_routed_experts_begin_where_they_were_asked_for() -> None:
+def test_routed_experts_begin_where_they_were_asked_for():
     asked = routed(output("stop", "length"), chosen(1), chosen(1))
     asked.prompt_token_ids = [1, 2]
     first, second = completions(asked, Sampling(n=2, routed_experts_prompt_start=1))
@@ -78,7 +78,7 @@ def test_routed_experts_begin_where_they_were_asked_for() -> None:
     assert unasked.routed_experts is None
 
 
-def test_an_abort_may_leave_rows_untold_and_a_completion_without_tokens_has_none() -> None:
+def test_an_abort_may_leave_rows_untold_and_a_completion_without_tokens_has_none():
     [cut] = completions(routed(output("abort"), chosen(0)), Sampling(routed_experts_prompt_start=0))
     assert cut.routed_experts is not None and cut.routed_experts.shape == (0, 1, 2)
     nothing = output("abort")
@@ -95,26 +95,26 @@ def test_an_abort_may_leave_rows_untold_and_a_completion_without_tokens_has_none
     ],
     ids=["none", "too many"],
 )
-def test_routed_experts_that_cannot_be_right_fail_the_request(experts: np.ndarray | None, says: str) -> None:
+def test_routed_experts_that_cannot_be_right_fail_the_request(experts, says):
     asked = routed(output("stop"), experts)
     asked.prompt_token_ids = [1, 2]
     with pytest.raises(EngineFailed, match=says):
         completions(asked, FROM_1)
 
 
-def test_a_kernel_that_does_not_tell_its_experts_is_no_lost_engine() -> None:
+def test_a_kernel_that_does_not_tell_its_experts_is_no_lost_engine():
     asked = routed(output("stop"), np.zeros((1, 3, 2), np.uint8))
     asked.prompt_token_ids = [1, 2]
     with pytest.raises(InvalidRequest, match=r"does not tell what it chose\. Set engine\.return_routed_experts: false"):
         completions(asked, FROM_1)
 
 
-def test_expert_0_may_be_the_only_one_of_a_token() -> None:
+def test_expert_0_may_be_the_only_one_of_a_token():
     asked = routed(output("stop"), np.zeros((1, 3, 1), np.uint8))
     asked.prompt_token_ids = [1, 2]
     assert completions(asked, FROM_1)[0].routed_experts is not None
 
 
-def test_an_engine_that_notes_experts_leaves_out_the_prompts_where_nobody_asked() -> None:
+def test_an_engine_that_notes_experts_leaves_out_the_prompts_where_nobody_asked():
     assert vllm_sampling(Sampling(), 7).routed_experts_prompt_start == 7
     assert vllm_sampling(Sampling(routed_experts_prompt_start=2), 7).routed_experts_prompt_start == 2

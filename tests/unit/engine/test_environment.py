@@ -1,7 +1,6 @@
 """Environment variables of an engine's processes."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +15,12 @@ def of(replicas: int, share: float) -> dict[str, str]:
     return engine_environment(ServiceConfig.model_validate({"scaling": scaling, "engine": engine}))
 
 
-def test_any_fleet_on_gpus_shares_one_compile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_fleet_on_gpus_shares_one_compile_cache(monkeypatch):
     monkeypatch.setattr(environment, "is_vllm_for_cpu", lambda: False)
     assert of(1, 0.85) == of(4, 0.6)
 
 
-def test_cpu_engines_that_share_a_machine_are_not_bound() -> None:
+def test_cpu_engines_that_share_a_machine_are_not_bound():
     assert "VLLM_CPU_OMP_THREADS_BIND" not in of(1, 0.85) and of(2, 0.85)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
@@ -35,9 +34,7 @@ def test_cpu_engines_that_share_a_machine_are_not_bound() -> None:
         ({"torch": "2.13.0+cpu"}, False),
     ],
 )
-def test_vllms_build_is_known_by_what_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], for_cpu: bool
-) -> None:
+def test_vllms_build_is_known_by_what_is_installed(tmp_path, monkeypatch, installed, for_cpu):
     for name, version in installed.items():
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()

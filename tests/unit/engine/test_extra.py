@@ -29,9 +29,7 @@ def config_of(path: Path = Path("model"), **engine: object) -> ServiceConfig:
 
 class TestExtra:
     @pytest.mark.parametrize("on_cpu", [True, False])
-    def test_whatever_the_service_sets_has_an_advice(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool
-    ) -> None:
+    def test_whatever_the_service_sets_has_an_advice(self, tmp_path, monkeypatch, on_cpu):
         make_model(tmp_path, "llama")
         owned: set[str] = set()
 
@@ -45,10 +43,10 @@ class TestExtra:
         engine_args(config_of(tmp_path), (), has_tokenizer=False)
         assert owned - INSTEAD.keys() == {"hf_overrides", "logits_processors"}
 
-    def test_every_name_is_one_of_vllm_s(self) -> None:
+    def test_every_name_is_one_of_vllm_s(self):
         assert INSTEAD.keys() <= {field.name for field in fields(AsyncEngineArgs)}
 
-    def test_other_arguments_reach_the_engine(self, tmp_path: Path) -> None:
+    def test_other_arguments_reach_the_engine(self, tmp_path):
         make_model(tmp_path, "llama")
         made = engine_args(config_of(tmp_path, extra={"optimization_level": 1}), (), has_tokenizer=False)
         assert made.optimization_level == 1
@@ -65,7 +63,7 @@ class TestExtra:
             ("kv_transfer_config", "neither drop nor salt"),
         ],
     )
-    def test_what_the_service_decides_is_refused(self, name: str, instead: str) -> None:
+    def test_what_the_service_decides_is_refused(self, name, instead):
         with pytest.raises(ValueError, match=rf"engine\.extra\.{name} is not taken: .*{instead}"):
             check_extra(config_of(extra={name: 1}))
 
@@ -77,21 +75,21 @@ class TestExtra:
             ("_api_process_rank", "has no such field"),
         ],
     )
-    def test_an_unknown_name_is_refused_with_those_near_it(self, name: str, says: str) -> None:
+    def test_an_unknown_name_is_refused_with_those_near_it(self, name, says):
         with pytest.raises(ValueError, match=f"{name}: vLLM's AsyncEngineArgs has no such field") as refused:
             check_extra(config_of(extra={name: 1}))
         assert says in str(refused.value)
 
-    def test_it_is_refused_before_anything_starts(self) -> None:
+    def test_it_is_refused_before_anything_starts(self):
         with pytest.raises(ValueError, match=r"engine\.extra\.seed is not taken: set engine\.seed"):
             build(config_of(extra={"seed": 7}))
 
     @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "medusa", None])
-    def test_speculation_with_weights_of_its_own_is_refused(self, method: str | None) -> None:
+    def test_speculation_with_weights_of_its_own_is_refused(self, method):
         with pytest.raises(ValueError, match=f"speculative_config.method is {method!r}: .*no update reaches"):
             check_extra(config_of(extra={"speculative_config": {"method": method, "model": "draft"}}))
 
-    def test_other_logits_processors_stand_beside_the_service_s(self, tmp_path: Path) -> None:
+    def test_other_logits_processors_stand_beside_the_service_s(self, tmp_path):
         make_model(tmp_path, "llama")
         made = engine_args(config_of(tmp_path, extra={"logits_processors": ["a:B"]}), (), has_tokenizer=False)
         assert made.logits_processors == [PARTIAL_PENALTIES, "a:B"]
@@ -99,7 +97,7 @@ class TestExtra:
         with pytest.raises(ValueError, match="logits_processors: give a list"):
             check_extra(config_of(extra={"logits_processors": "a:B"}))
 
-    def test_speculation_without_weights_is_for_gpus(self) -> None:
+    def test_speculation_without_weights_is_for_gpus(self):
         config = config_of(extra={"speculative_config": NGRAM})
         owned: dict[str, object] = {"hf_overrides": {}, "logits_processors": []}
         assert with_extra(owned, config, on_cpu=False)["speculative_config"] == NGRAM
@@ -108,14 +106,14 @@ class TestExtra:
 
 
 class TestOverrides:
-    def test_rope_scaling_stands_beside_the_quantization(self, tmp_path: Path) -> None:
+    def test_rope_scaling_stands_beside_the_quantization(self, tmp_path):
         make_model(tmp_path, "llama")
         config = config_of(tmp_path, extra={"hf_overrides": {"rope_parameters": YARN}})
         made = engine_args(config, ("lm_head",), has_tokenizer=False)
         assert made.hf_overrides["rope_parameters"] == {"rope_theta": 10000.0, **YARN}  # the model's own stays
         assert made.hf_overrides["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
 
-    def test_the_engine_s_model_has_it(self, tmp_path: Path) -> None:
+    def test_the_engine_s_model_has_it(self, tmp_path):
         make_model(tmp_path, "llama")
         overrides = {"rope_parameters": YARN, "max_position_embeddings": 4096}
         config = config_of(tmp_path, max_model_len=4096, extra={"hf_overrides": overrides})
@@ -123,21 +121,21 @@ class TestOverrides:
         assert found.max_model_len == 4096 and found.hf_config.rope_parameters["rope_type"] == "yarn"
 
     @pytest.mark.parametrize("name", ["quantization_config", "hidden_size", "rope_scaling"])
-    def test_what_changes_tensors_is_refused(self, name: str) -> None:
+    def test_what_changes_tensors_is_refused(self, name):
         with pytest.raises(ValueError, match=f"hf_overrides.{name} is not taken.*rope_parameters"):
             check_extra(config_of(extra={"hf_overrides": {name: 1}}))
 
-    def test_the_head_s_dtype_has_a_setting_of_its_own(self) -> None:
+    def test_the_head_s_dtype_has_a_setting_of_its_own(self):
         with pytest.raises(ValueError, match=r"head_dtype is not taken: set engine\.lm_head"):
             check_extra(config_of(extra={"hf_overrides": {"head_dtype": "float32"}}))
 
-    def test_what_is_no_object_is_refused(self) -> None:
+    def test_what_is_no_object_is_refused(self):
         with pytest.raises(ValueError, match="give an object"):
             check_extra(config_of(extra={"hf_overrides": "yarn"}))
 
 
 class TestEnvironment:
-    def test_variables_reach_the_engine_s_processes(self) -> None:
+    def test_variables_reach_the_engine_s_processes(self):
         found = engine_environment(config_of(env={"NCCL_SOCKET_IFNAME": "eth0"}))
         assert found["NCCL_SOCKET_IFNAME"] == "eth0" and found["VLLM_NO_USAGE_STATS"] == "1"
 
@@ -150,11 +148,11 @@ class TestEnvironment:
             ("A B", "no name of an environment variable"),
         ],
     )
-    def test_a_variable_that_is_set_elsewhere_is_refused(self, name: str, why: str) -> None:
+    def test_a_variable_that_is_set_elsewhere_is_refused(self, name, why):
         with pytest.raises(ValueError, match=f"engine.env.{name}.*{why}"):
             engine_environment(config_of(env={name: "0"}))
 
-    def test_cpu_engines_of_one_machine_get_no_cores_of_their_own(self) -> None:
+    def test_cpu_engines_of_one_machine_get_no_cores_of_their_own(self):
         alone = config_of()
         several = ServiceConfig.model_validate({**alone.model_dump(), "scaling": {"max_replicas": 2}})
         assert BIND not in engine_environment(alone)
@@ -164,19 +162,19 @@ class TestEnvironment:
 
 
 class TestBatchInvariance:
-    def test_it_is_refused_on_the_cpu(self, tmp_path: Path) -> None:
+    def test_it_is_refused_on_the_cpu(self, tmp_path):
         make_model(tmp_path, "llama")
         with pytest.raises(ValueError, match="no batch-invariant kernels for the CPU"):
             engine_args(config_of(tmp_path, **ASKED), (), has_tokenizer=False)
 
     @pytest.mark.parametrize("weights", ["fp8_block", "fp8_channel"])
-    def test_it_is_refused_for_experts_in_fp8(self, weights: str) -> None:
+    def test_it_is_refused_for_experts_in_fp8(self, weights):
         asked = config_of(**ASKED).model_dump()
         config = ServiceConfig.model_validate({**asked, "quant": {"weights": weights}})
         with pytest.raises(ValueError, match=r"experts in FP8.*quant\.weights: none"):
             refuse_batch_invariance(config, on_cpu=False, has_experts=True)
 
-    def test_it_is_taken_where_vllm_keeps_it(self) -> None:
+    def test_it_is_taken_where_vllm_keeps_it(self):
         """None of these raises."""
         config = config_of(**ASKED)
         refuse_batch_invariance(config, on_cpu=False, has_experts=False)
@@ -184,7 +182,7 @@ class TestBatchInvariance:
         refuse_batch_invariance(bf16, on_cpu=False, has_experts=True)
         refuse_batch_invariance(config_of(), on_cpu=True, has_experts=True)
 
-    def test_the_setting_alone_switches_it_on(self) -> None:
+    def test_the_setting_alone_switches_it_on(self):
         assert engine_environment(config_of(**ASKED))["VLLM_BATCH_INVARIANT"] == "1"
         assert engine_environment(config_of())["VLLM_BATCH_INVARIANT"] == "0"
         with pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT is not taken: set engine\.deterministic"):

@@ -44,7 +44,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-async def test_a_replica_waits_while_a_trainer_has_its_gpu(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_replica_waits_while_a_trainer_has_its_gpu(machine, caplog):
     machine.free_after = 10  # longer than one alone would wait
     with caplog.at_level("WARNING"):
         await machine.wait("1")
@@ -54,26 +54,26 @@ async def test_a_replica_waits_while_a_trainer_has_its_gpu(machine: Machine, cap
     assert len(caplog.records) == 1
 
 
-async def test_a_replica_alone_fails_with_the_reason(machine: Machine) -> None:
+async def test_a_replica_alone_fails_with_the_reason(machine):
     machine.others_serve, machine.free_after = False, 1000
     with pytest.raises(GpuTaken, match=r"GPU 1: 12\.6 GB .*process 639 \(trainer\): end that process, .*CUDA_VISIBLE"):
         await machine.wait("0", "1")
     assert machine.naps > 0  # memory of an engine that has just ended takes a moment
 
 
-async def test_a_replica_alone_outlasts_an_engine_that_ends(machine: Machine) -> None:
+async def test_a_replica_alone_outlasts_an_engine_that_ends(machine):
     machine.others_serve, machine.free_after = False, 1
     await machine.wait("GPU-b")
     assert machine.naps == 1
 
 
 @pytest.mark.parametrize(("devices", "share"), [(("0",), 0.85), ((), 0.85), (("1",), 0.1), (("MIG-b",), 0.85)])
-async def test_a_free_gpu_is_not_waited_for(machine: Machine, devices: tuple[str, ...], share: float) -> None:
+async def test_a_free_gpu_is_not_waited_for(machine, devices, share):
     await machine.wait(*devices, share=share)
     assert machine.told == [None] and machine.naps == 0
 
 
-async def test_without_an_answer_vllm_decides(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_an_answer_vllm_decides(machine, caplog):
     (machine.folder / "nvidia-smi").write_text("#!/bin/sh\necho no driver; exit 9\n")
     await machine.wait("1")
     assert machine.naps == 0 and "vLLM will tell" in caplog.text

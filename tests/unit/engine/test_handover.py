@@ -56,7 +56,7 @@ class Replica:
         await asyncio.sleep(0)
 
 
-async def test_what_runs_ends_by_itself_while_others_serve() -> None:
+async def test_what_runs_ends_by_itself_while_others_serve():
     replica = Replica(others=True)
     replica.take(3)
     replica.at[12.0] = replica.finish
@@ -64,21 +64,21 @@ async def test_what_runs_ends_by_itself_while_others_serve() -> None:
     assert replica.aborted_at == [] and 12 <= replica.now < 13
 
 
-async def test_what_still_runs_when_the_time_is_up_goes_on_elsewhere() -> None:
+async def test_what_still_runs_when_the_time_is_up_goes_on_elsewhere():
     replica = Replica(others=True)
     replica.take(3)
     await replica.drained()
     assert replica.aborted_at == [WORK_S]
 
 
-async def test_without_another_replica_what_runs_is_given_back_at_once() -> None:
+async def test_without_another_replica_what_runs_is_given_back_at_once():
     replica = Replica(others=False)
     replica.take(3)
     await replica.drained()
     assert replica.aborted_at == [0]
 
 
-async def test_losing_the_last_other_replica_gives_back_what_runs() -> None:
+async def test_losing_the_last_other_replica_gives_back_what_runs():
     replica = Replica(others=True)
     replica.take(3)
     replica.at[5.0] = lambda: setattr(replica, "others", False)
@@ -86,7 +86,7 @@ async def test_losing_the_last_other_replica_gives_back_what_runs() -> None:
     assert replica.aborted_at == [5.0]
 
 
-async def test_a_call_just_entering_the_engine_is_given_back_too() -> None:
+async def test_a_call_just_entering_the_engine_is_given_back_too():
     replica = Replica(others=False)
     replica.take(1)
     replica.aborts_take_effect = False
@@ -95,13 +95,13 @@ async def test_a_call_just_entering_the_engine_is_given_back_too() -> None:
     assert len(replica.aborted_at) > 2 and replica.admission.running == 0
 
 
-async def test_an_idle_replica_has_nothing_to_wait_for() -> None:
+async def test_an_idle_replica_has_nothing_to_wait_for():
     replica = Replica(others=True)
     await replica.drained()
     assert (replica.now, replica.aborted_at) == (0, [])
 
 
-async def test_a_replica_drains_when_told_to_or_when_nobody_calls_it() -> None:
+async def test_a_replica_drains_when_told_to_or_when_nobody_calls_it():
     replica = Replica(others=True)
     replica.now = 1000.0
     assert not replica.hand_over.draining  # Serve does not ask a replica that starts
@@ -117,9 +117,7 @@ async def test_a_replica_drains_when_told_to_or_when_nobody_calls_it() -> None:
 
 
 @pytest.mark.parametrize("asked_again", [False, True])
-async def test_what_runs_is_given_back_in_time_when_serve_stops_asking(
-    asked_again: bool,
-) -> None:
+async def test_what_runs_is_given_back_in_time_when_serve_stops_asking(asked_again):
     replica = Replica(others=True)
     replica.take(3)
     replica.hand_over.asked()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.hardware import FLASH_ATTENTION_4, Attention, Capability, require_fit, why_unfit
+from rollout_service.engine.hardware import FLASH_ATTENTION_4, Attention, require_fit, why_unfit
 
 FP8_BY_CHANNEL = {"quant": {"weights": "fp8_channel"}, "kv_cache": {"dtype": "bfloat16"}}
 INT8 = {"quant": {"weights": "int8_channel"}, "kv_cache": {"dtype": "bfloat16"}}
@@ -35,7 +35,7 @@ def config(**sections: dict[str, Any]) -> ServiceConfig:
         ((12, 0), BY_TRITON),
     ],
 )
-def test_a_gpu_that_has_what_is_asked_for_is_fit(capability: Capability, sections: dict[str, Any]) -> None:
+def test_a_gpu_that_has_what_is_asked_for_is_fit(capability, sections):
     assert why_unfit(config(**sections), capability, Attention(head_size=128), flash_attention_4=True) is None
 
 
@@ -55,9 +55,7 @@ def test_a_gpu_that_has_what_is_asked_for_is_fit(capability: Capability, section
         ((10, 0), {"engine": {"attention_backend": "group"}}, "group, which needs FlashAttention 3", "it to auto"),
     ],
 )
-def test_a_gpu_that_lacks_something_is_told_apart(
-    capability: Capability, sections: dict[str, Any], why: str, advice: str
-) -> None:
+def test_a_gpu_that_lacks_something_is_told_apart(capability, sections, why, advice):
     unfit = why_unfit(config(**sections), capability)
     assert unfit is not None and why in unfit[0] and advice in unfit[1]
     number = ".".join(map(str, capability))
@@ -66,17 +64,17 @@ def test_a_gpu_that_lacks_something_is_told_apart(
 
 
 @pytest.mark.parametrize("size", [100, 1024])
-def test_heads_that_flash_attention_does_not_take_need_triton(size: int) -> None:
+def test_heads_that_flash_attention_does_not_take_need_triton(size):
     unfit = why_unfit(config(), (9, 0), Attention(head_size=size))
     assert unfit is not None and f"the model's have {size}" in unfit[0] and "TRITON_ATTN" in unfit[1]
     assert why_unfit(config(**BY_TRITON), (9, 0), Attention(head_size=size)) is None
 
 
-def test_the_kernel_of_latent_attention_is_vllms_choice() -> None:
+def test_the_kernel_of_latent_attention_is_vllms_choice():
     assert why_unfit(config(), (12, 0), Attention(head_size=100, latent=True)) is None
 
 
-def test_flash_attention_4_needs_what_compiles_it() -> None:
+def test_flash_attention_4_needs_what_compiles_it():
     assert why_unfit(config(), (9, 0), flash_attention_4=False) is None
     unfit = why_unfit(config(), (10, 0), flash_attention_4=False)
     assert unfit is not None and FLASH_ATTENTION_4 in unfit[0] and "TRITON_ATTN" in unfit[1]

@@ -20,7 +20,7 @@ def kv_from(kv: KVVersions, name: str, *versions: int) -> list[int | None]:
     return [span.kv_from for span in made.spans]
 
 
-def test_salt_names_the_version_and_keeps_the_clients_salt() -> None:
+def test_salt_names_the_version_and_keeps_the_clients_salt():
     kv = KVVersions(None)
     kv.load(5, is_empty=True)
     with kv.follow("a", None, None) as own, kv.follow("b", None, "7 of mine") as combined:
@@ -33,7 +33,7 @@ def test_salt_names_the_version_and_keeps_the_clients_salt() -> None:
 @pytest.mark.parametrize(
     ("max_age", "expected"), [(None, [None, 1, 1, 1]), (2, [None, 1, 1, None]), (0, [None, None, None, None])]
 )
-def test_request_beyond_the_bound_reads_the_new_version(max_age: int | None, expected: list[int | None]) -> None:
+def test_request_beyond_the_bound_reads_the_new_version(max_age, expected):
     kv = KVVersions(max_age)
     kv.load(1, is_empty=True)
     with kv.follow("a", None, None):
@@ -42,7 +42,7 @@ def test_request_beyond_the_bound_reads_the_new_version(max_age: int | None, exp
         assert kv_from(kv, "a", 1, 2, 3, 4) == expected
 
 
-def test_age_counts_numbers_not_updates() -> None:
+def test_age_counts_numbers_not_updates():
     kv = KVVersions(4)
     kv.load(10, is_empty=True)
     with kv.follow("a", None, None):
@@ -51,7 +51,7 @@ def test_age_counts_numbers_not_updates() -> None:
         assert kv_from(kv, "a", 10, 14, 15) == [None, 10, None]
 
 
-def test_session_keeps_its_version_until_it_is_too_old() -> None:
+def test_session_keeps_its_version_until_it_is_too_old():
     kv = KVVersions(1)
     kv.load(1, is_empty=True)
     salts = []
@@ -62,7 +62,7 @@ def test_session_keeps_its_version_until_it_is_too_old() -> None:
     assert salts == [("1", [None]), ("1", [1]), ("3", [None]), ("3", [3])]
 
 
-def test_recomputed_turn_gives_its_session_the_new_version() -> None:
+def test_recomputed_turn_gives_its_session_the_new_version():
     kv = KVVersions(1)
     kv.load(1, is_empty=True)
     with kv.follow("turn", "s", None):
@@ -72,7 +72,7 @@ def test_recomputed_turn_gives_its_session_the_new_version() -> None:
         assert salt == "3"
 
 
-def test_dropped_cache_makes_older_salts_new() -> None:
+def test_dropped_cache_makes_older_salts_new():
     kv = KVVersions(None)
     kv.load(1, is_empty=True)
     with kv.follow("a", "s", None):
@@ -85,7 +85,7 @@ def test_dropped_cache_makes_older_salts_new() -> None:
             assert salt == "1" and kv_from(kv, "b", 4) == kv_from(kv, "a", 4) == [3]
 
 
-def test_cache_dropped_within_a_version_keeps_the_lower_bound() -> None:
+def test_cache_dropped_within_a_version_keeps_the_lower_bound():
     kv = KVVersions(None)
     kv.load(1, is_empty=True)
     with kv.follow("a", None, None):
@@ -94,7 +94,7 @@ def test_cache_dropped_within_a_version_keeps_the_lower_bound() -> None:
         assert kv_from(kv, "a", 1, 2) == [None, 1]  # its tokens of version 2 are from before and after the drop
 
 
-def test_numbers_that_go_down_are_of_another_log() -> None:
+def test_numbers_that_go_down_are_of_another_log():
     assert is_too_old(9, 3, None) and not is_too_old(3, 3, None)
     kv = KVVersions(None)
     kv.load(9, is_empty=True)
@@ -106,7 +106,7 @@ def test_numbers_that_go_down_are_of_another_log() -> None:
         assert salt == "3"
 
 
-def test_forgotten_session_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_session_begins_anew(monkeypatch):
     monkeypatch.setattr(kv_versions, "MAX_SESSIONS", 2)
     kv = KVVersions(None)
     for version, session in enumerate(("old", "used", "used", "new"), start=1):
@@ -121,6 +121,6 @@ def test_forgotten_session_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert begun == ["2", "9"]
 
 
-def test_ended_request_is_returned_unchanged() -> None:
+def test_ended_request_is_returned_unchanged():
     made = sampled(1)
     assert KVVersions(None).on("gone", [made]) == (made,)

@@ -45,11 +45,11 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
 
 @pytest.mark.parametrize("family", IN_TABLE)
 class TestTheTable:
-    def test_vllm_quantizes_the_same_modules(self, read: Read, family: str) -> None:
+    def test_vllm_quantizes_the_same_modules(self, read, family):
         model, layout = read[family]
         assert layout.linears(model.shapes) == model.linears
 
-    def test_vllm_fuses_the_same_modules_in_the_same_order(self, read: Read, family: str) -> None:
+    def test_vllm_fuses_the_same_modules_in_the_same_order(self, read, family):
         model, layout = read[family]
         of_table = {module.name: module.parts for module in engine_modules(model.linears)}
         of_vllm = {module.name: module.parts for module in layout.engine_modules()}
@@ -58,14 +58,14 @@ class TestTheTable:
         assert [of_vllm[name] for name in fused] == [of_table[name] for name in fused]
 
     @pytest.mark.parametrize("ways", [1, 2, 4])
-    def test_vllm_cuts_them_alike(self, read: Read, family: str, ways: int) -> None:
+    def test_vllm_cuts_them_alike(self, read, family, ways):
         model, layout = read[family]
         for name, shape in model.linears.items():
             for whole in (False, True):
                 expected = shard_shape(name, shape, ways, model.heads, expert_parallel=whole)
                 assert layout.shards(name, shape, ways, expert_parallel=whole) == (expected,), name
 
-    def test_both_make_the_same_plan(self, read: Read, family: str) -> None:
+    def test_both_make_the_same_plan(self, read, family):
         model, layout = read[family]
         of_table = plan(model.linears, QuantConfig(), 1, model.heads)
         of_vllm = plan(layout.linears(model.shapes), QuantConfig(), 1, model.heads, layout=layout)
@@ -75,7 +75,7 @@ class TestTheTable:
 
 
 class TestOthers:
-    def test_fused_on_disk_is_cut_by_section(self, read: Read) -> None:
+    def test_fused_on_disk_is_cut_by_section(self, read):
         model, layout = read["phi3"]
         name = "model.layers.0.self_attn.qkv_proj"
         assert layout.shards(name, (512, 256), 2) == ((128, 256), (64, 256), (64, 256))
@@ -85,34 +85,34 @@ class TestOthers:
         with pytest.raises(ValueError, match=r"6 linear modules do not divide.*self_attn\.qkv_proj \[64, 256\]"):
             plan(layout.linears(model.shapes), QuantConfig(), 2, model.heads, layout=layout)
 
-    def test_a_head_that_the_engine_has_no_place_for_is_named(self, read: Read) -> None:
+    def test_a_head_that_the_engine_has_no_place_for_is_named(self, read):
         model, layout = read["gemma2"]
         assert layout.not_loaded == ("lm_head.weight",)
         table = [UploadTensor(name=n, dtype="bfloat16", shape=shape) for n, shape in model.shapes.items()]
         assert model.ignored.pattern_of("lm_head.weight") == r"^lm_head\.weight$"
         model.check_table(table, QuantPlan(frozenset()))  # which a trainer's state dict has
 
-    def test_what_is_transposed_as_it_loads_stays_in_bf16(self, read: Read) -> None:
+    def test_what_is_transposed_as_it_loads_stays_in_bf16(self, read):
         _, layout = read["gpt2"]
         assert layout.modules == ()
         assert layout.kept["transformer.h.0.mlp.c_fc"] == "vLLM rearranges it as it loads"
         assert "transformer.h.0.mlp.c_fc" in layout.not_converted
 
-    def test_what_is_copied_as_it_loads_stays_in_bf16(self, read: Read) -> None:
+    def test_what_is_copied_as_it_loads_stays_in_bf16(self, read):
         for family, module in [
             ("falcon", "transformer.h.1.self_attention.query_key_value"),
             ("gpt_oss", "model.layers.1.mlp.experts.down_proj"),
         ]:
             assert read[family][1].kept[module] == "vLLM rearranges it as it loads"
 
-    def test_a_router_under_another_name_is_found(self, read: Read) -> None:
+    def test_a_router_under_another_name_is_found(self, read):
         model, layout = read["phimoe"]
         router = "model.layers.0.block_sparse_moe.gate"
         assert layout.kept[router] == "router"
         assert layout.not_converted == ("model.layers.0.mlp.router",)
         assert "model.layers.0.block_sparse_moe.experts.7.w2" in layout.linears(model.shapes)
 
-    def test_experts_that_are_stacked_on_disk_stay_in_bf16(self, read: Read) -> None:
+    def test_experts_that_are_stacked_on_disk_stay_in_bf16(self, read):
         model, layout = read["granitemoe"]
         block = "model.layers.0.block_sparse_moe"
         assert f"{block}.input_linear.weight" in model.shapes
@@ -123,7 +123,7 @@ class TestOthers:
 
 
 @pytest.mark.slow  # vLLM is imported twice more
-def test_an_answer_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_kept_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     families.config_of("phi3").save_pretrained(folder)

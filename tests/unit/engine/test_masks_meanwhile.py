@@ -18,9 +18,9 @@ ALL = [[1, 2], [3], [4, 5], [6], [7]]
 
 
 @pytest.mark.parametrize("since", range(6))
-def test_they_are_those_of_the_tokens_that_are_new(since: int) -> None:
+def test_they_are_those_of_the_tokens_that_are_new(since):
     assert _last_masks(CHUNKS, len(ALL) - since) == ALL[since:]
 
 
-def test_what_was_told_before_is_not_looked_at() -> None:
+def test_what_was_told_before_is_not_looked_at():
     assert _last_masks([None, *CHUNKS[1:]], 2) == ALL[3:]

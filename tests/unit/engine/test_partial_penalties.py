@@ -51,7 +51,7 @@ def logits() -> torch.Tensor:
     return torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
 
 
-def test_only_requests_that_go_on_with_such_penalties_are_ours() -> None:
+def test_only_requests_that_go_on_with_such_penalties_are_ours():
     assert params(ALL_THREE, 0).extra_args is None and params(ALL_THREE, 0).repetition_penalty == 1.7
     assert params(Sampling(repetition_penalty=1.7)).extra_args is None  # counts the prompt, and is right by itself
     ours = params(ALL_THREE)
@@ -60,7 +60,7 @@ def test_only_requests_that_go_on_with_such_penalties_are_ours() -> None:
 
 
 class TestModelRunnerV1:
-    def test_rows_are_penalized_as_they_grow_and_move(self, logits: torch.Tensor) -> None:
+    def test_rows_are_penalized_as_they_grow_and_move(self, logits):
         processor, output = PartialPenalties(CONFIG, torch.device("cpu"), False), list[int]()
         other = [6]
         added = [
@@ -94,7 +94,7 @@ class TestModelRunnerV1:
 
 
 class TestModelRunnerV2:
-    def test_rows_of_slots_are_penalized_by_the_tokens_up_to_their_position(self, logits: torch.Tensor) -> None:
+    def test_rows_of_slots_are_penalized_by_the_tokens_up_to_their_position(self, logits):
         tokens = torch.full((8, 32), 2**31 - 1, dtype=torch.int32)  # what nobody wrote is no token
         sequence = PROMPT + MADE + NEW
         tokens[5, : len(sequence)] = tokens[2, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
@@ -102,10 +102,10 @@ class TestModelRunnerV2:
             device=torch.device("cpu"),
             max_num_reqs=8,
             vocab_size=VOCABULARY,
-            all_token_ids=SimpleNamespace(gpu=tokens),  # type: ignore[arg-type]
-            prompt_len=SimpleNamespace(gpu=torch.full((8,), len(PROMPT + MADE), dtype=torch.int32)),  # type: ignore[arg-type]
-            prefill_len=SimpleNamespace(gpu=None),  # type: ignore[arg-type]
-            total_len=SimpleNamespace(gpu=None),  # type: ignore[arg-type]
+            all_token_ids=SimpleNamespace(gpu=tokens),
+            prompt_len=SimpleNamespace(gpu=torch.full((8,), len(PROMPT + MADE), dtype=torch.int32)),
+            prefill_len=SimpleNamespace(gpu=None),
+            total_len=SimpleNamespace(gpu=None),
         )
         processor = PartialPenalties(CONFIG, states)
         assert processor.add_request(5, params(ALL_THREE)) and processor.add_request(2, params(OTHERS))

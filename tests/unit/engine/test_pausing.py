@@ -32,18 +32,14 @@ async def drains(engine: FakeEngine) -> None:
 
 
 class TestWaitingPause:
-    async def test_a_waiting_pause_is_obeyed_when_the_last_rollout_ends(
-        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_waiting_pause_is_obeyed_when_the_last_rollout_ends(self, weight_sync, running, ingest):
         await pause(ingest, "wait", "first")
         await drains(running)
         assert (weight_sync.status().paused, weight_sync.status().obeyed) == (False, "")
         running.draining.open()
         assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
 
-    async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(
-        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_resume_cancels_a_waiting_pause_and_is_then_obeyed(self, weight_sync, running, ingest):
         await pause(ingest, "wait", "first")
         await drains(running)
         await ingest.change(paused=False, order="second")
@@ -54,18 +50,14 @@ class TestWaitingPause:
         assert (await ingest.reported(lambda s: s.obeyed == "third")).paused
 
     @pytest.mark.parametrize("mode", ["abort", "keep"])
-    async def test_another_mode_takes_a_waiting_pause_over(
-        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, mode: str
-    ) -> None:
+    async def test_another_mode_takes_a_waiting_pause_over(self, weight_sync, running, ingest, mode):
         await pause(ingest, "wait", "first")
         await drains(running)
         await pause(ingest, mode, "second")
         assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
         assert running.calls == ["pause wait", f"pause {mode}"]
 
-    async def test_a_pause_changed_from_keep_to_wait_waits_for_what_runs(
-        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_pause_changed_from_keep_to_wait_waits_for_what_runs(self, weight_sync, running, ingest):
         await pause(ingest, "keep", "first")
         await ingest.reported(lambda s: s.obeyed == "first")
         await pause(ingest, "wait", "second")
@@ -74,26 +66,20 @@ class TestWaitingPause:
         running.draining.open()
         assert (await ingest.reported(lambda s: s.obeyed == "second")).paused
 
-    async def test_the_same_mode_again_is_obeyed_without_an_engine_call(
-        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_the_same_mode_again_is_obeyed_without_an_engine_call(self, weight_sync, engine, ingest):
         for order in ("first", "second"):
             await pause(ingest, "keep", order)
             await ingest.reported(lambda s, order=order: s.obeyed == order)
         assert engine.calls == ["pause keep"]
 
     @pytest.mark.parametrize("mode", ["keep", "wait"])
-    async def test_pause_drops_the_cache_only_if_asked(
-        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest, mode: str
-    ) -> None:
+    async def test_pause_drops_the_cache_only_if_asked(self, weight_sync, engine, ingest, mode):
         for order, clear_cache in {"keeps": False, "again": False, "drops": True, "after": False}.items():
             await ingest.change(paused=True, pause_mode=mode, order=order, clear_cache=clear_cache)
             await ingest.reported(lambda s, order=order: s.obeyed == order)
         assert engine.calls == [f"pause {mode} and keep the cache", f"pause {mode}"]
 
-    async def test_version_drops_what_a_waiting_pause_keeps(
-        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, log: WeightLog
-    ) -> None:
+    async def test_version_drops_what_a_waiting_pause_keeps(self, weight_sync, running, ingest, log):
         await ingest.change(paused=True, pause_mode="wait", order="first", clear_cache=False)
         await drains(running)
         commit(log, 1, mode="wait")
@@ -104,8 +90,8 @@ class TestWaitingPause:
         assert running.calls[:3] == ["pause wait and keep the cache", "pause wait", "load 1"]
 
     async def test_an_engine_death_during_a_waiting_pause_ends_following(
-        self, weight_sync: WeightSync, running: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, weight_sync, running, ingest, monkeypatch
+    ):
         async def dies(mode: str, clear_cache: bool) -> None:
             raise EngineFailed("the engine died")
 
@@ -117,9 +103,7 @@ class TestWaitingPause:
 
 
 class TestAborts:
-    async def test_a_pause_that_returns_what_it_aborts_is_counted(
-        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_pause_that_returns_what_it_aborts_is_counted(self, weight_sync, engine, ingest):
         counts = []
         for order, change in {
             "aborts": {"paused": True, "pause_mode": "abort"},
@@ -133,9 +117,7 @@ class TestAborts:
             counts.append(weight_sync.returns)
         assert counts == [0, 0, 1, 1, 1]
 
-    async def test_an_abort_returns_what_runs_and_pauses_nothing(
-        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_an_abort_returns_what_runs_and_pauses_nothing(self, weight_sync, engine, ingest):
         await ingest.change(abort=7)
         assert not (await ingest.reported(lambda s: s.aborted == 7)).paused
         await ingest.change(abort=0)  # it has ended
@@ -143,9 +125,7 @@ class TestAborts:
         await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.label == "again")
         assert (engine.calls, weight_sync.returns) == (["abort"], 1)
 
-    async def test_an_abort_during_a_pause_leaves_it_one(
-        self, weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_an_abort_during_a_pause_leaves_it_one(self, weight_sync, engine, ingest):
         await pause(ingest, "keep", "first")
         await ingest.reported(lambda s: s.obeyed == "first")
         await ingest.change(abort=7)
@@ -154,9 +134,7 @@ class TestAborts:
 
 
 class TestVersionDuringAPause:
-    async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(self, weight_sync, log, running, ingest):
         await pause(ingest, "wait", "first")
         await drains(running)
         commit(log, 1, mode="keep")
@@ -169,9 +147,7 @@ class TestVersionDuringAPause:
         assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
         assert "resume" not in running.calls
 
-    async def test_a_version_with_mode_abort_fulfils_a_waiting_pause(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_version_with_mode_abort_fulfils_a_waiting_pause(self, weight_sync, log, running, ingest):
         await pause(ingest, "wait", "first")
         await drains(running)
         commit(log, 1, mode="abort")
@@ -190,18 +166,14 @@ async def commit_that_waits(log: WeightLog, engine: FakeEngine, ingest: FakeInge
 
 class TestWaitingVersion:
     @pytest.mark.parametrize("mode", ["keep", "abort"])
-    async def test_a_newer_version_takes_over_from_one_that_waits(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
-    ) -> None:
+    async def test_a_newer_version_takes_over_from_one_that_waits(self, weight_sync, log, running, ingest, mode):
         await commit_that_waits(log, running, ingest, 1)
         commit(log, 2, mode=mode)
         await ingest.change(version=2)
         await serving(weight_sync, ingest, 2)
         assert running.calls == ["pause wait", f"pause {mode}", "load 2", "resume"]
 
-    async def test_between_two_waiting_versions_no_new_rollout_begins(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_between_two_waiting_versions_no_new_rollout_begins(self, weight_sync, log, running, ingest):
         await commit_that_waits(log, running, ingest, 1)
         commit(log, 2, mode="wait")
         await ingest.change(version=2)
@@ -210,9 +182,7 @@ class TestWaitingVersion:
         await serving(weight_sync, ingest, 2)
         assert running.calls[-2:] == ["load 2", "resume"] and running.calls.count("resume") == 1
 
-    async def test_a_corrupt_newer_version_lets_the_paused_engine_resume(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_corrupt_newer_version_lets_the_paused_engine_resume(self, weight_sync, log, running, ingest):
         await commit_that_waits(log, running, ingest, 1)
         commit(log, 2, mode="keep")
         flip_a_byte(log, 2, FIRST)
@@ -221,9 +191,7 @@ class TestWaitingVersion:
         assert running.calls == ["pause wait", "resume"] and weight_sync.version == 0
 
     @pytest.mark.parametrize("mode", ["keep", "abort"])
-    async def test_a_pause_with_another_mode_overrides_a_waiting_version(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, mode: str
-    ) -> None:
+    async def test_a_pause_with_another_mode_overrides_a_waiting_version(self, weight_sync, log, running, ingest, mode):
         await commit_that_waits(log, running, ingest, 1)
         running.loading.close()
         await pause(ingest, mode, "first")
@@ -235,9 +203,7 @@ class TestWaitingVersion:
         await ingest.reported(lambda s: s.obeyed == "second")
         assert running.calls[-1] == "resume"
 
-    async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_resume_is_obeyed_only_after_a_waiting_version_loads(self, weight_sync, log, running, ingest):
         await pause(ingest, "keep", "first")
         await ingest.reported(lambda s: s.paused)
         await commit_that_waits(log, running, ingest, 1)
@@ -248,9 +214,7 @@ class TestWaitingVersion:
         await ingest.reported(lambda s: s.obeyed == "second")
         assert running.calls == ["pause keep", "pause wait", "load 1", "resume"]
 
-    async def test_a_waiting_version_is_given_up_when_the_log_is_set_back(
-        self, weight_sync: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest
-    ) -> None:
+    async def test_a_waiting_version_is_given_up_when_the_log_is_set_back(self, weight_sync, log, running, ingest):
         before = (log.root / "LATEST").read_bytes()
         await commit_that_waits(log, running, ingest, 1)
         (log.root / "LATEST").write_bytes(before)
@@ -298,8 +262,8 @@ async def measuring(
 
 class TestVersionThatCannotBeServed:
     async def test_a_version_loaded_but_not_served_obeys_no_waiting_pause(
-        self, measuring: WeightSync, log: WeightLog, running: FakeEngine, ingest: FakeIngest, scales: LateScales
-    ) -> None:
+        self, measuring, log, running, ingest, scales
+    ):
         await pause(ingest, "wait", "first")
         await drains(running)
         running.loading.close()
@@ -318,9 +282,7 @@ class TestVersionThatCannotBeServed:
         running.draining.open()
         assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
 
-    async def test_an_unservable_version_pauses_the_engine_until_the_next(
-        self, measuring: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
-    ) -> None:
+    async def test_an_unservable_version_pauses_the_engine_until_the_next(self, measuring, log, engine, ingest, scales):
         await push_and_hold(log, ingest, engine, 1)
         commit(log, 2)
         engine.loading.open()

@@ -66,7 +66,7 @@ def shown(pieces: Sequence[Piece]) -> list[tuple[int, int, int, tuple[int, ...]]
     return [(p.call, p.made.index, p.start, p.made.token_ids) for p in pieces]
 
 
-async def test_each_answer_has_the_tokens_since_the_one_before(engine: Engine, progress: ProgressReports) -> None:
+async def test_each_answer_has_the_tokens_since_the_one_before(engine, progress):
     with progress.follow(call(1, n=2)) as name:
         engine.made[name] = [2, 1]
         first = await progress.report(ask())
@@ -76,7 +76,7 @@ async def test_each_answer_has_the_tokens_since_the_one_before(engine: Engine, p
         assert shown(second.pieces) == [(1, 1, 1, (1, 2))]
 
 
-async def test_a_lost_answer_is_given_again_with_newer_tokens(engine: Engine, progress: ProgressReports) -> None:
+async def test_a_lost_answer_is_given_again_with_newer_tokens(engine, progress):
     with progress.follow(call(1)) as name:
         engine.made[name] = [2]
         first = await progress.report(ask())
@@ -87,7 +87,7 @@ async def test_a_lost_answer_is_given_again_with_newer_tokens(engine: Engine, pr
         assert shown((await progress.report(ask(first.number))).pieces) == [(1, 0, 2, (2, 3, 4))]
 
 
-async def test_an_end_is_told_once_also_without_a_token(engine: Engine, progress: ProgressReports) -> None:
+async def test_an_end_is_told_once_also_without_a_token(engine, progress):
     with progress.follow(call(1, n=2)) as name:
         engine.made[name] = [2, 1]
         first = await progress.report(ask())
@@ -98,7 +98,7 @@ async def test_an_end_is_told_once_also_without_a_token(engine: Engine, progress
         assert shown((await progress.report(ask(second.number))).pieces) == [(1, 1, 1, (1,))]
 
 
-async def test_gateways_hear_of_their_own_calls_only(engine: Engine, progress: ProgressReports) -> None:
+async def test_gateways_hear_of_their_own_calls_only(engine, progress):
     with progress.follow(call(1, "g")) as one, progress.follow(call(1, "h", name="s")) as other:
         engine.made = {one: [1], other: [2]}
         assert shown((await progress.report(ask(origin="h"))).pieces) == [(1, 0, 0, (0, 1))]
@@ -106,7 +106,7 @@ async def test_gateways_hear_of_their_own_calls_only(engine: Engine, progress: P
     assert (await progress.report(ask())).pieces == ()
 
 
-async def test_calls_of_one_name_have_their_own_in_the_engine(engine: Engine, progress: ProgressReports) -> None:
+async def test_calls_of_one_name_have_their_own_in_the_engine(engine, progress):
     with progress.follow(call(1)) as first, progress.follow(call(2)) as second, progress.follow(call(0)) as third:
         assert first == "r" and len({first, second, third}) == 3
         engine.made = {first: [1], second: [2], third: [3]}
@@ -115,7 +115,7 @@ async def test_calls_of_one_name_have_their_own_in_the_engine(engine: Engine, pr
         assert again == "r"
 
 
-async def test_an_answer_waits_for_something_but_not_for_long(engine: Engine, progress: ProgressReports) -> None:
+async def test_an_answer_waits_for_something_but_not_for_long(engine, progress):
     with progress.follow(call(1)):
         assert (await progress.report(ask())).pieces == ()
     assert engine.slept == [PERIOD_S] * QUIET_PERIODS
@@ -125,7 +125,7 @@ async def test_an_answer_waits_for_something_but_not_for_long(engine: Engine, pr
     assert engine.slept[QUIET_PERIODS:] == [LIVE_PERIOD_S]
 
 
-async def test_calls_without_a_reader_are_read_more_rarely(engine: Engine, progress: ProgressReports) -> None:
+async def test_calls_without_a_reader_are_read_more_rarely(engine, progress):
     with progress.follow(call(1)) as one, progress.follow(call(2, name="s", live=True)) as other:
         told, acknowledged = [], 0
         for made in range(1, 9):
@@ -137,7 +137,7 @@ async def test_calls_without_a_reader_are_read_more_rarely(engine: Engine, progr
     assert set(engine.slept) == {LIVE_PERIOD_S}
 
 
-async def test_an_answer_has_a_largest_size(engine: Engine, progress: ProgressReports) -> None:
+async def test_an_answer_has_a_largest_size(engine, progress):
     with progress.follow(call(1)) as one, progress.follow(call(2)) as other:
         engine.made = {one: [MAX_TOKENS], other: [3]}
         first = await progress.report(ask())
@@ -145,8 +145,8 @@ async def test_an_answer_has_a_largest_size(engine: Engine, progress: ProgressRe
         assert shown((await progress.report(ask(first.number))).pieces) == [(2, 0, 0, (0, 1, 2))]
 
 
-async def test_a_question_that_is_given_up_loses_nothing(engine: Engine, progress: ProgressReports) -> None:
-    held = ProgressReports(engine.read, lambda _: asyncio.Event().wait())  # type: ignore[arg-type]
+async def test_a_question_that_is_given_up_loses_nothing(engine, progress):
+    held = ProgressReports(engine.read, lambda _: asyncio.Event().wait())
     with held.follow(call(1)) as name:
         engine.made[name] = [2]
         asking = asyncio.create_task(held.report(ask()))

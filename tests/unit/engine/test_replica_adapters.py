@@ -72,7 +72,7 @@ def committed(store: AdapterStore, name: str, version: int, base: str = BASE) ->
     return adapter
 
 
-async def test_new_rollouts_take_the_newest_version(tmp_path: Path) -> None:
+async def test_new_rollouts_take_the_newest_version(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     await replica.settle()
@@ -85,7 +85,7 @@ async def test_new_rollouts_take_the_newest_version(tmp_path: Path) -> None:
         assert exact == before
 
 
-async def test_an_unwanted_version_stays_until_its_rollouts_end(tmp_path: Path) -> None:
+async def test_an_unwanted_version_stays_until_its_rollouts_end(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     await replica.settle()
@@ -101,7 +101,7 @@ async def test_an_unwanted_version_stays_until_its_rollouts_end(tmp_path: Path) 
     assert replica.engine.held == [] and replica.adapters.status() == ()
 
 
-async def test_a_version_waits_for_a_place_that_rollouts_hold(tmp_path: Path) -> None:
+async def test_a_version_waits_for_a_place_that_rollouts_hold(tmp_path):
     replica = Replica(tmp_path, max_live=1)
     replica.commit("a", 1)
     await replica.settle()
@@ -115,7 +115,7 @@ async def test_a_version_waits_for_a_place_that_rollouts_hold(tmp_path: Path) ->
     assert replica.engine.held == ["a@2"]
 
 
-async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path: Path) -> None:
+async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     damaged = replica.commit("a", 2)
@@ -128,7 +128,7 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path: P
     assert replica.newest("a") == "a@1"
 
 
-async def test_an_adapter_of_another_base_is_not_used(tmp_path: Path) -> None:
+async def test_an_adapter_of_another_base_is_not_used(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1, base="another")
     await replica.settle()
@@ -136,7 +136,7 @@ async def test_an_adapter_of_another_base_is_not_used(tmp_path: Path) -> None:
         replica.newest("a")
 
 
-async def test_a_sleeping_replica_loads_nothing_and_takes_requests(tmp_path: Path) -> None:
+async def test_a_sleeping_replica_loads_nothing_and_takes_requests(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     await replica.settle()
@@ -149,7 +149,7 @@ async def test_a_sleeping_replica_loads_nothing_and_takes_requests(tmp_path: Pat
     assert replica.newest("a") == "a@2"
 
 
-async def test_a_request_waits_for_its_version(tmp_path: Path) -> None:
+async def test_a_request_waits_for_its_version(tmp_path):
     replica = Replica(tmp_path)
     replica.commit("a", 1)
     await replica.settle()
@@ -160,7 +160,7 @@ async def test_a_request_waits_for_its_version(tmp_path: Path) -> None:
     assert await waiting
 
 
-async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path: Path) -> None:
+async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path):
     log = Replica(tmp_path / "log")
     first, second = log.commit("a", 1), log.commit("a", 2)
 
@@ -174,7 +174,7 @@ async def test_a_node_without_the_log_fetches_copies_and_drops_them(tmp_path: Pa
             return (log.store.folder(adapter) / file).read_bytes()[offset : offset + 5]
 
     ingest, copies = Ingest(), AdapterStore(tmp_path / "copies")
-    adapters = ReplicaAdapters(Engine(), copies, 3, lambda: BASE, ingest)  # type: ignore[arg-type]
+    adapters = ReplicaAdapters(Engine(), copies, 3, lambda: BASE, ingest)
     adapters.want((first,))
     await adapters.settle()
     assert [each.error for each in adapters.status()] == ["the ingest is being replaced"]

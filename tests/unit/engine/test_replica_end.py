@@ -64,7 +64,7 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain.os, "_exit", end)
 
 
-async def test_a_replica_ends_when_its_engine_is_dead() -> None:
+async def test_a_replica_ends_when_its_engine_is_dead():
     replica = Replica(routed=True)
     await replica.check_health()
     replica._engine.dead = True
@@ -73,7 +73,7 @@ async def test_a_replica_ends_when_its_engine_is_dead() -> None:
     assert replica._weight_sync.left and replica._engine.stopped
 
 
-async def test_a_replica_that_does_not_serve_yet_says_why_it_cannot() -> None:
+async def test_a_replica_that_does_not_serve_yet_says_why_it_cannot():
     replica = Replica(routed=False)
     replica._engine.dead = True
     with pytest.raises(EngineFailed, match="process is dead"):

@@ -19,13 +19,13 @@ def life() -> ReplicaLife:
     return life
 
 
-def test_it_serves_a_version_by_number_and_content(life: ReplicaLife) -> None:
+def test_it_serves_a_version_by_number_and_content(life):
     assert life.serves(FIRST)
     assert not life.serves(Head(version=1, digest="other")) and not life.serves(SECOND)
     assert not ReplicaLife().serves(FIRST)
 
 
-def test_it_serves_nothing_while_a_version_is_loaded(life: ReplicaLife) -> None:
+def test_it_serves_nothing_while_a_version_is_loaded(life):
     life.syncs(2)
     life.loads()
     assert not life.serves(FIRST) and life.closed
@@ -33,7 +33,7 @@ def test_it_serves_nothing_while_a_version_is_loaded(life: ReplicaLife) -> None:
     assert life.serves(FIRST)
 
 
-def test_a_version_that_cannot_be_loaded_leaves_it_stale(life: ReplicaLife) -> None:
+def test_a_version_that_cannot_be_loaded_leaves_it_stale(life):
     life.syncs(2)
     assert (life.state, life.target) == ("syncing", 2)
     life.stays("torn")
@@ -42,32 +42,32 @@ def test_a_version_that_cannot_be_loaded_leaves_it_stale(life: ReplicaLife) -> N
     assert (life.state, life.error) == ("ready", None)
 
 
-def test_one_that_waits_for_scales_is_still_on_its_way(life: ReplicaLife) -> None:
+def test_one_that_waits_for_scales_is_still_on_its_way(life):
     life.syncs(2)
     life.waits("another replica measures")
     assert (life.state, life.target, life.error) == ("syncing", 2, "another replica measures")
 
 
-def test_a_closed_engine_is_not_called_stale(life: ReplicaLife) -> None:
+def test_a_closed_engine_is_not_called_stale(life):
     life.syncs(2)
     life.loads()
     life.stays("torn")
     assert life.state == "syncing" and life.closed
 
 
-def test_what_may_not_follow_is_a_mistake_of_ours() -> None:
+def test_what_may_not_follow_is_a_mistake_of_ours():
     with pytest.raises(AssertionError, match="starting does not become ready"):
         ReplicaLife().ready()
 
 
-def test_every_state_can_reach_ready() -> None:
+def test_every_state_can_reach_ready():
     reached = {"ready"}
     while more := {state for state, after in NEXT.items() if after & reached} - reached:
         reached |= more
     assert reached == set(NEXT)
 
 
-def test_one_that_slept_serves_nothing_until_it_has_loaded(life: ReplicaLife) -> None:
+def test_one_that_slept_serves_nothing_until_it_has_loaded(life):
     life.sleeps()
     assert (life.state, life.served, life.closed) == ("asleep", None, True)
     life.syncs(1)

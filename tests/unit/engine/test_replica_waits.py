@@ -65,7 +65,7 @@ class Replica(EngineReplica):
         self._admission, self._engine, self._batch = AdmissionLimit(4), Engine(), Batch()
         self._sessions = SessionAdmission(1000, SchedulerLog())
         self._progress = ProgressReports(lambda *_: [])
-        self._adapters = ReplicaAdapters(Engine(), AdapterStore(Path("log")), 0, lambda: None)  # type: ignore[arg-type]
+        self._adapters = ReplicaAdapters(Engine(), AdapterStore(Path("log")), 0, lambda: None)
         self._drain = Drain(30.0)
         self._hand_over = HandOver(self._drain, self._admission, self._alone)
 
@@ -81,7 +81,7 @@ def call(name: str, version: int | None = None) -> GenerateCall:
     return GenerateCall(request_id=name, prompt_token_ids=(5,), sampling=sampling, min_weight_version=version)
 
 
-async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
+async def test_requests_for_a_version_that_never_comes_hold_no_place():
     weight_sync = WaitingWeightSync()
     replica = Replica(weight_sync)
     waiting = [asyncio.create_task(replica.generate(call(f"early-{i}", version=99))) for i in range(8)]
@@ -95,7 +95,7 @@ async def test_requests_for_a_version_that_never_comes_hold_no_place() -> None:
     assert replica._admission.running == 0
 
 
-async def test_call_for_another_exact_version_is_refused_by_name() -> None:
+async def test_call_for_another_exact_version_is_refused_by_name():
     asked = call("exact").model_copy(update={"exact_weight_version": 0})
     with pytest.raises(TooEarly, match="serves version 1, not exact_version=0") as refused:
         await Replica(WaitingWeightSync()).generate(asked)

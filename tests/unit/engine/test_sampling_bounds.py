@@ -95,9 +95,7 @@ def accepted(fields: dict[str, Any], prompt_tokens: int) -> Sampling | None:
 @settings(max_examples=300)
 @example(fields={"n": 2, "seed": 2**63 - 1}, prompt_tokens=2)  # the second completion's would be 2**63
 @given(fields=samplings, prompt_tokens=st.just(2) | st.integers(0, CONTEXT + 1))
-def test_vllm_takes_what_we_accept_and_takes_it_as_it_is(
-    processor: InputProcessor, fields: dict[str, Any], prompt_tokens: int
-) -> None:
+def test_vllm_takes_what_we_accept_and_takes_it_as_it_is(processor, fields, prompt_tokens):
     sampling = accepted(fields, prompt_tokens)
     if sampling is None:
         return
@@ -138,13 +136,13 @@ def test_vllm_takes_what_we_accept_and_takes_it_as_it_is(
         ({"seed": LARGEST_SEED + 1}, "seed"),
     ],
 )
-def test_what_vllm_or_its_engine_cannot_do_is_refused_by_field(fields: dict[str, Any], name: str) -> None:
+def test_what_vllm_or_its_engine_cannot_do_is_refused_by_field(fields, name):
     with pytest.raises(ValidationError, match=name):
         Sampling.model_validate(fields)
 
 
 @given(samplings, st.none() | text | st.lists(text, max_size=2))
-def test_every_accepted_completion_request_has_sampling_params(fields: dict[str, Any], stop: object) -> None:
+def test_every_accepted_completion_request_has_sampling_params(fields, stop):
     try:
         request = CompletionRequest.model_validate({"prompt": [5], **fields, "stop": stop})
     except ValidationError:
@@ -152,11 +150,11 @@ def test_every_accepted_completion_request_has_sampling_params(fields: dict[str,
     assert request.sampling().n == request.n
 
 
-def test_stop_tokens_leave_room_for_the_models_own_on_the_gpu() -> None:
+def test_stop_tokens_leave_room_for_the_models_own_on_the_gpu():
     taken = vllm_sampling(Sampling(min_tokens=1, stop_token_ids=tuple(range(64))))
     assert len(taken.all_stop_token_ids) + 16 <= MAX_NUM_STOP_TOKEN_IDS
 
 
-def test_what_vllm_refuses_nevertheless_is_an_invalid_request() -> None:
+def test_what_vllm_refuses_nevertheless_is_an_invalid_request():
     with pytest.raises(InvalidRequest, match="min_tokens must be less than or equal to max_tokens=2"):
         vllm_sampling(Sampling(min_tokens=3, max_tokens=2))

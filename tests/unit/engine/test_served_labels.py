@@ -1,15 +1,11 @@
 """Spans name the labels of the versions that a replica has served."""
 
-import pytest
-
 from rollout_service.config import WeightsConfig
 from rollout_service.engine import served_labels
 from rollout_service.engine.served_labels import ServedLabels
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.weight_log import Head
-from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import FakeEngine, FakeIngest
 from tests.unit.store.versions import stage
 
 SPLIT = Completion(
@@ -25,7 +21,7 @@ def labels_of(completion: Completion) -> list[str | None]:
     return [span.label for span in completion.spans]
 
 
-def test_each_span_has_the_label_of_its_own_version() -> None:
+def test_each_span_has_the_label_of_its_own_version():
     labels = ServedLabels()
     labels.serve(Head(version=3, digest="a", label="run/step-3"))
     assert [labels_of(c) for c in labels.on((SPLIT, SPLIT))] == [["run/step-3", None]] * 2
@@ -33,14 +29,14 @@ def test_each_span_has_the_label_of_its_own_version() -> None:
     assert labels_of(labels.on((SPLIT,))[0]) == ["run/step-3", "run/step-5"]
 
 
-def test_a_number_that_means_other_weights_now_loses_its_label() -> None:
+def test_a_number_that_means_other_weights_now_loses_its_label():
     labels = ServedLabels()
     labels.serve(Head(version=5, digest="a", label="run/step-5"))
     labels.serve(Head(version=5, digest="b"))
     assert labels.on((SPLIT,)) == (SPLIT,)
 
 
-def test_old_labels_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_labels_are_forgotten(monkeypatch):
     monkeypatch.setattr(served_labels, "MAX_VERSIONS", 1)
     labels = ServedLabels()
     for version in (3, 5):
@@ -48,9 +44,7 @@ def test_old_labels_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert labels_of(labels.on((SPLIT,))[0]) == [None, "run/step-5"]
 
 
-async def test_a_replica_says_the_label_of_what_it_serves(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_replica_says_the_label_of_what_it_serves(log, engine, ingest):
     log.commit(stage(log, 5).replace(label="run/step-5"), "keep")
     weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
     await weight_sync.start()

@@ -70,7 +70,7 @@ def replica_with_agents(first: str = "old", tool_s: float = 2.0) -> Replica:
     return replica
 
 
-def test_oldest_session_never_waits_and_others_wait_for_room() -> None:
+def test_oldest_session_never_waits_and_others_wait_for_room():
     replica = replica_with_agents()
     replica.begin("old", 700)
     assert not replica.refuses("second", 200)
@@ -81,7 +81,7 @@ def test_oldest_session_never_waits_and_others_wait_for_room() -> None:
     assert not replica.refuses("old", 5000)
 
 
-def test_a_returning_session_goes_before_younger_ones() -> None:
+def test_a_returning_session_goes_before_younger_ones():
     replica = replica_with_agents()
     for session in ("second", "third"):
         replica.turn(session, 300, 1)
@@ -92,7 +92,7 @@ def test_a_returning_session_goes_before_younger_ones() -> None:
     assert replica.refuses("third", 300)  # second's memory is its own while its tool runs
 
 
-def test_a_waiting_session_keeps_its_place_while_it_asks() -> None:
+def test_a_waiting_session_keeps_its_place_while_it_asks():
     replica = replica_with_agents()
     replica.begin("old", 700)
     assert replica.refuses("large", 400)
@@ -101,7 +101,7 @@ def test_a_waiting_session_keeps_its_place_while_it_asks() -> None:
     assert not replica.refuses("small", 200)
 
 
-def test_memory_is_held_as_long_as_tools_usually_take() -> None:
+def test_memory_is_held_as_long_as_tools_usually_take():
     replica = replica_with_agents(tool_s=2.0)
     replica.clock.go_on(2.0)
     replica.turn("old", 900, 1)
@@ -112,7 +112,7 @@ def test_memory_is_held_as_long_as_tools_usually_take() -> None:
     assert not replica.refuses("old", 900)
 
 
-def test_memory_is_held_no_longer_than_computing_it_takes() -> None:
+def test_memory_is_held_no_longer_than_computing_it_takes():
     replica = replica_with_agents(tool_s=2.0)
     replica.prefill_tokens_per_s = CAPACITY / 3
     replica.clock.go_on(2.0)
@@ -123,7 +123,7 @@ def test_memory_is_held_no_longer_than_computing_it_takes() -> None:
     assert not replica.refuses("new", 200)
 
 
-def test_no_session_waits_if_tools_take_longer_than_computing_it() -> None:
+def test_no_session_waits_if_tools_take_longer_than_computing_it():
     replica = replica_with_agents(tool_s=2.0)
     replica.prefill_tokens_per_s = CAPACITY / 1.9
     replica.clock.go_on(2.0)
@@ -131,7 +131,7 @@ def test_no_session_waits_if_tools_take_longer_than_computing_it() -> None:
     assert not replica.refuses("new", 900)
 
 
-def test_no_session_waits_if_turns_take_longer_than_computing_it() -> None:
+def test_no_session_waits_if_turns_take_longer_than_computing_it():
     replica = replica_with_agents(tool_s=2.0)
     replica.prefill_tokens_per_s, replica.decode_step_s = CAPACITY / 10, 0.1
     replica.clock.go_on(2.0)
@@ -144,7 +144,7 @@ def test_no_session_waits_if_turns_take_longer_than_computing_it() -> None:
     assert not replica.refuses("new", 900)
 
 
-def test_sessions_of_one_turn_are_never_refused() -> None:
+def test_sessions_of_one_turn_are_never_refused():
     replica = Replica()
     for i in range(20):
         replica.begin(f"rollout-{i}", 900)
@@ -153,7 +153,7 @@ def test_sessions_of_one_turn_are_never_refused() -> None:
     assert not replica.refuses("new", 900)
 
 
-def test_calls_without_a_session_are_not_refused_but_count() -> None:
+def test_calls_without_a_session_are_not_refused_but_count():
     replica = replica_with_agents()
     with ExitStack() as running:
         call = GenerateCall(request_id="r", prompt_token_ids=(1,) * 600, sampling=Sampling())
@@ -164,7 +164,7 @@ def test_calls_without_a_session_are_not_refused_but_count() -> None:
     assert not replica.refuses("new", 100)
 
 
-def test_rest_of_an_aborted_turn_is_no_return() -> None:
+def test_rest_of_an_aborted_turn_is_no_return():
     replica = Replica()
     replica.begin("a", 10)
     replica.end("a", 5, finish_reason="abort")
@@ -174,7 +174,7 @@ def test_rest_of_an_aborted_turn_is_no_return() -> None:
     assert not replica.refuses("c", 900)  # no session has had a second turn
 
 
-def test_shared_prompts_count_once() -> None:
+def test_shared_prompts_count_once():
     replica = Replica()
     for i in range(20):
         replica.begin(f"s{i}", 700)
@@ -186,7 +186,7 @@ def test_shared_prompts_count_once() -> None:
     assert not replica.refuses("new", 700)
 
 
-def test_completions_count_as_long_as_they_were() -> None:
+def test_completions_count_as_long_as_they_were():
     replica = replica_with_agents()
     for _ in range(2):
         replica.turn("talks", 100, 800)
@@ -196,7 +196,7 @@ def test_completions_count_as_long_as_they_were() -> None:
     replica.end("talks", 10)
 
 
-def test_preemptions_shrink_the_window_and_time_restores_it() -> None:
+def test_preemptions_shrink_the_window_and_time_restores_it():
     replica = replica_with_agents()
     replica.begin("old", 1000)
     assert replica.admission.window() == CAPACITY
@@ -213,7 +213,7 @@ def test_preemptions_shrink_the_window_and_time_restores_it() -> None:
     assert replica.admission.window() == CAPACITY
 
 
-def test_window_shrinks_below_what_is_there_but_not_forever() -> None:
+def test_window_shrinks_below_what_is_there_but_not_forever():
     replica = replica_with_agents()
     replica.begin("old", 500)
     for preempted in range(1, 20):
@@ -224,7 +224,7 @@ def test_window_shrinks_below_what_is_there_but_not_forever() -> None:
         replica.clock.go_on(DECREASE_PERIOD_S)
 
 
-def test_ended_calls_and_sessions_leave_no_record_in_the_sum() -> None:
+def test_ended_calls_and_sessions_leave_no_record_in_the_sum():
     replica = Replica()
     for i in range(50):
         replica.turn(f"s{i}", 10, 1)

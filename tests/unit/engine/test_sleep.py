@@ -9,8 +9,7 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed
 from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.protocol.weight_log import Control
-from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.engine.fakes import LONG_S, FakeIngest, push, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -23,17 +22,13 @@ async def wake(ingest: FakeIngest, order: str = "wake") -> None:
     await ingest.change(paused=False, pause_mode="keep", asleep=False, order=order)
 
 
-async def test_an_engine_that_sleeps_serves_nothing(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_an_engine_that_sleeps_serves_nothing(weight_sync, engine, ingest):
     status = await sleep(ingest)
     assert (status.state, status.version, status.digest, status.paused) == ("asleep", None, None, True)
     assert engine.calls == ["pause abort", "sleep"]
 
 
-async def test_waking_loads_the_version_that_was_served_before(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_waking_loads_the_version_that_was_served_before(weight_sync, engine, ingest):
     await sleep(ingest)
     await wake(ingest)
     status = await ingest.reported(lambda s: s.obeyed == "wake")
@@ -41,9 +36,7 @@ async def test_waking_loads_the_version_that_was_served_before(
     assert engine.calls == ["pause abort", "sleep", "wake up", "pause keep", "load 0", "resume"]
 
 
-async def test_waking_loads_what_was_committed_meanwhile(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_waking_loads_what_was_committed_meanwhile(weight_sync, log, engine, ingest):
     await sleep(ingest)
     engine.staged.clear()
     await push(log, ingest, 1)
@@ -55,9 +48,7 @@ async def test_waking_loads_what_was_committed_meanwhile(
     assert engine.staged == [2]
 
 
-async def test_a_resume_waits_until_the_woken_engine_has_weights(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_resume_waits_until_the_woken_engine_has_weights(weight_sync, engine, ingest):
     await sleep(ingest)
     engine.loading.close()
     engine.loading.reached.clear()
@@ -70,9 +61,7 @@ async def test_a_resume_waits_until_the_woken_engine_has_weights(
     await ingest.reported(lambda s: s.obeyed == "wake")
 
 
-async def test_an_engine_told_to_sleep_again_before_it_woke_does(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_an_engine_told_to_sleep_again_before_it_woke_does(weight_sync, log, engine, ingest):
     await sleep(ingest)
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
@@ -84,9 +73,7 @@ async def test_an_engine_told_to_sleep_again_before_it_woke_does(
     assert engine.calls == ["pause abort", "sleep", "wake up", "pause abort", "sleep"]
 
 
-async def test_an_engine_woken_to_a_corrupt_version_stays_closed(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_an_engine_woken_to_a_corrupt_version_stays_closed(weight_sync, log, engine, ingest):
     await sleep(ingest)
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
@@ -99,9 +86,7 @@ async def test_an_engine_woken_to_a_corrupt_version_stays_closed(
     assert engine.calls[-2:] == ["load 2", "resume"]
 
 
-async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(weight_sync, engine, ingest):
     await sleep(ingest)
     engine.memory_taken = "the trainer has it"
     await wake(ingest)
@@ -113,9 +98,7 @@ async def test_an_engine_whose_memory_is_taken_sleeps_until_it_is_free(
     assert (status.state, status.error) == ("ready", None)
 
 
-async def test_sleeping_waits_for_running_rollouts_if_asked_to(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_sleeping_waits_for_running_rollouts_if_asked_to(weight_sync, engine, ingest):
     engine.draining.close()
     await ingest.change(paused=True, pause_mode="wait", asleep=True, order="sleep")
     await asyncio.wait_for(engine.draining.reached.wait(), LONG_S)
@@ -125,9 +108,7 @@ async def test_sleeping_waits_for_running_rollouts_if_asked_to(
     assert engine.calls == ["pause wait", "sleep"]
 
 
-async def test_sleep_takes_over_from_a_version_that_waits(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_sleep_takes_over_from_a_version_that_waits(weight_sync, log, engine, ingest):
     engine.draining.close()
     commit(log, 1, mode="wait")
     await ingest.change(version=1)
@@ -139,9 +120,7 @@ async def test_sleep_takes_over_from_a_version_that_waits(
     await serving(weight_sync, ingest, 1)
 
 
-async def test_a_paused_engine_sleeps_and_a_wake_up_resumes_it(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_paused_engine_sleeps_and_a_wake_up_resumes_it(weight_sync, engine, ingest):
     await ingest.change(paused=True, pause_mode="keep", order="pause")
     await ingest.reported(lambda s: s.obeyed == "pause")
     await sleep(ingest, mode="keep")
@@ -150,9 +129,7 @@ async def test_a_paused_engine_sleeps_and_a_wake_up_resumes_it(
     assert engine.calls == ["pause keep", "sleep", "wake up", "pause keep", "load 0", "resume"]
 
 
-async def test_an_engine_that_starts_while_the_others_sleep_joins_them(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_an_engine_that_starts_while_the_others_sleep_joins_them(log, engine, ingest):
     control = Control(paused=True, mode="abort", asleep=("weights", "kv_cache"), order="sleep")
     log.set_control(control)
     await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
@@ -166,9 +143,7 @@ async def test_an_engine_that_starts_while_the_others_sleep_joins_them(
         weight_sync.stop()
 
 
-async def test_a_failure_to_give_memory_back_ends_following(
-    weight_sync: WeightSync, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failure_to_give_memory_back_ends_following(weight_sync, engine, ingest, monkeypatch):
     async def fails() -> None:
         raise EngineFailed("giving memory back failed")
 

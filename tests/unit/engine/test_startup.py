@@ -40,7 +40,7 @@ class Ingest:
 
 
 @pytest.mark.parametrize("failures", [0, 2], ids=["ingest there", "ingest away at first"])
-def test_it_reports_from_its_own_thread_until_the_block_ends(failures: int) -> None:
+def test_it_reports_from_its_own_thread_until_the_block_ends(failures):
     ingest = Ingest(failures)
     with StartupHeartbeat("r1", ingest, 0.001) as announcement:
         assert ingest.enough.wait(LONG_S)
@@ -51,7 +51,7 @@ def test_it_reports_from_its_own_thread_until_the_block_ends(failures: int) -> N
     assert sequences == sorted(set(sequences))
 
 
-def test_a_start_that_waits_for_a_gpu_says_so() -> None:
+def test_a_start_that_waits_for_a_gpu_says_so():
     ingest = Ingest()
     with StartupHeartbeat("r1", ingest, 0.001) as announcement:
         announcement.waits_for("GPU 1: taken")
@@ -64,7 +64,7 @@ def test_a_start_that_waits_for_a_gpu_says_so() -> None:
     assert Fleet(latest_version=0, paused=False, replicas=(announcement.status(),)).blocked_starts == 0
 
 
-def test_it_says_what_the_follower_says_once_there_is_one() -> None:
+def test_it_says_what_the_follower_says_once_there_is_one():
     ingest = Ingest()
     with StartupHeartbeat("r1", ingest, 0.001) as announcement:
         announcement.status = lambda: ReplicaStatus(
@@ -95,7 +95,7 @@ class LastWord:
 
 class Replica:
     @says_why_it_fails
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # Serve awaits it
         self, config: str, ingest: LastWord, group: str | None
     ) -> None:
         self.config = config
@@ -111,9 +111,7 @@ def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["ingest there", "ingest away"])
-async def test_a_replica_that_cannot_start_reports_why_and_reraises(
-    away: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_replica_that_cannot_start_reports_why_and_reraises(away, caplog):
     ingest = LastWord(away)
     with pytest.raises(ValueError, match="cannot be served"):
         await Replica.__init__(object.__new__(Replica), "bad", ingest)
@@ -124,7 +122,7 @@ async def test_a_replica_that_cannot_start_reports_why_and_reraises(
     assert not tell_errors()
 
 
-async def test_a_replica_that_starts_reports_no_failure() -> None:
+async def test_a_replica_that_starts_reports_no_failure():
     ingest, replica = LastWord(), object.__new__(Replica)
     await Replica.__init__(replica, "good", ingest)
     assert replica.config == "good" and ingest.heard == []

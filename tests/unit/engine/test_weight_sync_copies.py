@@ -41,9 +41,7 @@ async def remote(engine: FakeEngine, ingest: FakeIngest, copies: NodeCache) -> A
     weight_sync.stop()
 
 
-async def test_every_version_is_fetched_checked_and_served(
-    remote: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, copies: NodeCache
-) -> None:
+async def test_every_version_is_fetched_checked_and_served(remote, log, engine, ingest, copies):
     assert remote.version == 0
     for version in (1, 2, 3):
         await push(log, ingest, version)
@@ -52,9 +50,7 @@ async def test_every_version_is_fetched_checked_and_served(
     assert copies.log.versions() == [2, 3] and copies.log.head() == log.head()
 
 
-async def test_without_the_ingest_a_replica_serves_then_catches_up(
-    remote: WeightSync, log: WeightLog, ingest: FakeIngest, offering: OfferingIngest
-) -> None:
+async def test_without_the_ingest_a_replica_serves_then_catches_up(remote, log, ingest, offering):
     offering.fail_after = len(offering.chunks) + 2
     await push(log, ingest, 1)
     status = await ingest.reported(lambda s: s.state == "stale")
@@ -68,9 +64,7 @@ async def test_without_the_ingest_a_replica_serves_then_catches_up(
     assert remote.status().error is None
 
 
-async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(
-    remote: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(remote, log, engine, ingest):
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
     await ingest.change(version=1)
@@ -81,9 +75,7 @@ async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(
     await serving(remote, ingest, 2)
 
 
-async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(
-    copies: NodeCache, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(copies, log, engine, ingest):
     head = log.head()
     assert head is not None
     await copies.fetch(head)
@@ -96,9 +88,7 @@ async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(
     weight_sync.stop()
 
 
-async def test_a_start_is_not_ready_until_the_newest_version_is_known(
-    remote: WeightSync, log: WeightLog, offering: OfferingIngest, ingest: FakeIngest
-) -> None:
+async def test_a_start_is_not_ready_until_the_newest_version_is_known(remote, log, offering, ingest):
     await asyncio.wait_for(remote.caught_up(), LONG_S)
     offering.unreachable = NotReady("it died with this call")
     commit(log, 1)

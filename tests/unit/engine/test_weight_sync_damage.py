@@ -11,7 +11,7 @@ from rollout_service.errors import DeploymentFailed, EngineFailed, LogUnreadable
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push, serving
+from tests.unit.engine.fakes import LONG_S, push, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -26,9 +26,7 @@ async def why_unhealthy(weight_sync: WeightSync) -> str:
             await asyncio.sleep(0)
 
 
-async def test_a_corrupt_version_leaves_the_old_served_and_says_why(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_corrupt_version_leaves_the_old_served_and_says_why(weight_sync, log, engine, ingest):
     commit(log, 1)
     flip_a_byte(log, 1, FIRST)
     await ingest.change(version=1)
@@ -42,9 +40,7 @@ async def test_a_corrupt_version_leaves_the_old_served_and_says_why(
 
 
 @pytest.mark.parametrize("name", ["LATEST", "ORIGIN"])
-async def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, name: str
-) -> None:
+async def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(weight_sync, log, engine, ingest, name):
     path = log.root / name
     if path.exists():
         path.rename(log.root / "aside")
@@ -61,9 +57,7 @@ async def test_a_file_that_cannot_be_read_for_a_while_is_waited_for(
     assert weight_sync.status().error is None and not engine.paused
 
 
-async def test_a_single_failed_read_changes_nothing(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_single_failed_read_changes_nothing(weight_sync, log, ingest, monkeypatch):
     reads, real = 0, WeightLog.head
 
     def head(self: WeightLog) -> Head | None:
@@ -81,9 +75,7 @@ async def test_a_single_failed_read_changes_nothing(
     assert {status.state for status in ingest.reports[1:]} <= {"ready"}
 
 
-async def test_a_start_waits_for_a_log_that_cannot_be_read(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_start_waits_for_a_log_that_cannot_be_read(log, engine, ingest):
     latest = log.root / "LATEST"
     latest.rename(log.root / "aside")
     latest.mkdir()
@@ -98,9 +90,7 @@ async def test_a_start_waits_for_a_log_that_cannot_be_read(
     weight_sync.stop()
 
 
-async def test_an_engine_whose_workers_fail_while_staging_is_replaced(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_an_engine_whose_workers_fail_while_staging_is_replaced(weight_sync, log, engine, ingest):
     engine.fail_stage = "a worker died"
     await push(log, ingest, 1)
     await ingest.reported(lambda s: s.state == "syncing")
@@ -108,9 +98,7 @@ async def test_an_engine_whose_workers_fail_while_staging_is_replaced(
     assert weight_sync.version == 0 and not engine.paused
 
 
-async def test_file_headers_are_checked_before_the_engine_loads(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_file_headers_are_checked_before_the_engine_loads(weight_sync, log, engine, ingest):
     commit(log, 1)
     path = log.folder(1) / "weights-00001.safetensors"
     path.write_bytes(path.read_bytes()[:9] + b"?" + path.read_bytes()[10:])  # in the header
@@ -120,9 +108,7 @@ async def test_file_headers_are_checked_before_the_engine_loads(
     assert [call for call in engine.calls if "load" in call] == []
 
 
-async def test_a_version_with_missing_files_leaves_the_old_one_served(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
-) -> None:
+async def test_a_version_with_missing_files_leaves_the_old_one_served(weight_sync, log, ingest):
     commit(log, 1)
     (log.folder(1) / "weights-00001.safetensors").unlink()
     await ingest.change(version=1)
@@ -130,18 +116,14 @@ async def test_a_version_with_missing_files_leaves_the_old_one_served(
     assert status.version == 0 and status.error is not None and "cannot be read" in status.error
 
 
-async def test_a_version_of_another_model_leaves_the_old_one_served(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
-) -> None:
+async def test_a_version_of_another_model_leaves_the_old_one_served(weight_sync, log, ingest):
     commit(log, 1, fingerprint="other")
     await ingest.change(version=1)
     status = await ingest.reported(lambda s: s.state == "stale")
     assert status.error is not None and "another model" in status.error
 
 
-async def test_a_failed_load_ends_following_and_health_checks_fail(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_failed_load_ends_following_and_health_checks_fail(weight_sync, log, engine, ingest):
     weight_sync.check_health()
     engine.fail_load = "version 1 is half loaded"
     await push(log, ingest, 1)
@@ -151,9 +133,7 @@ async def test_a_failed_load_ends_following_and_health_checks_fail(
     assert not await weight_sync.wait_version(1, timeout_s=0.01)
 
 
-async def test_a_corrupt_version_is_read_again_only_after_a_delay(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_corrupt_version_is_read_again_only_after_a_delay(weight_sync, log, engine, ingest, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     commit(log, 1)
@@ -166,7 +146,7 @@ async def test_a_corrupt_version_is_read_again_only_after_a_delay(
     for turn in range(20):
         wished = turn % 2 == 0
         await ingest.change(paused=wished)
-        await ingest.reported(lambda status, wished=wished: status.paused == wished)  # type: ignore[misc]
+        await ingest.reported(lambda status, wished=wished: status.paused == wished)
     assert engine.staged == [1]
     clock.go_on(60)  # longer than it waits after the first failure
     await ingest.change(paused=True)
@@ -177,9 +157,7 @@ async def test_a_corrupt_version_is_read_again_only_after_a_delay(
     await serving(weight_sync, ingest, 1)
 
 
-async def test_a_version_removed_while_read_gives_way_to_the_newer_one(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_version_removed_while_read_gives_way_to_the_newer_one(weight_sync, log, engine, ingest):
     def removed_meanwhile(version: int) -> None:
         if version == 1:
             commit(log, 2)
@@ -191,9 +169,7 @@ async def test_a_version_removed_while_read_gives_way_to_the_newer_one(
     assert all(status.error is None for status in ingest.reports)
 
 
-async def test_a_start_reports_what_it_reads_and_survives_its_removal(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_start_reports_what_it_reads_and_survives_its_removal(log, engine, ingest):
     def removed_meanwhile(version: int) -> None:
         if version == 0:
             assert [(s.version, s.target) for s in ingest.reports] == [(None, 0)]
@@ -211,9 +187,7 @@ class TestIngestAway:
     @pytest.mark.parametrize(
         "error", [NotReady("died"), DeploymentFailed("a bug")], ids=lambda error: type(error).__name__
     )
-    async def test_without_the_ingest_a_replica_still_follows_the_log(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, error: Exception
-    ) -> None:
+    async def test_without_the_ingest_a_replica_still_follows_the_log(self, weight_sync, log, engine, ingest, error):
         await ingest.leave(error)
         commit(log, 1)
         assert await weight_sync.wait_version(1, timeout_s=LONG_S)
@@ -223,9 +197,7 @@ class TestIngestAway:
         await ingest.change(paused=True)
         await ingest.reported(lambda s: s.paused)
 
-    async def test_an_unexpected_error_of_the_ingest_ends_following(
-        self, weight_sync: WeightSync, ingest: FakeIngest
-    ) -> None:
+    async def test_an_unexpected_error_of_the_ingest_ends_following(self, weight_sync, ingest):
         weight_sync.check_health()
         await ingest.leave(TypeError("a bug"))
         assert "a bug" in await why_unhealthy(weight_sync)

@@ -9,7 +9,7 @@ from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
 from rollout_service.protocol.weight_log import Origin
 from rollout_service.store.log import WeightLog
-from tests.unit.engine.fakes import FakeEngine, FakeIngest, push, serving
+from tests.unit.engine.fakes import FakeEngine, push, serving
 from tests.unit.ingest.trainer import settle
 from tests.unit.store.versions import commit, restored
 
@@ -18,9 +18,7 @@ def loads(engine: FakeEngine) -> list[str]:
     return [call for call in engine.calls if call.startswith("load")]
 
 
-async def test_other_weights_under_the_served_number_are_loaded(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_other_weights_under_the_served_number_are_loaded(weight_sync, log, engine, ingest):
     with restored(log):
         await push(log, ingest, 1)
         await serving(weight_sync, ingest, 1)
@@ -31,9 +29,7 @@ async def test_other_weights_under_the_served_number_are_loaded(
     assert loads(engine)[0] == loads(engine)[-1] == "load 1" and len(loads(engine)) >= 2
 
 
-async def test_a_log_that_was_set_back_is_followed_back(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_log_that_was_set_back_is_followed_back(weight_sync, log, engine, ingest):
     with restored(log):
         await push(log, ingest, 5)
         await serving(weight_sync, ingest, 5)
@@ -42,9 +38,7 @@ async def test_a_log_that_was_set_back_is_followed_back(
     assert loads(engine) == ["load 5", "load 0"]
 
 
-async def test_a_replica_that_starts_compares_contents_too(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_replica_that_starts_compares_contents_too(log, engine, ingest):
     engine.loading.close()
     weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), fingerprint="model")
     with restored(log):
@@ -72,9 +66,7 @@ async def ingest_is_away(weight_sync: WeightSync) -> None:
 
 
 class TestAnotherLog:
-    async def test_a_replica_of_the_old_log_is_stale_until_it_comes_back(
-        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, elsewhere: Origin
-    ) -> None:
+    async def test_a_replica_of_the_old_log_is_stale_until_it_comes_back(self, weight_sync, log, ingest, elsewhere):
         here = log.sign()
         await ingest.change(origin=here)
         await push(log, ingest, 7)
@@ -89,17 +81,13 @@ class TestAnotherLog:
         await push(log, ingest, 8)
         await serving(weight_sync, ingest, 8)
 
-    async def test_nor_is_a_clone_of_the_log_taken_for_the_log(
-        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
-    ) -> None:
+    async def test_nor_is_a_clone_of_the_log_taken_for_the_log(self, weight_sync, log, ingest):
         here = log.sign()
         await ingest.change(origin=here.model_copy(update={"writer": "of the clone"}))
         status = await ingest.reported(lambda s: s.state == "stale")
         assert status.error is not None and "bring the ingest back" in status.error
 
-    async def test_no_replica_is_stale_after_an_ingest_restart_on_its_log(
-        self, weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest
-    ) -> None:
+    async def test_no_replica_is_stale_after_an_ingest_restart_on_its_log(self, weight_sync, log, ingest):
         await ingest.change(origin=log.sign())
         seen = len(ingest.reports)
         await ingest.reported(lambda _: len(ingest.reports) > seen)

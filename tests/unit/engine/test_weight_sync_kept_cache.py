@@ -24,10 +24,10 @@ class Scales(NoKVScales):
         super().__init__()
         self.next: list[dict[str, float] | None] = [None]
 
-    async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:  # type: ignore[override]
+    async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
         return self.next[0]
 
-    async def loaded(self, manifest: Manifest) -> dict[str, float] | None:  # type: ignore[override]
+    async def loaded(self, manifest: Manifest) -> dict[str, float] | None:
         return self.next.pop(0) if len(self.next) > 1 else self.next[0]
 
 
@@ -59,30 +59,19 @@ async def dropping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scale
         yield weight_sync
 
 
-async def test_drop_empties_the_cache_at_every_update(
-    dropping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_drop_empties_the_cache_at_every_update(dropping, log, engine, ingest):
     await push(log, ingest, 1)
     await serving(dropping, ingest, 1)
     assert engine.calls == CLEARS
 
 
-async def test_keep_keeps_the_cache(
-    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_keep_keeps_the_cache(keeping, log, engine, ingest):
     await push(log, ingest, 1)
     await serving(keeping, ingest, 1)
     assert engine.calls == KEEPS
 
 
-async def test_other_kv_scales_drop_the_cache(
-    keeping: WeightSync,
-    log: WeightLog,
-    engine: FakeEngine,
-    ingest: FakeIngest,
-    scales: Scales,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_other_kv_scales_drop_the_cache(keeping, log, engine, ingest, scales, caplog):
     scales.next = [{"l.0.k_scale": 2.0}]
     await push(log, ingest, 1)
     await serving(keeping, ingest, 1)
@@ -95,18 +84,14 @@ async def test_other_kv_scales_drop_the_cache(
     assert "version 1 drops the KV cache" in caplog.text and "version 2" not in caplog.text
 
 
-async def test_scales_measured_after_the_load_drop_the_cache(
-    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_scales_measured_after_the_load_drop_the_cache(keeping, log, engine, ingest, caplog):
     log.commit(replace(stage(log, 1), kv_scales_from="calibrate"), "keep")
     await ingest.change(version=1)
     await serving(keeping, ingest, 1)
     assert engine.calls == CLEARS and "are measured after its load" in caplog.text
 
 
-async def test_number_that_goes_down_drops_the_cache(
-    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_number_that_goes_down_drops_the_cache(keeping, log, engine, ingest):
     with restored(log):
         await push(log, ingest, 1)
         await serving(keeping, ingest, 1)
@@ -117,9 +102,7 @@ async def test_number_that_goes_down_drops_the_cache(
 
 
 @pytest.mark.parametrize("newest", [2, 3])
-async def test_rollback_drops_the_cache(
-    newest: int, keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_rollback_drops_the_cache(newest, keeping, log, engine, ingest):
     await push(log, ingest, 1)
     await serving(keeping, ingest, 1)
     engine.calls.clear()
@@ -135,9 +118,7 @@ async def test_rollback_drops_the_cache(
     assert engine.calls == ["pause keep and keep the cache", "load 4 and keep the cache", "resume"]
 
 
-async def test_restored_log_drops_the_cache(
-    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_restored_log_drops_the_cache(keeping, log, engine, ingest):
     with restored(log):
         await push(log, ingest, 1)
         await serving(keeping, ingest, 1)
@@ -152,9 +133,7 @@ async def test_restored_log_drops_the_cache(
     assert engine.calls == ["pause keep and keep the cache", "load 3 and keep the cache", "resume"]
 
 
-async def test_wake_up_loads_without_a_cache(
-    keeping: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_wake_up_loads_without_a_cache(keeping, log, engine, ingest):
     await ingest.change(paused=True, pause_mode="keep", asleep=True, clear_cache=False)
     await ingest.reported(lambda s: s.state == "asleep")
     commit(log, 1)

@@ -89,7 +89,7 @@ def count_stagings(engine: FakeEngine) -> list[Path]:
         staged.append(folder)
         await stage(folder, digest)
 
-    engine.stage = counted  # type: ignore[method-assign]
+    engine.stage = counted
     return staged
 
 
@@ -103,15 +103,13 @@ def in_order(version: int) -> list[str]:
     ]
 
 
-async def test_a_version_is_measured_before_the_engine_resumes(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_version_is_measured_before_the_engine_resumes(weight_sync, log, engine, ingest):
     await push(log, ingest, 1)
     await serving(weight_sync, ingest, 1)
     assert engine.calls == in_order(1)
 
 
-async def test_so_is_the_first_version_before_the_replica_is_ready(new: WeightSync, engine: FakeEngine) -> None:
+async def test_so_is_the_first_version_before_the_replica_is_ready(new, engine):
     assert new.status().kv_cache is None
     await new.start()
     assert engine.calls == in_order(0)
@@ -119,9 +117,7 @@ async def test_so_is_the_first_version_before_the_replica_is_ready(new: WeightSy
     assert status.kv_cache is not None and status.kv_cache.measured_version == 0
 
 
-async def test_while_it_measures_it_is_closed_and_syncing(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-) -> None:
+async def test_while_it_measures_it_is_closed_and_syncing(weight_sync, log, engine, ingest, kv_scales):
     kv_scales.measuring.close()
     kv_scales.measuring.reached.clear()
     await push(log, ingest, 1)
@@ -133,9 +129,7 @@ async def test_while_it_measures_it_is_closed_and_syncing(
     assert not engine.paused
 
 
-async def test_in_a_paused_fleet_it_measures_and_stays_paused(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_in_a_paused_fleet_it_measures_and_stays_paused(weight_sync, log, engine, ingest):
     await ingest.change(paused=True)
     await ingest.reported(lambda s: s.paused)
     engine.calls.clear()
@@ -145,9 +139,7 @@ async def test_in_a_paused_fleet_it_measures_and_stays_paused(
 
 
 class TestIngestAway:
-    async def test_without_the_ingest_the_old_version_is_served(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+    async def test_without_the_ingest_the_old_version_is_served(self, weight_sync, log, engine, ingest, kv_scales):
         kv_scales.fail_scales = WAITS
         await push(log, ingest, 1)
         status = await ingest.reported(lambda s: s.error is not None)
@@ -158,9 +150,7 @@ class TestIngestAway:
         await serving(weight_sync, ingest, 1)
         assert engine.calls == in_order(1) and weight_sync.status().error is None
 
-    async def test_however_long_it_is_away_the_version_is_read_once(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+    async def test_however_long_it_is_away_the_version_is_read_once(self, weight_sync, log, engine, ingest, kv_scales):
         staged = count_stagings(engine)
         kv_scales.fail_scales = WAITS
         await push(log, ingest, 1)
@@ -170,9 +160,7 @@ class TestIngestAway:
         await serving(weight_sync, ingest, 1)
         assert [folder.name for folder in staged] == ["1"]
 
-    async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(
-        self, new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+    async def test_a_replica_that_starts_meanwhile_waits_and_is_not_ready(self, new, engine, ingest, kv_scales):
         kv_scales.fail_scales = WAITS
         starting = asyncio.create_task(new.start())
         await ingest.reported(lambda s: s.target == 0)
@@ -185,8 +173,8 @@ class TestIngestAway:
 
 class TestNotPublished:
     async def test_without_the_ingest_it_serves_the_old_version_again(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+        self, weight_sync, log, engine, ingest, kv_scales
+    ):
         kv_scales.fail_loaded[1] = UNPUBLISHED
         await push(log, ingest, 1)
         status = await ingest.reported(lambda s: s.error is not None)
@@ -200,9 +188,7 @@ class TestNotPublished:
         await serving(weight_sync, ingest, 1)
         assert engine.calls == in_order(1) and weight_sync.status().error is None
 
-    async def test_with_no_old_version_it_starts_once_they_are_published(
-        self, new: WeightSync, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+    async def test_with_no_old_version_it_starts_once_they_are_published(self, new, engine, ingest, kv_scales):
         kv_scales.fail_loaded[0] = UNPUBLISHED
         starting = asyncio.create_task(new.start())
         await ingest.reported(lambda _: len(ingest.reports) >= 5)
@@ -211,9 +197,7 @@ class TestNotPublished:
         await asyncio.wait_for(starting, LONG_S)
         assert engine.calls == in_order(0)[:-1] + in_order(0) and new.version == 0
 
-    async def test_with_the_old_version_gone_it_waits_closed(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+    async def test_with_the_old_version_gone_it_waits_closed(self, weight_sync, log, engine, ingest, kv_scales):
         kv_scales.fail_loaded[1] = UNPUBLISHED
         kv_scales.measuring.close()
         kv_scales.measuring.reached.clear()
@@ -228,14 +212,7 @@ class TestNotPublished:
         assert engine.calls == in_order(1)[:-1] + in_order(1)
 
     @pytest.mark.parametrize("waits", [WAITS, UNPUBLISHED], ids=["not asked", "measured here"])
-    async def test_a_replica_that_starts_is_no_failure_for_it(
-        self,
-        weight_sync: WeightSync,
-        log: WeightLog,
-        ingest: FakeIngest,
-        kv_scales: FakeKVScales,
-        waits: NotReady,
-    ) -> None:
+    async def test_a_replica_that_starts_is_no_failure_for_it(self, weight_sync, log, ingest, kv_scales, waits):
         if waits is WAITS:
             kv_scales.fail_scales = waits
         else:
@@ -253,8 +230,8 @@ class TestNotPublished:
 
 class TestNotMeasurable:
     async def test_a_version_removed_while_measured_gives_way_to_a_newer(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+        self, weight_sync, log, engine, ingest, kv_scales
+    ):
         kv_scales.fail_loaded[1] = NotFound("version 1 is not in the log any more")
         kv_scales.measuring.close()
         kv_scales.measuring.reached.clear()
@@ -267,8 +244,8 @@ class TestNotMeasurable:
         assert engine.calls == in_order(1)[:-1] + in_order(2)
 
     async def test_an_engine_that_cannot_measure_never_serves_the_version(
-        self, weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, kv_scales: FakeKVScales
-    ) -> None:
+        self, weight_sync, log, engine, ingest, kv_scales
+    ):
         kv_scales.fail_loaded[1] = EngineFailed("keys and values could not be measured")
         await push(log, ingest, 1)
         async with asyncio.timeout(LONG_S):
@@ -278,9 +255,7 @@ class TestNotMeasurable:
             weight_sync.check_health()
         assert engine.calls == in_order(1)[:-1] and engine.paused and weight_sync.version == 0
 
-    async def test_a_model_that_is_unfit_for_fp8_does_not_start(
-        self, new: WeightSync, engine: FakeEngine, kv_scales: FakeKVScales
-    ) -> None:
+    async def test_a_model_that_is_unfit_for_fp8_does_not_start(self, new, engine, kv_scales):
         kv_scales.fail_loaded[0] = KVCacheUnfit("FP8 is not accurate enough for 2 of 2 layers")
         with pytest.raises(KVCacheUnfit, match="for 2 of 2 layers"):
             await new.start()

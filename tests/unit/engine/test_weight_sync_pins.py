@@ -31,15 +31,13 @@ def head_of(log: WeightLog, version: int) -> Head:
     return Head(version=version, digest=log.manifest(version).digest)
 
 
-async def test_start_loads_only_the_pinned_version(pinned: WeightSync, engine: FakeEngine) -> None:
+async def test_start_loads_only_the_pinned_version(pinned, engine):
     assert engine.calls == ["pause keep", "load 1", "resume"]
     status = pinned.status()
     assert (status.version, status.state, status.group) == (1, "ready", "eval")
 
 
-async def test_newer_version_is_not_loaded(
-    pinned: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_newer_version_is_not_loaded(pinned, log, engine, ingest):
     looked = ingest.looked_for_pins
     await push(log, ingest, 3)
     await ingest.reported(lambda _: ingest.looked_for_pins > looked)
@@ -48,24 +46,20 @@ async def test_newer_version_is_not_loaded(
     assert pinned.version == 1 and engine.staged == [1]
 
 
-async def test_moved_pin_is_loaded_also_backwards(pinned: WeightSync, log: WeightLog, ingest: FakeIngest) -> None:
+async def test_moved_pin_is_loaded_also_backwards(pinned, log, ingest):
     for version in (2, 0):
         ingest.pins["eval"] = head_of(log, version)
         await ingest.change(label=f"moved to {version}")
         await serving(pinned, ingest, version)
 
 
-async def test_group_without_a_version_follows_the_newest(
-    pinned: WeightSync, log: WeightLog, ingest: FakeIngest
-) -> None:
+async def test_group_without_a_version_follows_the_newest(pinned, log, ingest):
     ingest.pins["eval"] = None
     await push(log, ingest, 3)
     await serving(pinned, ingest, 3)
 
 
-async def test_replica_keeps_its_version_while_the_ingest_is_away(
-    pinned: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_replica_keeps_its_version_while_the_ingest_is_away(pinned, log, engine, ingest):
     commit(log, 3)
     await ingest.leave(NotReady("restarting"))
     assert not await pinned.wait_version(3, timeout_s=0.05)
@@ -75,7 +69,7 @@ async def test_replica_keeps_its_version_while_the_ingest_is_away(
     assert pinned.version == 1 and engine.staged == [1]
 
 
-async def test_start_waits_for_an_ingest_that_is_away(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> None:
+async def test_start_waits_for_an_ingest_that_is_away(log, engine, ingest):
     commit(log, 1)
     ingest.pins["eval"] = head_of(log, 0)
     ingest.pins_unreachable = asyncio.Event()

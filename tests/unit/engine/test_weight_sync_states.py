@@ -32,9 +32,7 @@ async def weight_sync(
     weight_sync.stop()
 
 
-async def test_a_version_committed_in_startup_is_loaded_before_ready(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
-) -> None:
+async def test_a_version_committed_in_startup_is_loaded_before_ready(weight_sync, log, engine):
     engine.loading.close()
     starting = asyncio.create_task(weight_sync.start())
     await asyncio.wait_for(engine.loading.reached.wait(), LONG_S)
@@ -46,9 +44,7 @@ async def test_a_version_committed_in_startup_is_loaded_before_ready(
     assert [call for call in engine.calls if "load" in call] == ["load 0", "load 1"]
 
 
-async def test_a_start_ends_if_versions_come_faster_than_it_loads(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_start_ends_if_versions_come_faster_than_it_loads(weight_sync, log, engine, ingest):
     known: dict[int, int | None] = {}
 
     def overtaken(version: int) -> None:
@@ -61,9 +57,7 @@ async def test_a_start_ends_if_versions_come_faster_than_it_loads(
     assert (known[0], known[1]) == (None, 0)  # version 1 was read once the ingest knew of version 0: later commits wait
 
 
-async def test_a_version_removed_in_startup_gives_way_to_the_newer_one(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine
-) -> None:
+async def test_a_version_removed_in_startup_gives_way_to_the_newer_one(weight_sync, log, engine):
     def overtaken(version: int) -> None:
         if version == 0:
             commit(log, 1)
@@ -74,9 +68,7 @@ async def test_a_version_removed_in_startup_gives_way_to_the_newer_one(
     assert weight_sync.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
 
 
-async def test_a_replica_has_caught_up_when_it_serves_the_last_commit(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_a_replica_has_caught_up_when_it_serves_the_last_commit(weight_sync, log, engine, ingest):
     await weight_sync.start()
     await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
     engine.loading.close()
@@ -90,9 +82,7 @@ async def test_a_replica_has_caught_up_when_it_serves_the_last_commit(
     assert weight_sync.version == 1
 
 
-async def test_catching_up_ends_if_versions_come_faster_than_loads(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest
-) -> None:
+async def test_catching_up_ends_if_versions_come_faster_than_loads(weight_sync, log, engine, ingest):
     await weight_sync.start()
     await ingest.reported(lambda s: s.version == 0)
     engine.loading.close()
@@ -106,9 +96,7 @@ async def test_catching_up_ends_if_versions_come_faster_than_loads(
     await asyncio.wait_for(waiting, LONG_S)
 
 
-async def test_a_replica_that_cannot_catch_up_says_why(
-    weight_sync: WeightSync, log: WeightLog, engine: FakeEngine, ingest: FakeIngest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_that_cannot_catch_up_says_why(weight_sync, log, engine, ingest, monkeypatch):
     monkeypatch.setattr(module, "time", Clock())  # it does not read the corrupt version again, syncing meanwhile
     await weight_sync.start()
     commit(log, 1)
@@ -125,9 +113,7 @@ async def test_a_replica_that_cannot_catch_up_says_why(
         await asyncio.wait_for(weight_sync.caught_up(), LONG_S)
 
 
-async def test_a_replica_with_a_broken_engine_has_failed_in_any_state(
-    weight_sync: WeightSync, engine: FakeEngine, drained: set[str]
-) -> None:
+async def test_a_replica_with_a_broken_engine_has_failed_in_any_state(weight_sync, engine, drained):
     await weight_sync.start()
     drained.add("r1")
     engine.broken = "the engine's process is dead"
@@ -135,9 +121,7 @@ async def test_a_replica_with_a_broken_engine_has_failed_in_any_state(
     assert (status.state, status.error) == ("failed", "the engine's process is dead")
 
 
-async def test_a_replica_without_calls_drains_but_follows_the_log(
-    weight_sync: WeightSync, log: WeightLog, ingest: FakeIngest, drained: set[str]
-) -> None:
+async def test_a_replica_without_calls_drains_but_follows_the_log(weight_sync, log, ingest, drained):
     await weight_sync.start()
     drained.add("r1")
     assert weight_sync.status().state == "draining"
@@ -146,13 +130,13 @@ async def test_a_replica_without_calls_drains_but_follows_the_log(
     await ingest.reported(lambda s: s.version == 1 and s.state == "draining")
 
 
-async def test_a_replica_that_ends_says_goodbye(weight_sync: WeightSync, ingest: FakeIngest) -> None:
+async def test_a_replica_that_ends_says_goodbye(weight_sync, ingest):
     await weight_sync.start()
     await weight_sync.leave()
     assert ingest.left == ["r1"]
 
 
-async def test_a_replica_ends_without_the_ingest_too(weight_sync: WeightSync, ingest: FakeIngest) -> None:
+async def test_a_replica_ends_without_the_ingest_too(weight_sync, ingest):
     await weight_sync.start()
     await ingest.leave(NotReady("it died with this call"))
     await asyncio.wait_for(weight_sync.leave(), LONG_S)

@@ -23,7 +23,7 @@ def recipe(tiny_model: Path) -> TrainerRecipe:
     )
 
 
-def test_it_computes_what_a_bf16_model_under_fake_quant_does(tiny_model: Path, recipe: TrainerRecipe) -> None:
+def test_it_computes_what_a_bf16_model_under_fake_quant_does(tiny_model, recipe):
     masters = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     tokens = torch.arange(3, 27).view(2, 12)
     in_bf16 = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
@@ -33,7 +33,7 @@ def test_it_computes_what_a_bf16_model_under_fake_quant_does(tiny_model: Path, r
         assert torch.equal(policy.logits(tokens, 3), expected[:, -3:])
 
 
-def test_the_masters_are_stepped_and_computed_anew(tiny_model: Path, recipe: TrainerRecipe) -> None:
+def test_the_masters_are_stepped_and_computed_anew(tiny_model, recipe):
     masters = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     tokens = torch.arange(3, 27).view(2, 12)
     optimizer = torch.optim.SGD(masters.parameters(), lr=1e-2)

@@ -34,7 +34,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     return listed
 
 
-def test_the_engine_and_the_ingest_share_the_gpu(gpus: list[Gpu]) -> None:
+def test_the_engine_and_the_ingest_share_the_gpu(gpus):
     config = load_config(grpo_digits.DEPLOYMENT, grpo_digits.on_a_gpu({"weights": {"root": "elsewhere"}}))
     assert config.scaling.num_gpus + config.weights.ingest_num_gpus == 1
     assert config.weights.root == Path("elsewhere") and config.engine.linear_backend == "cutlass"
@@ -42,13 +42,13 @@ def test_the_engine_and_the_ingest_share_the_gpu(gpus: list[Gpu]) -> None:
     assert grpo_digits.no_gpu(config) == []
 
 
-def test_a_gpu_that_cannot_serve_it_is_named(gpus: list[Gpu]) -> None:
+def test_a_gpu_that_cannot_serve_it_is_named(gpus):
     gpus.append(HOPPER.model_copy(update={"compute_capability": (8, 0)}))
     [why, _] = grpo_digits.no_gpu(load_config(grpo_digits.DEPLOYMENT, grpo_digits.on_a_gpu({})))
     assert why.startswith("gpu 0: a GPU, 80.0 GB, compute capability 8.0: it has no FP8")
 
 
-def test_the_demo_says_why_it_does_not_start(gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_says_why_it_does_not_start(gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "installed", lambda name: "0.32.0" if name == "vllm" else None)
     monkeypatch.setattr(grpo_digits, "running_service", lambda *_: pytest.fail("it started"))
     app = typer.Typer()

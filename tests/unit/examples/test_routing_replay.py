@@ -48,7 +48,7 @@ def chosen(model: PreTrainedModel) -> Iterator[torch.Tensor]:
 ALL = torch.ones(TOKENS.shape, dtype=torch.bool)
 
 
-def test_its_own_choice_replayed_changes_no_bit(model: PreTrainedModel) -> None:
+def test_its_own_choice_replayed_changes_no_bit(model):
     with torch.no_grad(), chosen(model) as own:
         plain = model(TOKENS).logits
     with torch.no_grad(), replayed(model, own, ALL):
@@ -57,7 +57,7 @@ def test_its_own_choice_replayed_changes_no_bit(model: PreTrainedModel) -> None:
         assert torch.equal(model(TOKENS).logits, plain)
 
 
-def test_another_choice_is_taken_for_the_tokens_that_are_known(model: PreTrainedModel) -> None:
+def test_another_choice_is_taken_for_the_tokens_that_are_known(model):
     others = torch.rand(*TOKENS.shape, LAYERS, NUM_EXPERTS).topk(TOPK, dim=-1).indices
     known = ALL.clone()
     known[0, 5:] = False
@@ -71,7 +71,7 @@ def test_another_choice_is_taken_for_the_tokens_that_are_known(model: PreTrained
     assert not torch.allclose(made, plain, atol=1e-3)
 
 
-def test_a_model_in_another_dtype_comes_closer_with_the_others_choice(model: PreTrainedModel) -> None:
+def test_a_model_in_another_dtype_comes_closer_with_the_others_choice(model):
     """As a trainer does to an engine: some tokens here lie so close to two experts that BF16 decides otherwise."""
     rounded = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval()
     rounded.load_state_dict(model.state_dict())
@@ -85,7 +85,7 @@ def test_a_model_in_another_dtype_comes_closer_with_the_others_choice(model: Pre
     assert replay.max() < plain.max() / 2
 
 
-def test_the_router_learns_through_the_weights_of_what_it_was_given(model: PreTrainedModel) -> None:
+def test_the_router_learns_through_the_weights_of_what_it_was_given(model):
     others = torch.rand(*TOKENS.shape, LAYERS, NUM_EXPERTS).topk(TOPK, dim=-1).indices
     router = model.model.layers[0].mlp.gate.weight
     with replayed(model, others, ALL):
@@ -98,12 +98,12 @@ def test_the_router_learns_through_the_weights_of_what_it_was_given(model: PreTr
     ("shape", "says"),
     [((4, 48, 2, 2), "experts of 2 layers, 2 a token, for a model of 3"), ((4, 48, 3, 4), "4 a token")],
 )
-def test_experts_of_another_model_are_refused(model: PreTrainedModel, shape: tuple[int, ...], says: str) -> None:
+def test_experts_of_another_model_are_refused(model, shape, says):
     with pytest.raises(ValueError, match=says), replayed(model, torch.zeros(shape, dtype=torch.int64), ALL):
         pass
 
 
-def test_other_tokens_and_models_without_experts_are_refused(model: PreTrainedModel) -> None:
+def test_other_tokens_and_models_without_experts_are_refused(model):
     own = torch.zeros(*TOKENS.shape, LAYERS, TOPK, dtype=torch.int64)
     with (
         torch.no_grad(),
@@ -115,7 +115,7 @@ def test_other_tokens_and_models_without_experts_are_refused(model: PreTrainedMo
         pass
 
 
-def test_a_batch_is_padded_and_its_last_tokens_are_not_known() -> None:
+def test_a_batch_is_padded_and_its_last_tokens_are_not_known():
     def rollout(prompt: int, tokens: int) -> Rollout:
         held = np.arange((prompt + tokens - 1) * 6, dtype=np.uint8).reshape(-1, 3, 2)
         made = Completion(

@@ -1,5 +1,4 @@
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ app.command()(main)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="TRL is installed here")
-def test_without_trl_it_says_how_to_install_it(tmp_path: Path) -> None:
+def test_without_trl_it_says_how_to_install_it(tmp_path):
     run = CliRunner().invoke(app, ["--out", str(tmp_path / "out")])
     assert run.exit_code == 2
     assert "make clients" in run.output
     assert not (tmp_path / "out").exists()
 
 
-def test_its_tokenizer_renders_a_prompt_as_it_is(tiny_model: Path) -> None:
+def test_its_tokenizer_renders_a_prompt_as_it_is(tiny_model):
     tokenizer = tokenizer_of(str(tiny_model))
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "40917>"}], return_dict=False)
     assert prompt == tokenizer.encode("40917>")
@@ -31,7 +30,7 @@ def test_its_tokenizer_renders_a_prompt_as_it_is(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [-1, 2])
-def test_attention_of_segments_is_that_of_each_alone(window: int) -> None:
+def test_attention_of_segments_is_that_of_each_alone(window):
     """Two segments, the second of which continues keys that it does not ask for: the end of a branch of the tree."""
     torch.manual_seed(0)
     lengths_q, lengths_k = [4, 3], [4, 6]
@@ -54,7 +53,7 @@ def test_attention_of_segments_is_that_of_each_alone(window: int) -> None:
         start_q, start_k = start_q + length_q, start_k + length_k
 
 
-def test_attention_that_is_not_causal_is_refused() -> None:
+def test_attention_that_is_not_causal_is_refused():
     one = torch.ones(1, 1, 8)
     with pytest.raises(NotImplementedError, match="causal=False"):
         flash_attn_varlen_func(

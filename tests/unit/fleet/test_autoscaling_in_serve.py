@@ -72,19 +72,19 @@ def policy() -> RolloutAutoscaling:
     return received.get_policy()(**received.policy_kwargs)
 
 
-def test_running_and_waiting_sequences_make_serve_add_replicas(policy: RolloutAutoscaling) -> None:
+def test_running_and_waiting_sequences_make_serve_add_replicas(policy):
     raw = metrics(a=[(1.0, {RUNNING: 8.0, WAITING: 20.0})])
     first, state = policy(context(raw, target=1))
     second, _ = policy(context(raw, target=first, policy_state=state))
     assert (first, second) == (3, 3)
 
 
-def test_bounds_are_those_of_the_moment(policy: RolloutAutoscaling) -> None:
+def test_bounds_are_those_of_the_moment(policy):
     raw = metrics(a=[(1.0, {RUNNING: 1000.0})])
     assert policy(context(raw, target=1, capacity_adjusted_max_replicas=2))[0] == 2
 
 
-def test_a_delay_runs_through_the_state_that_serve_hands_back(policy: RolloutAutoscaling) -> None:
+def test_a_delay_runs_through_the_state_that_serve_hands_back(policy):
     targets, state = [], {}
     for seconds in (0, 300, 599, 600):
         moved = metrics(a=[(1.0 - seconds, {})], b=[(1.0 - seconds, {})])
@@ -93,7 +93,7 @@ def test_a_delay_runs_through_the_state_that_serve_hands_back(policy: RolloutAut
     assert targets == [2, 2, 2, 1]
 
 
-def test_replicas_are_compared_at_the_last_moment_all_reported() -> None:
+def test_replicas_are_compared_at_the_last_moment_all_reported():
     raw = metrics(
         early=[(12.0, {VERSION: 1.0}), (9.0, {VERSION: 1.0, RUNNING: 5.0})],
         late=[(10.0, {VERSION: 1.0, WAITING: 2.0}), (1.0, {VERSION: 2.0, WAITING: 7.0})],
@@ -104,20 +104,20 @@ def test_replicas_are_compared_at_the_last_moment_all_reported() -> None:
     ]
 
 
-def test_a_new_replica_counts_from_its_first_report() -> None:
+def test_a_new_replica_counts_from_its_first_report():
     raw = metrics(old=[(9.0, {RUNNING: 5.0})], new=[(4.0, {RUNNING: 3.0}), (1.0, {RUNNING: 8.0})])
     loads = fleet_at_one_moment(raw, ["old", "new"], NOW_S)
     assert [load and load.sequences for load in loads] == [5.0, 3.0]
 
 
-def test_a_silent_or_not_yet_reporting_replica_is_unknown() -> None:
+def test_a_silent_or_not_yet_reporting_replica_is_unknown():
     raw = metrics(alive=[(1.0, {})], silent=[(SILENT_AFTER_S + 1, {})])
     alive, silent, newcomer = fleet_at_one_moment(raw, ["alive", "silent", "newcomer"], NOW_S)
     assert alive is not None and silent is None and newcomer is None
     assert fleet_at_one_moment({}, ["newcomer"], NOW_S) == [None]
 
 
-def test_serve_adds_no_delay_and_starts_one_replica_at_min_0() -> None:
+def test_serve_adds_no_delay_and_starts_one_replica_at_min_0():
     scaling = ScalingConfig(min_replicas=0, max_replicas=3, upscale_delay_s=7)
     autoscaling: AutoscalingConfig = scaling_options(scaling)["autoscaling_config"]
     assert (autoscaling.min_replicas, autoscaling.initial_replicas, autoscaling.max_replicas) == (0, 1, 3)
@@ -125,10 +125,10 @@ def test_serve_adds_no_delay_and_starts_one_replica_at_min_0() -> None:
     assert autoscaling.policy.policy_kwargs["upscale_delay_s"] == 7
 
 
-def test_a_redeployment_does_not_reset_the_replica_count() -> None:
+def test_a_redeployment_does_not_reset_the_replica_count():
     scaling = ScalingConfig(min_replicas=1, max_replicas=3)
     assert scaling_options(scaling)["autoscaling_config"].initial_replicas is None
 
 
-def test_a_fixed_fleet_has_no_policy() -> None:
+def test_a_fixed_fleet_has_no_policy():
     assert scaling_options(ScalingConfig(min_replicas=2, max_replicas=2)) == {"num_replicas": 2}

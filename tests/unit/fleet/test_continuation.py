@@ -43,14 +43,14 @@ def call(**sampling: object) -> GenerateCall:
 CALL = call()
 
 
-def test_a_continuation_keeps_the_adapters_version() -> None:
+def test_a_continuation_keeps_the_adapters_version():
     asked = CALL.model_copy(update={"adapter": WantedAdapter(name="a", min_version=1)})
     assert continuation_call(asked, without_tokens(piece((6,), (4, 1))), 2).adapter == asked.adapter
     rest = continuation_call(asked, piece((6,), (4, 1)).with_adapter("a", 3), 2)
     assert rest.adapter == WantedAdapter(name="a", exact_version=3)
 
 
-def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
+def test_pieces_join_with_logprobs_and_the_end_of_the_second():
     rest = piece((8, 9), (5, 2), end="stop").model_copy(update={"stop_reason": 9})
     whole = merge_completions(CALL, piece((6, 7), (4, 2), index=2), rest)
     assert (whole.index, whole.token_ids) == (2, (6, 7, 8, 9))
@@ -62,20 +62,20 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second() -> None:
 @pytest.mark.parametrize(
     "change", [{"replica_id": "b"}, {"label": "run-2/step-4"}, {"adapter": "a", "adapter_version": 2}], ids=str
 )
-def test_spans_of_another_replica_label_or_adapter_stay_apart(change: dict[str, object]) -> None:
+def test_spans_of_another_replica_label_or_adapter_stay_apart(change):
     partial, rest = piece((6, 7), (4, 2)), piece((8,), (4, 1))
     rest = rest.model_copy(update={"spans": (rest.spans[0].model_copy(update=change),)})
     assert [(s.start, s.end) for s in merge_completions(CALL, partial, rest).spans] == [(0, 2), (2, 3)]
 
 
 @pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
-def test_a_piece_may_be_empty(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+def test_a_piece_may_be_empty(first, second):
     whole = merge_completions(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))
     assert whole.token_ids == first + second
     assert sum(span.end - span.start for span in whole.spans) == len(whole.token_ids)
 
 
-def test_the_remainder_continues_the_tokens_in_the_length_left() -> None:
+def test_the_remainder_continues_the_tokens_in_the_length_left():
     rest = continuation_call(
         call(n=4, max_tokens=10, min_tokens=5, stop_token_ids=(9,)), piece((6, 7, 8), (3, 3), index=2), 2
     )
@@ -88,21 +88,19 @@ def test_the_remainder_continues_the_tokens_in_the_length_left() -> None:
 @pytest.mark.parametrize(("asked", "spans", "wanted"), [
     (None, ((4, 1), (5, 2)), 5), (3, ((4, 1), (5, 2)), 5), (7, ((4, 1), (5, 2)), 7), (7, (), 7), (None, (), None),
 ])  # fmt: skip
-def test_the_rest_is_of_weights_no_older_than_its_beginning(
-    asked: int | None, spans: tuple[tuple[int, int], ...], wanted: int | None
-) -> None:
+def test_the_rest_is_of_weights_no_older_than_its_beginning(asked, spans, wanted):
     partial = piece((6, 7, 8)[: sum(length for _, length in spans)], *spans)
     asking = CALL.model_copy(update={"min_weight_version": asked})
     assert continuation_call(asking, partial, 2).min_weight_version == wanted
 
 
-def test_completion_of_one_version_is_left_as_it_is() -> None:
+def test_completion_of_one_version_is_left_as_it_is():
     completion = piece((6, 7), (4, 2), end="stop")
     assert of_version(completion, 4) is completion
 
 
 @pytest.mark.parametrize(("spans", "kept"), [(((4, 2), (5, 1)), 2), (((4, 1), (5, 1), (4, 1)), 1), (((5, 3),), 0)])
-def test_completion_ends_before_tokens_of_another_version(spans: tuple[tuple[int, int], ...], kept: int) -> None:
+def test_completion_ends_before_tokens_of_another_version(spans, kept):
     prompt_logprobs = (None, (Candidate(2, -0.1, 1),))
     whole = piece((6, 7, 8), *spans, end="stop").model_copy(
         update={"stop_reason": 8, "prompt_logprobs": prompt_logprobs}
@@ -113,11 +111,11 @@ def test_completion_ends_before_tokens_of_another_version(spans: tuple[tuple[int
     assert cut.prompt_logprobs == (prompt_logprobs if kept else None)
 
 
-def test_a_minimum_that_is_reached_stays_reached() -> None:
+def test_a_minimum_that_is_reached_stays_reached():
     assert continuation_call(call(max_tokens=10, min_tokens=2), piece((6, 7, 8), (3, 3)), 2).sampling.min_tokens == 0
 
 
-def test_a_seeded_remainder_has_a_new_and_reproducible_seed() -> None:
+def test_a_seeded_remainder_has_a_new_and_reproducible_seed():
     def seed(index: int, done: int) -> int | None:
         return continuation_call(call(n=4, seed=7), piece((5,) * done, *[(3, 1)] * done, index=index), 2).sampling.seed
 
@@ -130,17 +128,17 @@ def test_a_seeded_remainder_has_a_new_and_reproducible_seed() -> None:
 
 @pytest.mark.parametrize(("seed", "index"), [(-1, 0), (-1, 3), (-4, 3)])
 @pytest.mark.parametrize("done", [0, 2])
-def test_a_seed_that_is_none_for_vllm_is_none_for_the_rest(seed: int, index: int, done: int) -> None:
+def test_a_seed_that_is_none_for_vllm_is_none_for_the_rest(seed, index, done):
     partial = piece((5,) * done, *[(3, 1)] * done, index=index)
     assert continuation_call(call(n=4, seed=seed), partial, 2).sampling.seed is None
 
 
-def test_a_negative_seed_continues_with_different_seeds() -> None:
+def test_a_negative_seed_continues_with_different_seeds():
     rests = [continuation_call(call(n=2, seed=-7), piece((5,), (3, 1), index=i), 2).sampling.seed for i in range(2)]
     assert None not in rests and len(set(rests)) == 2
 
 
-def test_the_largest_seed_has_successors() -> None:
+def test_the_largest_seed_has_successors():
     rest = continuation_call(call(n=2, seed=LARGEST_SEED), piece((), index=1), 2)
     assert rest.sampling.seed == LARGEST_SEED + 1 < 2**63
 
@@ -149,7 +147,7 @@ PENALTIES = [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}]
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
-def test_penalties_go_on_where_the_engines_count_what_was_made_before(penalty: dict[str, float]) -> None:
+def test_penalties_go_on_where_the_engines_count_what_was_made_before(penalty):
     assert why_restart(Sampling(**penalty), EngineConfig()) is None
     masks = why_restart(Sampling(**penalty), EngineConfig(return_sampling_mask=True))
     assert masks is not None and "engine.return_sampling_mask" in masks
@@ -157,7 +155,7 @@ def test_penalties_go_on_where_the_engines_count_what_was_made_before(penalty: d
     assert "speculation" in str(why_restart(Sampling(**penalty), EngineConfig(extra=speculation)))
 
 
-def test_structured_outputs_start_anew() -> None:
+def test_structured_outputs_start_anew():
     structured = Sampling(structured_outputs={"json_object": True})
     assert "structured_outputs" in str(why_restart(structured, EngineConfig()))
     plain = Sampling(repetition_penalty=1.2, stop_token_ids=(3,), stop=("x",))
@@ -166,7 +164,7 @@ def test_structured_outputs_start_anew() -> None:
     assert (anew.index, anew.token_ids, anew.logprobs, anew.spans) == (1, (), (), ())
 
 
-def test_the_remainder_says_which_tokens_of_its_prompt_are_the_completions() -> None:
+def test_the_remainder_says_which_tokens_of_its_prompt_are_the_completions():
     rest = continuation_call(call(max_tokens=9), piece((6, 7, 8), (3, 3)), 2)
     assert rest.partial_tokens == 3
     assert continuation_call(rest, piece((9,), (3, 1)), 3).partial_tokens == 4
@@ -176,7 +174,7 @@ def masked(completion: Completion, *chunks: str) -> Completion:
     return completion.model_copy(update={"packed_sampling_mask": chunks})
 
 
-def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
+def test_likeliest_tokens_of_both_pieces_follow_one_another():
     def likely(tokens: tuple[int, ...]) -> Completion:
         return piece(tokens, (4, len(tokens))).model_copy(
             update={"top_logprobs": tuple((Candidate(token, -0.5, 1),) for token in tokens)}
@@ -195,7 +193,7 @@ def test_likeliest_tokens_of_both_pieces_follow_one_another() -> None:
     )
 
 
-def test_sampling_masks_of_both_pieces_come_one_after_the_other() -> None:
+def test_sampling_masks_of_both_pieces_come_one_after_the_other():
     first, second = piece((6, 7), (3, 2)), piece((8,), (3, 1))
     assert merge_completions(CALL, masked(first, "a"), masked(second, "b")).packed_sampling_mask == ("a", "b")
     assert merge_completions(CALL, piece(()), masked(second, "b")).packed_sampling_mask == ("b",)
@@ -224,26 +222,26 @@ class TestRoutedExperts:
     asking = call(routed_experts_prompt_start=0)
     partial = routed(piece((6, 7), (3, 2)), 0, 10, 11, 12)
 
-    def test_the_rest_begins_with_the_last_token_that_has_no_row(self) -> None:
+    def test_the_rest_begins_with_the_last_token_that_has_no_row(self):
         rest = continuation_call(self.asking, self.partial, 2)
         assert rest.sampling.routed_experts_prompt_start == 3 == len(rest.prompt_token_ids) - 1
         whole = merge_completions(self.asking, self.partial, routed(piece((8, 9), (4, 2), end="stop"), 3, 13, 14))
         assert known(whole) == {0: 10, 1: 11, 2: 12, 3: 13, 4: 14}
 
-    def test_three_pieces_join_too_and_one_without_tokens_adds_nothing(self) -> None:
+    def test_three_pieces_join_too_and_one_without_tokens_adds_nothing(self):
         second = merge_completions(self.asking, self.partial, routed(piece((8,), (4, 1)), 3, 13))
         assert merge_completions(self.asking, second, piece(())) == second
         third = merge_completions(self.asking, second, routed(piece((9,), (5, 1), end="stop"), 4, 14))
         assert known(third) == {0: 10, 1: 11, 2: 12, 3: 13, 4: 14}
 
-    def test_a_start_of_the_callers_own_holds_for_all_pieces(self) -> None:
+    def test_a_start_of_the_callers_own_holds_for_all_pieces(self):
         late = call(routed_experts_prompt_start=2)
         first = routed(piece((6,), (3, 1)), 2)
         assert continuation_call(late, piece(()), 2).sampling.routed_experts_prompt_start == 2
         assert continuation_call(late, first, 2).sampling.routed_experts_prompt_start == 2
         assert known(merge_completions(late, first, routed(piece((7, 8), (3, 2)), 2, 12, 13))) == {2: 12, 3: 13}
 
-    def test_tokens_that_came_without_theirs_are_missing(self) -> None:
+    def test_tokens_that_came_without_theirs_are_missing(self):
         """As those of a replica that died. The next one reads their last token first, and the prompt as well: what the
         prompt's last token went to there is not what the first of them was sampled with."""
         lost = piece((6, 7, 8), (3, 3))
@@ -252,23 +250,23 @@ class TestRoutedExperts:
         assert whole.routed_experts is not None and whole.routed_experts.missing == ((1, 4),)
         assert known(whole) == {0: 10, 4: 14}
 
-    def test_a_rest_without_its_own_leaves_the_first_ones(self) -> None:
+    def test_a_rest_without_its_own_leaves_the_first_ones(self):
         whole = merge_completions(self.asking, self.partial, piece((8, 9), (4, 2), end="stop"))
         assert known(whole) == {0: 10, 1: 11, 2: 12}
         again = merge_completions(self.asking, whole, routed(piece((5,), (4, 1)), 5, 15))
         assert known(again) == {0: 10, 1: 11, 2: 12, 5: 15}
 
-    def test_what_starts_anew_forgets_them(self) -> None:
+    def test_what_starts_anew_forgets_them(self):
         anew = without_tokens(self.partial)
         assert anew.routed_experts is None
         assert known(merge_completions(self.asking, anew, routed(piece((9,), (4, 1)), 0, 10, 11))) == {0: 10, 1: 11}
 
-    def test_nobody_who_did_not_ask_gets_any(self) -> None:
+    def test_nobody_who_did_not_ask_gets_any(self):
         assert continuation_call(CALL, piece((6, 7), (3, 2)), 2).sampling.routed_experts_prompt_start is None
         assert merge_completions(CALL, piece((6,), (3, 1)), piece((7,), (3, 1))).routed_experts is None
 
 
-def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_asked_for_them() -> None:
+def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_asked_for_them():
     told = piece((6, 7), (4, 2))
     assert continuation_call(call(prompt_logprobs=1), told, 2).sampling.prompt_logprobs == 1
     of_the_prompt, of_the_first_tokens = (None, (Candidate(2, -1.0, 1),)), ((Candidate(6, -1.0, 1),),) * 2
@@ -276,7 +274,7 @@ def test_what_a_lost_replica_told_has_no_logprobs_of_the_prompt_so_the_rest_is_a
     assert merge_completions(call(prompt_logprobs=1), told, rest).prompt_logprobs == of_the_prompt
 
 
-def test_a_part_has_the_logprobs_spans_and_masks_of_its_tokens() -> None:
+def test_a_part_has_the_logprobs_spans_and_masks_of_its_tokens():
     whole = masked(piece((5, 6, 7, 8), (3, 2), (4, 2)), pack([[1], [2, 3], [4], [5]]))
     middle = slice_completion(whole, 1, 3)
     assert middle.token_ids == (6, 7) and middle.logprobs == pytest.approx((-0.6, -0.7))
@@ -297,13 +295,13 @@ def ended(asking: GenerateCall, whole: Completion, seam: int, decode: Decode) ->
 
 
 class TestStopStringsAcrossASeam:
-    def test_the_experts_of_what_comes_after_it_are_left_out(self) -> None:
+    def test_the_experts_of_what_comes_after_it_are_left_out(self):
         asking = call(stop=("END",), routed_experts_prompt_start=0)
         whole = routed(piece((1, 4, 5, 2), (3, 4), end="length"), 0, 10, 11, 12, 13, 14)
         cut = ended(asking, whole, 2, lambda tokens, _: "".join(TEXT_OF[token] for token in tokens))
         assert cut.token_ids == (1, 4, 5) and known(cut) == {0: 10, 1: 11, 2: 12, 3: 13}
 
-    def test_each_token_is_decoded_with_a_few_others_whatever_its_length(self) -> None:
+    def test_each_token_is_decoded_with_a_few_others_whatever_its_length(self):
         lengths = []
 
         def decode(tokens: Sequence[int], _: bool) -> str:

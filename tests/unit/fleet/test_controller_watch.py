@@ -37,9 +37,9 @@ async def done(answers: Iterable[bool], restart_fails: bool = False) -> list[str
     return did
 
 
-async def test_a_controller_that_does_not_answer_is_started_anew() -> None:
+async def test_a_controller_that_does_not_answer_is_started_anew():
     assert await done([True, False, True]) == ["sleep", "sleep", "restart", "sleep", "sleep"]
 
 
-async def test_a_controller_that_is_gone_ends_no_watch() -> None:
+async def test_a_controller_that_is_gone_ends_no_watch():
     assert await done([False, True], restart_fails=True) == ["sleep", "restart", "sleep", "sleep"]

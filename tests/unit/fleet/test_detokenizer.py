@@ -97,9 +97,7 @@ def streamed(
 
 class TestText:
     @pytest.mark.parametrize("prompt_text", PROMPTS, ids=repr)
-    def test_whole_and_streamed_text_are_what_vllm_says(
-        self, tokenizer: PreTrainedTokenizerFast, prompt_text: str
-    ) -> None:
+    def test_whole_and_streamed_text_are_what_vllm_says(self, tokenizer, prompt_text):
         prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
         for text in TEXTS:
             tokens = [*encode(tokenizer, text, after="x"), tokenizer.eos_token_id, *encode(tokenizer, " Paris", "x")]
@@ -111,7 +109,7 @@ class TestText:
                     cuts = range(1, len(completion.token_ids))
                     assert streamed(tokenizer, prompt, completion, sampling, *cuts) == wanted
 
-    def test_a_space_at_the_beginning_stays(self) -> None:
+    def test_a_space_at_the_beginning_stays(self):
         tokenizer = sentence_piece()
         prompt, text = tokenizer.encode("def f(x):\n"), Sampling()
         for wanted in ("    return x", " Paris", "Paris"):
@@ -119,7 +117,7 @@ class TestText:
             assert streamed(tokenizer, prompt, completion, text) == wanted
 
     @pytest.mark.parametrize("include", [False, True])
-    def test_stop_strings_cut_text_where_vllm_cuts_it(self, tokenizer: PreTrainedTokenizerFast, include: bool) -> None:
+    def test_stop_strings_cut_text_where_vllm_cuts_it(self, tokenizer, include):
         prompt = tokenizer.encode("q:", add_special_tokens=False)
         for text, stop in [("a Paris b", " Paris"), ("é😀漢 done.", "😀"), ("a  b\tEND", "b\tE"), (" Paris", " P")]:
             tokens = encode(tokenizer, text, after="q:")
@@ -130,12 +128,12 @@ class TestText:
             assert streamed(tokenizer, prompt, completion, sampling) == wanted
             assert streamed(tokenizer, prompt, completion, sampling, *cuts) == wanted
 
-    def test_a_character_that_the_prompt_began_is_whole(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_a_character_that_the_prompt_began_is_whole(self, tokenizer):
         tokens = encode(tokenizer, "a😀 b", after="x")
         cut = next(i for i in range(1, len(tokens)) if tokenizer.decode(tokens[:i]).endswith("\ufffd"))
         assert streamed(tokenizer, tokens[:cut], made(tokens[cut:], "length"), Sampling()) == "😀 b"
 
-    def test_bytes_that_are_no_text_cost_little_each(self) -> None:
+    def test_bytes_that_are_no_text_cost_little_each(self):
         tokenizer, lengths = byte_level(), list[int]()
         decode = decoder_of(tokenizer)
 
@@ -155,7 +153,7 @@ class TestText:
 
 
 class TestTokenStrings:
-    def test_strings_of_tokens_are_the_text(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_strings_of_tokens_are_the_text(self, tokenizer):
         prompt = tokenizer.encode("q:", add_special_tokens=False)
         for text in TEXTS:
             tokens, names = encode(tokenizer, text, after="q:"), TokenStrings(decoder_of(tokenizer), prompt)
@@ -165,7 +163,7 @@ class TestTokenStrings:
                 names.add(token)
             assert "".join(strings) == text
 
-    def test_a_candidate_keeps_its_space(self) -> None:
+    def test_a_candidate_keeps_its_space(self):
         tokenizer = sentence_piece()
         names = TokenStrings(decoder_of(tokenizer), tokenizer.encode("q:"))
         ids = tokenizer.convert_tokens_to_ids(["▁Paris", "Paris", "▁▁▁▁", "</s>", "<0xF0>"])
@@ -179,7 +177,7 @@ class TestSeam:
         self, tokenizer: PreTrainedTokenizerFast, call: GenerateCall, tokens: list[int], seams: list[int]
     ) -> Completion:
         """Return the completion after generations that end at the seams, or at what their detokenizer says."""
-        dispatcher = Dispatcher(None, None, EngineConfig(), decoder_of(tokenizer))  # type: ignore[arg-type]
+        dispatcher = Dispatcher(None, None, EngineConfig(), decoder_of(tokenizer))
         ends = [*seams, len(tokens)]
         completion = made((), "abort")
         while completion.finish_reason == "abort" and len(completion.token_ids) < len(tokens):
@@ -190,7 +188,7 @@ class TestSeam:
             completion = dispatcher._end_at_stop_string(call, merge_completions(call, completion, rest), done)
         return completion
 
-    def test_a_stop_string_of_the_prompt_ends_nothing(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_a_stop_string_of_the_prompt_ends_nothing(self, tokenizer):
         prompt = tokenizer.encode("User: say hi\n\nAssistant: ", add_special_tokens=False)
         tokens = encode(tokenizer, "well 😀 hello", after="User: say hi\n\nAssistant: ")
         sampling = Sampling(stop=("\n\n", "User:"), max_tokens=60)
@@ -198,7 +196,7 @@ class TestSeam:
         for seam in range(len(tokens)):
             assert self._continued(tokenizer, call, tokens, [seam]).token_ids == tuple(tokens), seam
 
-    def test_completions_end_as_if_nothing_had_been_in_the_way(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def test_completions_end_as_if_nothing_had_been_in_the_way(self, tokenizer):
         rnd, seen = random.Random(5), set[str]()
         for _ in range(60):
             text = "".join(rnd.choice(TEXTS) for _ in range(rnd.randint(1, 4)))

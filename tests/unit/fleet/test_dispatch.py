@@ -55,7 +55,7 @@ def made(*lengths: int, version: int = 3, end: str = "length", replica_id: str =
                 index=index,
                 token_ids=(version,) * length,
                 logprobs=(-0.5,) * length,
-                finish_reason=end,  # type: ignore[arg-type]
+                finish_reason=end,
                 spans=(Span(version=version, start=0, end=length),) if length else (),
             )
             for index, length in enumerate(lengths)
@@ -76,7 +76,7 @@ class Response:
     def __init__(self, step: Step | None, call: GenerateCall) -> None:
         self._step, self._call, self.cancelled = step, call, False
 
-    def __await__(self):  # type: ignore[no-untyped-def]
+    def __await__(self):
         return self._result().__await__()
 
     async def _result(self) -> Rollout:
@@ -132,24 +132,24 @@ DIED = ActorDiedError()
 
 class TestLostReplica:
     @pytest.mark.parametrize("loss", [DIED, refusal(EngineFailed, "a")], ids=["the replica died", "its engine died"])
-    async def test_a_rollout_that_lost_its_replica_starts_anew_on_another(self, loss: Exception) -> None:
+    async def test_a_rollout_that_lost_its_replica_starts_anew_on_another(self, loss):
         engine = Script([loss, made(9, 9, replica_id="b")])
         rollout = await dispatcher(engine).complete(call(n=2))
         assert (rollout.attempts, rollout.replica_id, len(rollout.completions)) == (2, "b", 2)
         assert engine.calls[1].sampling == engine.calls[0].sampling
 
-    async def test_the_replica_that_lost_a_rollout_is_avoided(self) -> None:
+    async def test_the_replica_that_lost_a_rollout_is_avoided(self):
         engine = Script([refusal(EngineFailed, "a"), refusal(EngineFailed, "b"), made(9)])
         await dispatcher(engine).complete(call())
         assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b")]
 
-    async def test_attempts_are_bounded(self) -> None:
+    async def test_attempts_are_bounded(self):
         engine = Script([DIED] * 3)
         with pytest.raises(EngineFailed, match="attempt 3 of 3") as failed:
             await dispatcher(engine).complete(call())
         assert failed.value.detail == {"attempts": 3} and engine.steps == []
 
-    async def test_an_error_of_the_request_itself_is_not_tried_again(self) -> None:
+    async def test_an_error_of_the_request_itself_is_not_tried_again(self):
         engine = Script([raised(InvalidRequest("bad"))])
         with pytest.raises(InvalidRequest, match="bad"):
             await dispatcher(engine).complete(call())
@@ -183,7 +183,7 @@ class DyingEngine:
 
 
 class TestWhatALostReplicaTold:
-    async def test_a_rollout_goes_on_from_the_tokens_that_had_left_the_replica(self) -> None:
+    async def test_a_rollout_goes_on_from_the_tokens_that_had_left_the_replica(self):
         first, second = completions_of(made(4, end="abort")), completions_of(made(2, version=4, end="abort"))
         engine = DyingEngine(first, second, last=made(3, version=5, replica_id="b"))
         rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call())
@@ -197,7 +197,7 @@ class TestWhatALostReplicaTold:
         assert [c.sampling.max_tokens for c in engine.calls] == [9, 5, 3]
         assert engine.calls[2].avoid == ("r1", "r2")
 
-    async def test_so_does_one_whose_answer_was_lost_on_its_way(self) -> None:
+    async def test_so_does_one_whose_answer_was_lost_on_its_way(self):
         first = completions_of(made(4, end="abort"))
         lost = NotReady("the engine did not take this call: OwnerDiedError")
         engine = DyingEngine(first, last=made(5, version=4, replica_id="b"), loss=lost)
@@ -205,7 +205,7 @@ class TestWhatALostReplicaTold:
         assert rollout.completions[0].token_ids == (3,) * 4 + (4,) * 5 and rollout.attempts == 2
         assert [c.avoid for c in engine.calls] == [(), ("r1",)]
 
-    async def test_completions_that_had_ended_are_not_made_again(self) -> None:
+    async def test_completions_that_had_ended_are_not_made_again(self):
         ended, cut = completions_of(made(9, 4, end="abort"))
         engine = DyingEngine((ended.model_copy(update={"finish_reason": "stop", "stop_reason": 3}), cut), last=made(5))
         rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call(n=2))
@@ -214,12 +214,12 @@ class TestWhatALostReplicaTold:
         ]  # fmt: skip
         assert len(engine.calls) == 2 and engine.calls[1].sampling.n == 1
 
-    async def test_a_completion_that_was_whole_is_not_asked_for_more(self) -> None:
+    async def test_a_completion_that_was_whole_is_not_asked_for_more(self):
         engine = DyingEngine(completions_of(made(9, end="abort")), last=DIED)
         rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call())
         assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("length", 9)]
 
-    async def test_who_continues_by_itself_gets_them_as_aborted(self) -> None:
+    async def test_who_continues_by_itself_gets_them_as_aborted(self):
         engine = DyingEngine(completions_of(made(4, end="abort")), last=DIED)
         rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(call(), on_abort="return")
         assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 4)]
@@ -232,32 +232,32 @@ def completions_of(step: Step) -> tuple[Completion, ...]:
 
 class TestRefusal:
     @pytest.mark.parametrize("cls", [Overloaded, NotReady, TooEarly])
-    async def test_a_refusal_is_no_attempt_and_another_replica_is_asked(self, cls: type[RolloutServiceError]) -> None:
+    async def test_a_refusal_is_no_attempt_and_another_replica_is_asked(self, cls):
         engine = Script([refusal(cls, "a"), made(9, replica_id="b")])
         rollout = await dispatcher(engine).complete(call(min_weight_version=3))
         assert (rollout.attempts, rollout.replica_id) == (1, "b")
         assert engine.calls[1].avoid == ("a",)
 
     @pytest.mark.parametrize("cls", [Overloaded, NotReady])
-    async def test_a_rollout_waits_for_as_long_as_all_replicas_refuse(self, cls: type[RolloutServiceError]) -> None:
+    async def test_a_rollout_waits_for_as_long_as_all_replicas_refuse(self, cls):
         engine = Script([refusal(cls, "a"), refusal(cls, "b"), refusal(cls, "a"), made(9)])
         assert (await dispatcher(engine).complete(call())).attempts == 1
         assert [c.avoid for c in engine.calls] == [(), ("a",), ("a", "b"), ()]
 
-    async def test_a_rollout_that_was_accepted_once_waits_for_a_place(self) -> None:
+    async def test_a_rollout_that_was_accepted_once_waits_for_a_place(self):
         engine = Script([DIED, *[refusal(Overloaded, "b")] * 2, made(9, replica_id="b")])
         rollout = await dispatcher(engine).complete(call())
         assert rollout.attempts == 2
 
-    async def test_a_deployment_that_cannot_start_is_no_reason_to_wait(self) -> None:
+    async def test_a_deployment_that_cannot_start_is_no_reason_to_wait(self):
         with pytest.raises(NotReady, match="no replica of the engine can be started"):
             await dispatcher(Script([DeploymentUnavailableError("engine")])).complete(call())
 
-    async def test_calls_that_serve_cannot_send_end_with_its_reason(self) -> None:
+    async def test_calls_that_serve_cannot_send_end_with_its_reason(self):
         with pytest.raises(NotReady, match="did not take this call"):
             await dispatcher(Script([RayServeException("broken")] * 3)).complete(call())
 
-    async def test_a_missing_version_is_awaited_and_refused_with_live_ones(self) -> None:
+    async def test_a_missing_version_is_awaited_and_refused_with_live_ones(self):
         steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
         with pytest.raises(TooEarly, match=r"min_weight_version=7 .* \(live: {'a': 3, 'b': 4}\)") as refused:
             await dispatcher(Script(list(steps))).complete(call(min_weight_version=7))
@@ -267,13 +267,13 @@ class TestRefusal:
 
 
 class TestExactVersion:
-    async def test_exact_version_that_all_passed_is_refused_at_once(self) -> None:
+    async def test_exact_version_that_all_passed_is_refused_at_once(self):
         engine = Script([*[passed("a", 3), passed("b", 4)], passed("a", 3)])
         with pytest.raises(TooEarly, match="exact_version=2 ") as refused:
             await dispatcher(engine, version_wait_s=1e9).complete(call(exact_weight_version=2))
         assert refused.value.detail == {"exact_version": 2, "latest_version": 4, "live": {"a": 3, "b": 4}}
 
-    async def test_exact_version_that_may_come_is_awaited(self) -> None:
+    async def test_exact_version_that_may_come_is_awaited(self):
         engine = Script([passed("a", 3), passed("b", 5), passed("a", 3), made(9, version=4)])
         rollout = await dispatcher(engine, version_wait_s=60).complete(call(exact_weight_version=4))
         assert rollout.completions[0].versions == (4,) and rollout.attempts == 1
@@ -287,9 +287,7 @@ class TestExactVersion:
             ({}, False),
         ],
     )
-    async def test_only_calls_for_its_exact_version_reach_a_group(
-        self, asked: dict[str, int], group_answers: bool
-    ) -> None:
+    async def test_only_calls_for_its_exact_version_reach_a_group(self, asked, group_answers):
         pinned, fleet = Script([made(9, version=4, replica_id="pinned")]), RoutedFleet()
         fleet.update({"pinned": RoutedReplica("ready", 4, 0)})
         group = Dispatcher(EngineClient(pinned), Ingest(), EngineConfig(), fleet=fleet)
@@ -298,19 +296,19 @@ class TestExactVersion:
         assert ((await whole.complete(call(**asked))).replica_id == "pinned") == group_answers
         assert (len(pinned.calls), len(others.calls)) == (int(group_answers), int(not group_answers))
 
-    async def test_interrupted_exact_call_continues_with_its_version(self) -> None:
+    async def test_interrupted_exact_call_continues_with_its_version(self):
         engine = Script([made(4, version=4, end="abort"), passed("a", 5), made(5, version=4, replica_id="b")])
         rollout = await dispatcher(engine).complete(call(exact_weight_version=4))
         assert rollout.completions[0].versions == (4,) and len(rollout.completions[0].token_ids) == 9
         assert [(c.exact_weight_version, c.min_weight_version) for c in engine.calls[1:]] == [(4, None)] * 2
 
-    async def test_interrupted_exact_call_without_its_version_is_aborted(self) -> None:
+    async def test_interrupted_exact_call_without_its_version_is_aborted(self):
         engine = Script([made(4, version=4, end="abort"), *[passed("a", 5)] * 2])
         rollout = await dispatcher(engine, version_wait_s=1e9).complete(call(exact_weight_version=4))
         [completion] = rollout.completions
         assert (completion.finish_reason, completion.versions) == ("abort", (4,)) and len(completion.token_ids) == 4
 
-    async def test_exact_call_cut_before_its_first_token_is_refused(self) -> None:
+    async def test_exact_call_cut_before_its_first_token_is_refused(self):
         engine = Script([made(0, end="abort"), *[passed("a", 5)] * 2])
         with pytest.raises(TooEarly, match="exact_version=4 "):
             await dispatcher(engine, version_wait_s=1e9).complete(call(exact_weight_version=4))
@@ -331,7 +329,7 @@ class Starting:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return made(9)(call)  # type: ignore[operator]
+        return made(9)(call)
 
 
 class FailingStarts:
@@ -350,9 +348,9 @@ class FailingStarts:
 class TestFleet:
     def of(self, engine: object, fleet: RoutedFleet, ingest: object = None, **limits: int) -> Dispatcher:
         config = EngineConfig.model_validate(limits)
-        return Dispatcher(engine, ingest or Ingest(), config, None, fleet, 1)  # type: ignore[arg-type]
+        return Dispatcher(engine, ingest or Ingest(), config, None, fleet, 1)
 
-    async def test_one_call_wakes_a_fleet_of_zero_and_the_others_follow_at_once(self) -> None:
+    async def test_one_call_wakes_a_fleet_of_zero_and_the_others_follow_at_once(self):
         engine, fleet = Starting(), RoutedFleet()
         dispatch = self.of(engine, fleet, admission_limit=4)
         calls = [asyncio.create_task(dispatch.complete(call(n=2))) for _ in range(9)]
@@ -367,7 +365,7 @@ class TestFleet:
         engine.placed.set()
         assert len(await asyncio.gather(*calls)) == 9
 
-    async def test_a_fleet_that_cannot_start_ends_calls_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_fleet_that_cannot_start_ends_calls_with_the_reason(self, monkeypatch):
         monkeypatch.setattr(dispatch_module, "_UNPLACED_S", 0.0)
         engine = Starting()
         dispatch = self.of(engine, RoutedFleet(), FailingStarts(tries=3))
@@ -377,7 +375,7 @@ class TestFleet:
                 await each
         assert engine.cancelled == len(engine.calls) == 5
 
-    async def test_a_start_that_failed_twice_is_still_awaited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_start_that_failed_twice_is_still_awaited(self, monkeypatch):
         monkeypatch.setattr(dispatch_module, "_UNPLACED_S", 0.0)
         engine, ingest = Starting(), FailingStarts(tries=2)
         waiting = asyncio.create_task(self.of(engine, RoutedFleet(), ingest).complete(call()))
@@ -385,7 +383,7 @@ class TestFleet:
         engine.placed.set()
         assert (await waiting).attempts == 1
 
-    async def test_a_cancelled_call_leaves_the_queue(self) -> None:
+    async def test_a_cancelled_call_leaves_the_queue(self):
         engine = Starting()
         dispatch = self.of(engine, RoutedFleet())
         running, waiting = (asyncio.create_task(dispatch.complete(call(n=3))) for _ in range(2))
@@ -397,7 +395,7 @@ class TestFleet:
         await settle()
         assert engine.cancelled == 1
 
-    async def test_the_length_of_the_queue_is_exported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_the_length_of_the_queue_is_exported(self, monkeypatch):
         counts, shown = Counts(), asyncio.Event()
         monkeypatch.setattr(process, "sink", counts)
         engine = Starting()
@@ -422,7 +420,7 @@ async def settle() -> None:
 
 
 class TestAbort:
-    async def test_an_aborted_completion_goes_on_from_its_tokens(self) -> None:
+    async def test_an_aborted_completion_goes_on_from_its_tokens(self):
         engine = Script([made(4, end="abort"), made(5, version=4, replica_id="b")])
         rollout = await dispatcher(engine).complete(call())
         (completion,) = rollout.completions
@@ -431,9 +429,9 @@ class TestAbort:
         assert engine.calls[1].prompt_token_ids == (1, 2, 3, 3, 3, 3) and engine.calls[1].sampling.max_tokens == 5
         assert rollout.prompt_token_ids == (1, 2)
 
-    async def test_only_the_aborted_completions_of_a_rollout_go_on(self) -> None:
+    async def test_only_the_aborted_completions_of_a_rollout_go_on(self):
         def mixed(c: GenerateCall) -> Rollout:
-            rollout = made(9, 4, 0)(c)  # type: ignore[operator]
+            rollout = made(9, 4, 0)(c)
             ends = ("length", "abort", "abort")
             completions = [
                 d.model_copy(update={"finish_reason": e}) for d, e in zip(rollout.completions, ends, strict=True)
@@ -446,9 +444,9 @@ class TestAbort:
         assert [c.versions for c in rollout.completions] == [(3,), (3, 4), (4,)]
         assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
 
-    async def test_every_token_names_the_replica_that_made_it_and_no_other(self) -> None:
+    async def test_every_token_names_the_replica_that_made_it_and_no_other(self):
         def mixed(c: GenerateCall) -> Rollout:
-            rollout = made(9, 4, 4)(c)  # type: ignore[operator]
+            rollout = made(9, 4, 4)(c)
             first, *rest = rollout.completions
             aborted = [d.model_copy(update={"finish_reason": "abort"}) for d in rest]
             return rollout.model_copy(update={"completions": (first, *aborted)})
@@ -462,7 +460,7 @@ class TestAbort:
         ]
         assert [c.versions for c in rollout.completions] == [(3,)] * 3
 
-    async def test_it_starts_anew_where_engines_cannot_count_them(self) -> None:
+    async def test_it_starts_anew_where_engines_cannot_count_them(self):
         engine = Script([made(4, end="abort"), made(9, version=4)])
         sampling = Sampling(max_tokens=9, presence_penalty=1.0)
         dispatching = dispatcher(engine, return_sampling_mask=True)
@@ -470,7 +468,7 @@ class TestAbort:
         assert rollout.completions[0].token_ids == (4,) * 9 and rollout.attempts == 2
         assert engine.calls[1].prompt_token_ids == (1, 2) and engine.calls[1].sampling == sampling
 
-    async def test_a_stop_string_across_the_seam_ends_a_completion(self) -> None:
+    async def test_a_stop_string_across_the_seam_ends_a_completion(self):
         def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
             return "".join(map(str, token_ids))
 
@@ -482,7 +480,7 @@ class TestAbort:
         assert completion.token_ids == (3,) * 4 + (4,) * 2
         assert (completion.finish_reason, completion.stop_reason, rollout.attempts) == ("stop", "344", 2)
 
-    async def test_a_stop_string_that_began_before_the_call_ends_it(self) -> None:
+    async def test_a_stop_string_that_began_before_the_call_ends_it(self):
         def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
             return "".join(map(str, token_ids))
 
@@ -492,18 +490,18 @@ class TestAbort:
         [completion] = (await dispatching.complete(call().model_copy(update=asked))).completions
         assert (completion.token_ids, completion.finish_reason) == ((3,) * 3, "stop")
 
-    async def test_an_aborted_completion_is_returned_as_is_when_asked_for(self) -> None:
+    async def test_an_aborted_completion_is_returned_as_is_when_asked_for(self):
         engine = Script([made(4, end="abort")])
         rollout = await dispatcher(engine).complete(call(), on_abort="return")
         assert (rollout.completions[0].finish_reason, rollout.attempts) == ("abort", 1)
 
-    async def test_after_the_last_attempt_a_partial_completion_is_returned(self) -> None:
+    async def test_after_the_last_attempt_a_partial_completion_is_returned(self):
         engine = Script([made(2, end="abort")] * 3)
         rollout = await dispatcher(engine).complete(call())
         assert (rollout.completions[0].finish_reason, len(rollout.completions[0].token_ids)) == ("abort", 6)
         assert rollout.attempts == 3
 
-    async def test_partial_tokens_survive_the_loss_of_the_next_replica(self) -> None:
+    async def test_partial_tokens_survive_the_loss_of_the_next_replica(self):
         engine = Script([made(4, end="abort"), DIED, made(5, version=4)])
         rollout = await dispatcher(engine).complete(call())
         assert (rollout.completions[0].versions, rollout.attempts) == ((3, 4), 3)
@@ -516,7 +514,7 @@ def one_cut_short(*lengths: int) -> Step:
     whole = made(*lengths)
 
     def step(call: GenerateCall) -> Rollout:
-        rollout = whole(call)  # type: ignore[operator]
+        rollout = whole(call)
         *ended, last = rollout.completions
         return rollout.model_copy(update={"completions": (*ended, last.model_copy(update={"finish_reason": "abort"}))})
 
@@ -529,28 +527,28 @@ class TestFailedRest:
         [Overloaded, TooEarly, NotReady, NonFiniteLogprob, InvalidRequest, EngineFailed],
         ids=lambda e: e.__name__,
     )
-    async def test_one_rest_that_fails_loses_no_other_completion(self, error: type[RolloutServiceError]) -> None:
+    async def test_one_rest_that_fails_loses_no_other_completion(self, error):
         engine = Script([one_cut_short(9, 9, 9, 4), *[refusal(error, "b")] * 4])
         rollout = await dispatcher(engine).complete(call(n=4))
         assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [
             ("length", 9), ("length", 9), ("length", 9), ("abort", 4),
         ]  # fmt: skip
 
-    async def test_a_rest_that_cannot_start_anew_leaves_the_tokens(self) -> None:
+    async def test_a_rest_that_cannot_start_anew_leaves_the_tokens(self):
         engine = Script([one_cut_short(9, 4), refusal(Overloaded, "b"), refusal(Overloaded, "b")])
         sampling = Sampling(n=2, max_tokens=9, structured_outputs={"json_object": True})
         rollout = await dispatcher(engine).complete(call().model_copy(update={"sampling": sampling}))
         assert [len(c.token_ids) for c in rollout.completions] == [9, 4]
 
-    async def test_a_rollout_without_any_token_raises_the_error(self) -> None:
+    async def test_a_rollout_without_any_token_raises_the_error(self):
         engine = Script([made(0, 0, end="abort"), *[refusal(Overloaded, "b")] * 4])
         with pytest.raises(Overloaded):
             await dispatcher(engine).complete(call(n=2))
 
-    async def test_a_rest_that_finds_no_room_leaves_the_tokens(self) -> None:
+    async def test_a_rest_that_finds_no_room_leaves_the_tokens(self):
         engine = HalfEngine()
         fleet = RoutedFleet()
-        dispatch = Dispatcher(engine, Ingest(), EngineConfig(replica_wait_s=0.0, admission_limit=1), None, fleet)  # type: ignore[arg-type]
+        dispatch = Dispatcher(engine, Ingest(), EngineConfig(replica_wait_s=0.0, admission_limit=1), None, fleet)
         fleet.update({"a": RoutedReplica("ready", 3, 0)})
         rollout = asyncio.create_task(dispatch.complete(call()))
         others = asyncio.create_task(dispatch.complete(call(priority=-1)))
@@ -569,7 +567,7 @@ class HalfEngine:
     async def generate(self, call: GenerateCall) -> Rollout:
         self._calls += 1
         await (self.cut if self._calls == 1 else asyncio.Event()).wait()
-        return made(4, end="abort")(call)  # type: ignore[operator]
+        return made(4, end="abort")(call)
 
 
 def decode_bytes(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -584,7 +582,7 @@ def of_bytes(made: bytes, end: str, stop: str | None = None, n: int = 1) -> Step
             index=0,
             token_ids=tuple(made),
             logprobs=(-0.5,) * len(made),
-            finish_reason=end,  # type: ignore[arg-type]
+            finish_reason=end,
             stop_reason=stop,
             spans=(Span(version=3, start=0, end=len(made)),),
         )
@@ -612,7 +610,7 @@ class TestStopStringOfThePrompt:
         engine = Script(list(steps))
         return engine, Dispatcher(EngineClient(engine), Ingest(), EngineConfig(), decode_bytes)
 
-    async def test_it_ends_no_rest_and_costs_no_attempt(self) -> None:
+    async def test_it_ends_no_rest_and_costs_no_attempt(self):
         cut, falsely = of_bytes(b"ab" + self.half, "abort"), of_bytes(self.rest, "stop", "END")
         engine, dispatching = self._dispatcher(cut, falsely, of_bytes(b"cdefg", "length"))
         rollout = await dispatching.complete(self._asking(b"END "))
@@ -620,7 +618,7 @@ class TestStopStringOfThePrompt:
         assert bytes(completion.token_ids) == "abécdefg".encode() and completion.finish_reason == "length"
         assert (rollout.attempts, len({c.request_id for c in engine.calls})) == (2, 3)
 
-    async def test_it_ends_no_completion_that_the_caller_continues(self) -> None:
+    async def test_it_ends_no_completion_that_the_caller_continues(self):
         falsely = of_bytes(self.rest, "stop", "END", n=2)
         engine, dispatching = self._dispatcher(falsely, *[of_bytes(b"cd", "abort")] * 2)
         rollout = await dispatching.complete(self._asking(b"END " + self.half, n=2), on_abort="return")
@@ -629,30 +627,30 @@ class TestStopStringOfThePrompt:
         ] * 2
         assert rollout.attempts == 1 and len(engine.calls) == 3
 
-    async def test_a_longest_completion_ends_by_its_length(self) -> None:
+    async def test_a_longest_completion_ends_by_its_length(self):
         _, dispatching = self._dispatcher(of_bytes(self.rest, "stop", "END"))
         [completion] = (await dispatching.complete(self._asking(b"END " + self.half, max_tokens=1))).completions
         assert (completion.finish_reason, completion.stop_reason) == ("length", None)
 
-    async def test_a_stop_string_of_the_completion_ends_it(self) -> None:
+    async def test_a_stop_string_of_the_completion_ends_it(self):
         _, dispatching = self._dispatcher(of_bytes(self.rest + b"END", "stop", "END"))
         [completion] = (await dispatching.complete(self._asking(b"END " + self.half))).completions
         assert (completion.finish_reason, completion.stop_reason) == ("stop", "END")
 
 
 class TestVersionOfTheRest:
-    async def test_a_rest_waits_for_the_version_of_its_beginning(self) -> None:
+    async def test_a_rest_waits_for_the_version_of_its_beginning(self):
         engine = Script([made(4, end="abort"), made(5, version=4)])
         await dispatcher(engine).complete(call(min_weight_version=1))
         assert [c.min_weight_version for c in engine.calls] == [1, 3]
 
-    async def test_a_rest_of_a_version_that_no_log_has_takes_another(self) -> None:
+    async def test_a_rest_of_a_version_that_no_log_has_takes_another(self):
         engine = Script([made(4, version=9, end="abort"), *[refusal(TooEarly, "a")] * 2, made(5, version=4)])
         rollout = await dispatcher(engine).complete(call(min_weight_version=2))
         assert [c.min_weight_version for c in engine.calls] == [2, 9, 9, 2]
         assert rollout.completions[0].versions == (9, 4) and rollout.attempts == 2
 
-    async def test_a_rest_never_takes_weights_older_than_asked(self) -> None:
+    async def test_a_rest_never_takes_weights_older_than_asked(self):
         engine = Script([made(4, version=4, end="abort"), *[refusal(TooEarly, "a")] * 2])
         rollout = await dispatcher(engine).complete(call(min_weight_version=4))
         assert rollout.completions[0].finish_reason == "abort" and len(rollout.completions[0].token_ids) == 4
@@ -665,7 +663,7 @@ def returned(step: Step) -> Step:
 
 
 class TestCancel:
-    async def test_cancelling_a_rollout_cancels_every_call_in_flight(self) -> None:
+    async def test_cancelling_a_rollout_cancels_every_call_in_flight(self):
         engine = Script([made(4, 4, end="abort"), None, None])
         rollout = asyncio.create_task(dispatcher(engine).complete(call(n=2)))
         while len(engine.calls) < 3:
@@ -678,13 +676,13 @@ class TestCancel:
 
 
 class TestReturningPause:
-    async def test_what_a_returning_pause_aborts_is_not_continued(self) -> None:
+    async def test_what_a_returning_pause_aborts_is_not_continued(self):
         engine = Script([returned(made(3, 9, end="abort"))])
         rollout = await dispatcher(engine).complete(call(n=2))
         assert len(engine.calls) == 1 and rollout.attempts == 1
         assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 3), ("abort", 9)]
 
-    async def test_a_returning_pause_ends_a_continuation_too(self) -> None:
+    async def test_a_returning_pause_ends_a_continuation_too(self):
         engine = Script([made(3, end="abort"), returned(made(2, end="abort", version=4, replica_id="b"))])
         rollout = await dispatcher(engine).complete(call())
         [completion] = rollout.completions

@@ -15,7 +15,7 @@ def failed(table: FleetTable) -> FailedStarts:
     return found
 
 
-def test_the_first_reason_stays_as_more_replicas_fail_and_leave() -> None:
+def test_the_first_reason_stays_as_more_replicas_fail_and_leave():
     table = FleetTable(60)
     assert table.starts.failed() is None
     for number in range(3):
@@ -27,7 +27,7 @@ def test_the_first_reason_stays_as_more_replicas_fail_and_leave() -> None:
     assert (failed(table).first.replica_id, failed(table).over) == ("r0", False)
 
 
-def test_after_a_success_the_tries_and_the_reason_are_still_told() -> None:
+def test_after_a_success_the_tries_and_the_reason_are_still_told():
     table = FleetTable(60)
     report(table, "r0", error="no memory")
     report(table, "r1")
@@ -35,7 +35,7 @@ def test_after_a_success_the_tries_and_the_reason_are_still_told() -> None:
     assert (failed(table).tries, failed(table).first.reason, failed(table).over) == (1, "no memory", True)
 
 
-def test_the_next_failure_after_a_success_begins_another_series() -> None:
+def test_the_next_failure_after_a_success_begins_another_series():
     table = FleetTable(60)
     report(table, "r0", error="no memory")
     report(table, "r1", version=4)
@@ -43,7 +43,7 @@ def test_the_next_failure_after_a_success_begins_another_series() -> None:
     assert (failed(table).tries, failed(table).first.reason, failed(table).over) == (1, "disk full", False)
 
 
-def test_a_replica_that_goes_on_serving_ends_no_series() -> None:
+def test_a_replica_that_goes_on_serving_ends_no_series():
     """Beside it, each replacement of another one fails."""
     table = FleetTable(60)
     report(table, "r1", version=4)
@@ -53,7 +53,7 @@ def test_a_replica_that_goes_on_serving_ends_no_series() -> None:
     assert (failed(table).tries, failed(table).over) == (3, False)
 
 
-def test_a_replica_that_fails_after_it_served_is_no_failed_start() -> None:
+def test_a_replica_that_fails_after_it_served_is_no_failed_start():
     table = FleetTable(60)
     report(table, "r1", version=4)
     report(table, "r1", version=4, error="the engine's process is dead")

@@ -3,20 +3,20 @@
 from rollout_service.fleet.placements import RoutedFleet, RoutedReplica
 
 
-def test_room_is_what_other_gateways_leave_and_the_share_at_least() -> None:
+def test_room_is_what_other_gateways_leave_and_the_share_at_least():
     fleet = RoutedFleet()
     assert fleet.room(limit=10, share=5) == 0
     fleet.update({"a": RoutedReplica("ready", 3, others=2), "b": RoutedReplica("syncing", None, others=9)})
     assert fleet.room(limit=10, share=5) == 8 + 5
 
 
-def test_replicas_that_take_no_calls_are_no_room() -> None:
+def test_replicas_that_take_no_calls_are_no_room():
     fleet = RoutedFleet()
     fleet.update({state: RoutedReplica(state, 3, others=0) for state in ("failed", "draining", "stale")})
     assert fleet.room(limit=10, share=1) == 10
 
 
-def test_changes_of_the_load_are_told_apart_from_others() -> None:
+def test_changes_of_the_load_are_told_apart_from_others():
     fleet, told = RoutedFleet(), list[bool]()
     fleet.listen(told.append)
     for replicas in (

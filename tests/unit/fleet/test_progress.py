@@ -36,7 +36,7 @@ def made(*tokens: int, version: int = 3, index: int = 0, end: FinishReason = "ab
 
 
 class TestCompletionProgress:
-    def test_pieces_become_one_completion(self) -> None:
+    def test_pieces_become_one_completion(self):
         progress = CompletionProgress(0)
         progress.add(0, made(1, 2))
         progress.add(2, made(3))
@@ -52,13 +52,13 @@ class TestCompletionProgress:
             (4, 1, 2),
         ]
 
-    def test_what_was_told_before_is_not_taken_again(self) -> None:
+    def test_what_was_told_before_is_not_taken_again(self):
         progress = CompletionProgress(0)
         for start in (0, 0, 3):
             progress.add(start, made(1, 2))
         assert progress.reported().token_ids == (1, 2)
 
-    def test_of_a_piece_that_was_told_in_part_the_rest_is_taken(self) -> None:
+    def test_of_a_piece_that_was_told_in_part_the_rest_is_taken(self):
         progress = CompletionProgress(0)
         progress.add(0, made(1, 2))
         progress.add(1, made(2, 3, 4, version=4, end="stop"))
@@ -67,7 +67,7 @@ class TestCompletionProgress:
         assert whole.token_ids == (1, 2, 3, 4) and whole.finish_reason == "stop"
         assert [(s.version, s.start, s.end) for s in whole.spans] == [(3, 0, 2), (4, 2, 4)]
 
-    def test_candidates_and_masks_come_along(self) -> None:
+    def test_candidates_and_masks_come_along(self):
         progress = CompletionProgress(0)
         for start, token in enumerate((1, 2)):
             piece = made(token).model_copy(
@@ -98,9 +98,9 @@ class Engine:
         return ProgressReply(number=10 * len(self.asked), pieces=answer)
 
 
-async def test_one_question_at_a_time_goes_to_each_replica_with_calls() -> None:
+async def test_one_question_at_a_time_goes_to_each_replica_with_calls():
     engine, placements = Engine((Piece(call=1, start=0, made=made(1, 2)),), ()), Placements()
-    poller = ProgressPoller(engine, "g", placements)  # type: ignore[arg-type]
+    poller = ProgressPoller(engine, "g", placements)
     first, second = call_of(), call_of(2)
     with poller.follow(first), poller.follow(second):
         placements.note("g", first.number, "a")
@@ -114,10 +114,10 @@ async def test_one_question_at_a_time_goes_to_each_replica_with_calls() -> None:
         assert {s.replica_id for c in first.reported() for s in c.spans} == {"a"}
 
 
-async def test_what_comes_too_late_is_for_nobody() -> None:
+async def test_what_comes_too_late_is_for_nobody():
     late = tuple(Piece(call=number, start=0, made=made(1)) for number in (1, 2))
     engine, placements = Engine(late), Placements()
-    poller = ProgressPoller(engine, "g", placements)  # type: ignore[arg-type]
+    poller = ProgressPoller(engine, "g", placements)
     second, elsewhere = call_of(), call_of()
     with poller.follow(call_of()):
         pass
@@ -128,10 +128,10 @@ async def test_what_comes_too_late_is_for_nobody() -> None:
         assert not second.is_empty and elsewhere.is_empty
 
 
-async def test_what_comes_before_the_placement_is_kept_for_it() -> None:
+async def test_what_comes_before_the_placement_is_kept_for_it():
     early = tuple(Piece(call=number, start=0, made=made(number)) for number in (2, 3))
     engine, placements = Engine(early, (Piece(call=2, start=1, made=made(8)),)), Placements()
-    poller = ProgressPoller(engine, "g", placements)  # type: ignore[arg-type]
+    poller = ProgressPoller(engine, "g", placements)
     first, second, elsewhere = call_of(), call_of(), call_of()
     with poller.follow(first), poller.follow(second), poller.follow(elsewhere):
         placements.note("g", first.number, "a")
@@ -142,9 +142,9 @@ async def test_what_comes_before_the_placement_is_kept_for_it() -> None:
         assert [c.token_ids for c in second.reported()] == [(2, 8)] and elsewhere.is_empty
 
 
-async def test_nobody_is_asked_when_all_calls_are_answered() -> None:
+async def test_nobody_is_asked_when_all_calls_are_answered():
     engine, placements = Engine((), ()), Placements()
-    poller = ProgressPoller(engine, "g", placements)  # type: ignore[arg-type]
+    poller = ProgressPoller(engine, "g", placements)
     record = call_of()
     with poller.follow(record):
         placements.note("g", record.number, "a")
@@ -154,14 +154,14 @@ async def test_nobody_is_asked_when_all_calls_are_answered() -> None:
 
 
 @pytest.mark.parametrize("error", [NotReady("removed"), DeploymentFailed("a bug")])
-async def test_a_question_that_fails_is_asked_again_later(error: RolloutServiceError) -> None:
+async def test_a_question_that_fails_is_asked_again_later(error):
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
     engine, placements = Engine((), error, (Piece(call=1, start=0, made=made(7)),)), Placements()
-    poller = ProgressPoller(engine, "g", placements, sleep)  # type: ignore[arg-type]
+    poller = ProgressPoller(engine, "g", placements, sleep)
     record = call_of()
     with poller.follow(record):
         placements.note("g", record.number, "a")
@@ -170,9 +170,9 @@ async def test_a_question_that_fails_is_asked_again_later(error: RolloutServiceE
         assert [ask.acknowledged for ask in engine.asked] == [0, 10, 10, 30]
 
 
-async def test_replicas_are_told_their_part_of_the_queue() -> None:
+async def test_replicas_are_told_their_part_of_the_queue():
     engine, placements = Engine(), Placements()
-    poller = ProgressPoller(engine, "g", placements, queued=lambda: 7)  # type: ignore[arg-type]
+    poller = ProgressPoller(engine, "g", placements, queued=lambda: 7)
     first, second = call_of(), call_of()
     with poller.follow(first), poller.follow(second):
         placements.note("g", first.number, "a")
@@ -226,7 +226,7 @@ class Reading:
         self._answer.set_exception(EngineFailed("lost"))
 
 
-async def test_pieces_come_as_they_are_told_and_end_with_the_rollout() -> None:
+async def test_pieces_come_as_they_are_told_and_end_with_the_rollout():
     reading = Reading(Sampling(n=2))
     tell(reading.call, made(5, 6))
     assert await reading.next() == (0, (5, 6), "abort")
@@ -238,7 +238,7 @@ async def test_pieces_come_as_they_are_told_and_end_with_the_rollout() -> None:
     assert ends == [(1, (4,), "length")]
 
 
-async def test_a_rollout_that_goes_on_elsewhere_is_read_on() -> None:
+async def test_a_rollout_that_goes_on_elsewhere_is_read_on():
     reading = Reading(Sampling())
     tell(reading.call, made(5))
     assert await reading.next() == (0, (5,), "abort")
@@ -251,7 +251,7 @@ async def test_a_rollout_that_goes_on_elsewhere_is_read_on() -> None:
     assert await reading.end(whole) == [(0, (), "length")]
 
 
-async def test_after_a_seam_stop_strings_are_looked_for_before_anything_is_shown() -> None:
+async def test_after_a_seam_stop_strings_are_looked_for_before_anything_is_shown():
     asking = CALL.model_copy(update={"sampling": Sampling(stop=("ENDx",))})
     reading = Reading(asking.sampling)
     tell(reading.call, made(5))
@@ -266,7 +266,7 @@ async def test_after_a_seam_stop_strings_are_looked_for_before_anything_is_shown
     assert await reading.end(made(5, 6, 7, 8, end="stop")) == [(0, (8,), "stop")]
 
 
-async def test_an_end_at_a_stop_string_of_the_prompt_is_not_shown() -> None:
+async def test_an_end_at_a_stop_string_of_the_prompt_is_not_shown():
     asking = CALL.model_copy(
         update={"sampling": Sampling(stop=("END",)), "prompt_token_ids": tuple("END é".encode()[:-1])}
     )
@@ -278,14 +278,14 @@ async def test_an_end_at_a_stop_string_of_the_prompt_is_not_shown() -> None:
     assert [await reading.next() for _ in range(2)] == [(0, ("é".encode()[-1],), "abort"), (0, (8,), "abort")]
 
 
-async def test_an_error_reaches_the_reader() -> None:
+async def test_an_error_reaches_the_reader():
     reading = Reading(Sampling())
     reading.fail()
     with pytest.raises(EngineFailed):
         await reading.next()
 
 
-async def test_a_reader_that_goes_away_ends_the_rollout() -> None:
+async def test_a_reader_that_goes_away_ends_the_rollout():
     reading = Reading(Sampling())
     tell(reading.call, made(5))
     await reading.next()

@@ -68,7 +68,7 @@ async def fleet(room: int, **bounds: int) -> AsyncIterator[Fleet]:
     assert (made.queue.sequences, made.queue.nbytes) == (0, 0)
 
 
-async def test_calls_go_at_once_while_there_is_room() -> None:
+async def test_calls_go_at_once_while_there_is_room():
     async with fleet(2) as f:
         for name in "abc":
             await f.call(name)
@@ -77,7 +77,7 @@ async def test_calls_go_at_once_while_there_is_room() -> None:
         assert f.sent == ["a", "b", "c"] and f.queue.sequences == 0
 
 
-async def test_waiting_calls_go_by_priority_and_then_arrival() -> None:
+async def test_waiting_calls_go_by_priority_and_then_arrival():
     async with fleet(1) as f:
         await f.call("running")
         for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -3)):
@@ -87,7 +87,7 @@ async def test_waiting_calls_go_by_priority_and_then_arrival() -> None:
         assert f.sent == ["running", "urgent", "first", "second", "late"]
 
 
-async def test_small_calls_do_not_overtake_a_large_one() -> None:
+async def test_small_calls_do_not_overtake_a_large_one():
     async with fleet(4) as f:
         await f.call("running", n=4)
         await f.call("large", n=4096)
@@ -99,7 +99,7 @@ async def test_small_calls_do_not_overtake_a_large_one() -> None:
         assert f.sent[2:] == ["small0", "small1", "small2", "small3"]
 
 
-async def test_a_cancelled_call_leaves_at_once() -> None:
+async def test_a_cancelled_call_leaves_at_once():
     async with fleet(1) as f:
         for name in ("running", "gone", "next"):
             await f.call(name, n=3)
@@ -110,7 +110,7 @@ async def test_a_cancelled_call_leaves_at_once() -> None:
         assert f.sent == ["running", "next"]
 
 
-async def test_a_call_cancelled_as_its_turn_comes_frees_it() -> None:
+async def test_a_call_cancelled_as_its_turn_comes_frees_it():
     async with fleet(1) as f:
         for name in ("running", "gone", "next"):
             await f.call(name)
@@ -121,7 +121,7 @@ async def test_a_call_cancelled_as_its_turn_comes_frees_it() -> None:
         assert f.sent[-1] == "next"
 
 
-async def test_callers_that_leave_leave_no_memory_behind() -> None:
+async def test_callers_that_leave_leave_no_memory_behind():
     async with fleet(0) as f:
         await f.call("running")
         for i in range(3000):
@@ -134,7 +134,7 @@ async def test_callers_that_leave_leave_no_memory_behind() -> None:
 
 
 @pytest.mark.parametrize(("bound", "name"), [({"max_sequences": 8}, "MAX_SEQUENCES"), ({"max_bytes": 8}, "MAX_BYTES")])
-async def test_a_full_queue_refuses_and_names_its_bound(bound: dict[str, int], name: str) -> None:
+async def test_a_full_queue_refuses_and_names_its_bound(bound, name):
     async with fleet(1, **bound) as f:
         await f.call("running", n=100, nbytes=100)
         await f.call("waits", n=8, nbytes=8)
@@ -146,14 +146,14 @@ async def test_a_full_queue_refuses_and_names_its_bound(bound: dict[str, int], n
         assert f.sent == ["running", "waits"]
 
 
-async def test_a_call_that_was_sent_before_is_never_refused_by_the_queue() -> None:
+async def test_a_call_that_was_sent_before_is_never_refused_by_the_queue():
     async with fleet(2, max_sequences=1) as f:
         await f.call("running")
         await f.call("refused", n=50, refuse="f")
         assert f.queue.sequences == 50 and not f.tasks["refused"].done()
 
 
-async def test_one_call_goes_to_a_fleet_of_zero() -> None:
+async def test_one_call_goes_to_a_fleet_of_zero():
     async with fleet(0) as f:
         for name in "abc":
             await f.call(name)
@@ -164,7 +164,7 @@ async def test_one_call_goes_to_a_fleet_of_zero() -> None:
         assert f.sent == ["a", "b"]
 
 
-async def test_a_refused_call_keeps_its_place_and_waits_for_a_change() -> None:
+async def test_a_refused_call_keeps_its_place_and_waits_for_a_change():
     async with fleet(3) as f:
         await f.call("running", n=2)
         await f.call("refused", refuse="f")
@@ -174,7 +174,7 @@ async def test_a_refused_call_keeps_its_place_and_waits_for_a_change() -> None:
         assert f.sent == ["running", "refused", "refused", "later"]
 
 
-async def test_a_call_for_a_missing_version_holds_up_no_other() -> None:
+async def test_a_call_for_a_missing_version_holds_up_no_other():
     async with fleet(4) as f:
         await f.call("running")
         await f.call("early", refuse="v")
@@ -188,7 +188,7 @@ async def test_a_call_for_a_missing_version_holds_up_no_other() -> None:
         assert f.sent[-1] == "early"
 
 
-async def test_calls_refused_less_often_come_first() -> None:
+async def test_calls_refused_less_often_come_first():
     async with fleet(9) as f:
         await f.call("running")
         await f.call("hopeless", refuse="v" * 50)
@@ -202,7 +202,7 @@ async def test_calls_refused_less_often_come_first() -> None:
         assert f.sent[-1] == "second"
 
 
-async def test_full_replicas_are_not_asked_by_all_that_wait() -> None:
+async def test_full_replicas_are_not_asked_by_all_that_wait():
     async with fleet(100) as f:
         await f.call("running", n=50)
         await f.call("refused", refuse="f" * 9)
@@ -215,7 +215,7 @@ async def test_full_replicas_are_not_asked_by_all_that_wait() -> None:
         assert f.sent[2:] == ["refused", *(f"w{i}" for i in range(RETRIED_CALLS - 1))]
 
 
-async def test_calls_that_lack_memory_go_again_by_age_of_session() -> None:
+async def test_calls_that_lack_memory_go_again_by_age_of_session():
     async with fleet(10) as f:
         await f.call("running")
         for name in ("old", "young"):
@@ -230,7 +230,7 @@ async def test_calls_that_lack_memory_go_again_by_age_of_session() -> None:
         assert f.sent[8:] == ["young"]
 
 
-async def test_refusal_for_want_of_memory_holds_up_no_other_call() -> None:
+async def test_refusal_for_want_of_memory_holds_up_no_other_call():
     async with fleet(10) as f:
         for i in range(3):
             await f.call(f"waits{i}", refuse="m" * 9)
@@ -239,14 +239,14 @@ async def test_refusal_for_want_of_memory_holds_up_no_other_call() -> None:
         assert f.sent == ["waits0", "waits1", "waits2", "a", "b"]
 
 
-async def test_turns_of_a_session_go_before_sessions_that_began_later() -> None:
+async def test_turns_of_a_session_go_before_sessions_that_began_later():
     queue = DispatchQueue(lambda: 1)
     first, new = queue.ticket(0, "old"), queue.ticket(0, "new")
     again = queue.ticket(0, "old")
     assert first.arrival == again.arrival < new.arrival < queue.ticket(0).arrival
 
 
-async def test_arrivals_of_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_arrivals_of_sessions_are_bounded(monkeypatch):
     monkeypatch.setattr(queue_module, "MAX_SESSIONS", 2)
     queue = DispatchQueue(lambda: 1)
     first = queue.ticket(0, "a")

@@ -14,23 +14,23 @@ def table(clock: Clock) -> FleetTable:
 
 
 class TestReports:
-    def test_the_table_shows_the_last_report_of_each_replica_by_name(self, table: FleetTable) -> None:
+    def test_the_table_shows_the_last_report_of_each_replica_by_name(self, table):
         table.report(replica("b", 1))
         table.report(replica("a", 1, sequence=1))
         table.report(replica("a", 2, sequence=2))
         assert [(status.replica_id, status.version) for status in table.live()] == [("a", 2), ("b", 1)]
 
-    def test_a_report_that_was_overtaken_on_its_way_is_ignored(self, table: FleetTable) -> None:
+    def test_a_report_that_was_overtaken_on_its_way_is_ignored(self, table):
         table.report(replica("a", 2, sequence=2))
         table.report(replica("a", 1, sequence=1))
         assert table.live()[0].version == 2
 
-    def test_report_sequence_numbers_are_compared_per_replica(self, table: FleetTable) -> None:
+    def test_report_sequence_numbers_are_compared_per_replica(self, table):
         table.report(replica("a", 2, sequence=9))
         table.report(replica("b", 1, sequence=1))
         assert not table.all_serve(2)
 
-    def test_a_replica_that_is_silent_for_too_long_leaves_the_table(self, table: FleetTable, clock: Clock) -> None:
+    def test_a_replica_that_is_silent_for_too_long_leaves_the_table(self, table, clock):
         table.report(replica("silent", 1))
         clock.go_on(59)
         table.report(replica("alive", 2))
@@ -39,14 +39,14 @@ class TestReports:
         assert [status.replica_id for status in table.live()] == ["alive"]
         assert table.in_use() == {2} and table.all_serve(2)
 
-    def test_a_replica_that_was_silent_may_come_back(self, table: FleetTable, clock: Clock) -> None:
+    def test_a_replica_that_was_silent_may_come_back(self, table, clock):
         table.report(replica("a", 1, sequence=5))
         clock.go_on(61)
         assert table.live() == ()
         table.report(replica("a", 1, sequence=6))
         assert len(table.live()) == 1
 
-    def test_reports_say_how_old_they_are(self, table: FleetTable, clock: Clock) -> None:
+    def test_reports_say_how_old_they_are(self, table, clock):
         table.report(replica("a", 1))
         clock.go_on(7.5)
         table.report(replica("b", 1))
@@ -54,7 +54,7 @@ class TestReports:
 
 
 class TestWaitedFor:
-    def test_pinned_replica_is_not_waited_for_and_proves_nothing(self, table: FleetTable) -> None:
+    def test_pinned_replica_is_not_waited_for_and_proves_nothing(self, table):
         table.report(replica("pinned", 5).model_copy(update={"group": "eval"}))
         assert not table.all_serve(5)
         table.report(replica("a", 7))
@@ -64,9 +64,7 @@ class TestWaitedFor:
         ("versions", "served"),
         [([], False), ([1], False), ([2], True), ([3], True), ([2, 1], False), ([2, 3], True)],
     )
-    def test_a_version_is_live_when_all_replicas_serve_it_or_a_newer(
-        self, table: FleetTable, versions: list[int], served: bool
-    ) -> None:
+    def test_a_version_is_live_when_all_replicas_serve_it_or_a_newer(self, table, versions, served):
         for number, version in enumerate(versions):
             table.report(replica(f"replica-{number}", version))
         assert table.all_serve(2) is served
@@ -75,14 +73,12 @@ class TestWaitedFor:
         ("obeyed", "all_obey"),
         [([], False), (["new"], True), (["old"], False), (["new", "old"], False), (["new", "new"], True)],
     )
-    def test_a_pause_or_resume_is_obeyed_when_all_obeyed_that_one(
-        self, table: FleetTable, obeyed: list[str], all_obey: bool
-    ) -> None:
+    def test_a_pause_or_resume_is_obeyed_when_all_obeyed_that_one(self, table, obeyed, all_obey):
         for number, order in enumerate(obeyed):
             table.report(replica(f"replica-{number}", 1, obeyed=order))
         assert table.all_obey("new") is all_obey
 
-    def test_a_starting_replica_is_in_the_table_but_not_waited_for(self, table: FleetTable) -> None:
+    def test_a_starting_replica_is_in_the_table_but_not_waited_for(self, table):
         table.report(replica("newcomer", None, state="starting"))
         assert [status.state for status in table.live()] == ["starting"]
         assert not table.all_serve(0) and not table.all_obey("") and not table.all_obey("new")
@@ -91,21 +87,21 @@ class TestWaitedFor:
         table.report(replica("newcomer", 1, sequence=1))
         assert not table.all_serve(2) and not table.all_obey("new")
 
-    def test_a_replica_that_sleeps_or_wakes_is_waited_for_by_orders_alone(self, table: FleetTable) -> None:
+    def test_a_replica_that_sleeps_or_wakes_is_waited_for_by_orders_alone(self, table):
         table.report(replica("sleeps", None, state="asleep", obeyed="old"))
         table.report(replica("serves", 2, obeyed="new"))
         assert table.all_serve(2) and not table.all_obey("new")
         table.report(replica("sleeps", None, state="asleep", sequence=1, obeyed="new"))
         assert table.all_obey("new")
 
-    def test_a_draining_replica_is_in_the_table_but_not_waited_for(self, table: FleetTable) -> None:
+    def test_a_draining_replica_is_in_the_table_but_not_waited_for(self, table):
         table.report(replica("leaves", 1, state="draining"))
         assert [status.state for status in table.live()] == ["draining"] and table.in_use() == {1}
         assert not table.all_serve(1)  # nobody takes requests
         table.report(replica("stays", 2))
         assert table.all_serve(2)
 
-    def test_a_replica_that_says_goodbye_leaves_despite_late_reports(self, table: FleetTable) -> None:
+    def test_a_replica_that_says_goodbye_leaves_despite_late_reports(self, table):
         table.report(replica("gone", 1, sequence=4))
         table.report(replica("stays", 2))
         table.leave("gone")
@@ -113,7 +109,7 @@ class TestWaitedFor:
         table.report(replica("gone", 1, sequence=5))
         assert [status.replica_id for status in table.live()] == ["stays"]
 
-    def test_a_replica_known_from_before_that_leaves_is_not_awaited(self) -> None:
+    def test_a_replica_known_from_before_that_leaves_is_not_awaited(self):
         table = FleetTable(dead_after_s=60, may_be_empty=True)
         table.wait_for(frozenset({"a", "b"}))
         table.leave("a")
@@ -123,14 +119,14 @@ class TestWaitedFor:
 
 
 class TestVersionsInUse:
-    def test_versions_that_are_served_or_being_loaded_are_in_use(self, table: FleetTable) -> None:
+    def test_versions_that_are_served_or_being_loaded_are_in_use(self, table):
         table.report(replica("a", 1, target=3))
         table.report(replica("b", None, target=2))
         assert table.in_use() == {1, 2, 3}
 
 
 class TestComplete:
-    def test_the_fleet_is_complete_once_known_replicas_report_or_die(self, table: FleetTable, clock: Clock) -> None:
+    def test_the_fleet_is_complete_once_known_replicas_report_or_die(self, table, clock):
         table.wait_for(frozenset({"a", "b"}))
         table.report(replica("a", 2))
         assert not table.all_serve(2) and not table.all_obey("") and not table.is_complete()
@@ -142,7 +138,7 @@ class TestComplete:
         clock.go_on(1)
         assert table.is_complete()
 
-    def test_an_empty_table_is_waited_for_unless_zero_is_allowed(self, table: FleetTable) -> None:
+    def test_an_empty_table_is_waited_for_unless_zero_is_allowed(self, table):
         assert not table.all_serve(0) and not table.all_obey("new")
         scaled_to_zero = FleetTable(dead_after_s=60, may_be_empty=True)
         assert scaled_to_zero.all_serve(0) and scaled_to_zero.all_obey("new")
@@ -151,7 +147,7 @@ class TestComplete:
 
 
 class TestAdapters:
-    def test_equal_files_of_another_version_are_not_the_version(self, table: FleetTable) -> None:
+    def test_equal_files_of_another_version_are_not_the_version(self, table):
         first = AdapterVersion(name="a", version=1, digest="d", base_version=1, base_digest="b", rank=4, nbytes=1)
         held = HeldAdapter(name="a", version=1, digest="d")
         table.report(replica("r", 1).model_copy(update={"adapters": (held,)}))

@@ -25,11 +25,11 @@ IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", ver
 
 
 class TestRanked:
-    def test_the_least_loaded_replica_comes_first(self) -> None:
+    def test_the_least_loaded_replica_comes_first(self):
         candidates = [Candidate("a", load=5), Candidate("b", load=0), Candidate("c", load=2)]
         assert rank_replicas(candidates) == ["b", "c", "a"]
 
-    def test_equally_loaded_replicas_take_turns(self) -> None:
+    def test_equally_loaded_replicas_take_turns(self):
         ledger, chosen = Ledger(), []
         for call in range(6):
             order = rank_replicas([Candidate(i, load=ledger.load(i), turn=ledger.turn(i)) for i in "abc"])
@@ -38,60 +38,60 @@ class TestRanked:
             chosen.append(order[0])
         assert chosen == ["a", "b", "c"] * 2
 
-    def test_a_replica_with_the_version_ranks_first_at_any_load(self) -> None:
+    def test_a_replica_with_the_version_ranks_first_at_any_load(self):
         candidates = [Candidate("a", version=3, load=0), Candidate("b", version=4, load=50), Candidate("c", version=5)]
         assert rank_replicas(candidates, min_version=4) == ["c", "b", "a"]
         assert rank_replicas(candidates) == ["a", "c", "b"]
 
-    def test_replica_with_the_exact_version_ranks_first(self) -> None:
+    def test_replica_with_the_exact_version_ranks_first(self):
         candidates = [Candidate("a", version=3), Candidate("b", version=4, load=50), Candidate("c", version=5)]
         assert rank_replicas(candidates, exact_version=4) == ["b", "a", "c"]
 
-    def test_a_replica_with_the_adapter_ranks_first_at_any_load(self) -> None:
+    def test_a_replica_with_the_adapter_ranks_first_at_any_load(self):
         assert rank_replicas([Candidate("a", has_adapter=False), Candidate("b", load=50)]) == ["b", "a"]
 
-    def test_a_replica_without_a_report_is_taken_for_up_to_date(self) -> None:
+    def test_a_replica_without_a_report_is_taken_for_up_to_date(self):
         assert rank_replicas([Candidate("a", version=3), Candidate("b", load=1)], min_version=4) == ["b", "a"]
 
-    def test_a_session_stays_with_its_replica_whatever_the_load(self) -> None:
+    def test_a_session_stays_with_its_replica_whatever_the_load(self):
         candidates = [Candidate("a", load=0), Candidate("b", load=50)]
         assert rank_replicas(candidates, session_replica="b") == ["b", "a"]
         assert rank_replicas(candidates, session_replica="gone") == ["a", "b"]
 
-    def test_a_session_leaves_a_replica_that_is_full(self) -> None:
+    def test_a_session_leaves_a_replica_that_is_full(self):
         candidates = [Candidate("a", version=3), Candidate("b", version=4, is_full=True)]
         assert rank_replicas(candidates, session_replica="b") == ["a", "b"]
         assert rank_replicas(candidates, min_version=4) == ["b", "a"]
 
-    def test_a_session_leaves_a_replica_that_is_behind_or_failed_it(self) -> None:
+    def test_a_session_leaves_a_replica_that_is_behind_or_failed_it(self):
         candidates = [Candidate("a", version=4), Candidate("b", version=3)]
         assert rank_replicas(candidates, session_replica="b", min_version=4) == ["a", "b"]
         assert rank_replicas(candidates, session_replica="b", avoid=["b"]) == ["a", "b"]
 
     @pytest.mark.parametrize("state", ["stale", "draining", "failed"])
-    def test_a_replica_in_a_bad_state_is_ranked_last_but_kept(self, state: str) -> None:
+    def test_a_replica_in_a_bad_state_is_ranked_last_but_kept(self, state):
         candidates = [Candidate("a", state=state), Candidate("b", state="syncing", load=50)]
         assert rank_replicas(candidates, session_replica="a") == ["b", "a"]
 
-    def test_a_failed_replica_ranks_below_one_the_call_should_avoid(self) -> None:
+    def test_a_failed_replica_ranks_below_one_the_call_should_avoid(self):
         assert rank_replicas([Candidate("a", state="failed"), Candidate("b")], avoid=["b"]) == ["b", "a"]
 
-    def test_a_prompt_that_begins_alike_goes_where_the_last_one_went(self) -> None:
+    def test_a_prompt_that_begins_alike_goes_where_the_last_one_went(self):
         candidates = [Candidate("a", load=0, capacity=64), Candidate("b", load=15, capacity=64)]
         assert rank_replicas(candidates, prefix_replica="b") == ["b", "a"]
         assert rank_replicas(candidates, prefix_replica="gone") == ["a", "b"]
         assert rank_replicas(candidates, session_replica="a", prefix_replica="b") == ["a", "b"]
 
     @pytest.mark.parametrize(("load", "sequences"), [(17, 1), (60, 8)])
-    def test_it_leaves_a_replica_that_is_full_or_far_fuller_than_others(self, load: int, sequences: int) -> None:
+    def test_it_leaves_a_replica_that_is_full_or_far_fuller_than_others(self, load, sequences):
         other = Candidate("a", load=0 if sequences == 1 else 59, capacity=64)
         candidates = [other, Candidate("b", load=load, capacity=64)]
         assert rank_replicas(candidates, prefix_replica="b", sequences=sequences) == ["a", "b"]
 
-    def test_of_a_replica_that_has_not_told_its_capacity_the_load_decides(self) -> None:
+    def test_of_a_replica_that_has_not_told_its_capacity_the_load_decides(self):
         assert rank_replicas([Candidate("a"), Candidate("b", load=1)], prefix_replica="b") == ["a", "b"]
 
-    def test_a_group_sent_one_by_one_stays_together_and_groups_spread(self) -> None:
+    def test_a_group_sent_one_by_one_stays_together_and_groups_spread(self):
         ledger, chosen = Ledger(), []
         for call, group in enumerate([0] * 8 + [1] * 8 + [0] * 8):
             begins = prefixes([group] * PREFIX_TOKENS)
@@ -101,13 +101,13 @@ class TestRanked:
             chosen.append(order[0])
         assert chosen == ["a"] * 8 + ["b"] * 8 + ["a"] * 8
 
-    def test_every_candidate_is_ranked_exactly_once(self) -> None:
+    def test_every_candidate_is_ranked_exactly_once(self):
         for avoid in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in range(4)):
             assert sorted(rank_replicas(IDLE, min_version=9, avoid=avoid)) == ["a", "b", "c"]
 
 
 class TestLedger:
-    def test_calls_count_with_all_their_sequences_from_choice_to_end(self) -> None:
+    def test_calls_count_with_all_their_sequences_from_choice_to_end(self):
         ledger = Ledger()
         ledger.choose("1", "a", 8, None, now=0)
         ledger.choose("2", "a", 1, None, now=0)
@@ -119,20 +119,20 @@ class TestLedger:
         ledger.complete("2")
         assert ledger.load("a") == 0
 
-    def test_a_call_counts_where_it_arrived_and_so_does_its_session(self) -> None:
+    def test_a_call_counts_where_it_arrived_and_so_does_its_session(self):
         ledger = Ledger()
         ledger.choose("1", "a", 4, "s", now=0)
         ledger.arrive("1", "b", "s")
         assert (ledger.load("a"), ledger.load("b"), ledger.replica_of("s")) == (0, 4, "b")
 
-    def test_a_call_done_before_its_arrival_is_told_counts_no_more(self) -> None:
+    def test_a_call_done_before_its_arrival_is_told_counts_no_more(self):
         ledger = Ledger()
         ledger.choose("1", "a", 4, None, now=0)
         ledger.complete("1")
         ledger.arrive("1", "a", None)
         assert ledger.load("a") == 0
 
-    def test_of_a_replicas_report_only_other_gateways_load_counts(self) -> None:
+    def test_of_a_replicas_report_only_other_gateways_load_counts(self):
         ledger = Ledger()
         ledger.origin = "us"
         ledger.choose("1", "a", 4, None, now=0)
@@ -143,7 +143,7 @@ class TestLedger:
         ledger.report("a", {"us": 4})
         assert ledger.load("a") == 0
 
-    def test_what_was_on_a_replica_that_is_gone_is_forgotten(self) -> None:
+    def test_what_was_on_a_replica_that_is_gone_is_forgotten(self):
         ledger = Ledger()
         ledger.choose("1", "a", 4, None, now=0)
         ledger.report("a", {"them": 6})
@@ -152,7 +152,7 @@ class TestLedger:
         ledger.complete("1")
         assert ledger.load("a") == 0
 
-    def test_a_call_that_never_left_counts_for_a_while_only(self) -> None:
+    def test_a_call_that_never_left_counts_for_a_while_only(self):
         ledger = Ledger()
         ledger.choose("1", "a", 4, None, now=0)
         ledger.choose("2", "a", 1, None, now=0)
@@ -162,7 +162,7 @@ class TestLedger:
         ledger.keep_only({"a"}, now=NEVER_SENT_S + 1)
         assert ledger.load("a") == 1
 
-    def test_a_beginning_is_remembered_where_its_last_call_arrived(self) -> None:
+    def test_a_beginning_is_remembered_where_its_last_call_arrived(self):
         ledger, begins = Ledger(), prefixes(range(2 * PREFIX_TOKENS))
         ledger.choose("1", "a", 4, None, 0.0, begins)
         assert ledger.replica_with(begins) == "a"
@@ -172,7 +172,7 @@ class TestLedger:
         assert ledger.replica_with(prefixes(range(1, 1 + PREFIX_TOKENS))) is None
         assert ledger.replica_with(()) is None
 
-    def test_the_longest_beginning_in_common_decides(self) -> None:
+    def test_the_longest_beginning_in_common_decides(self):
         ledger, system = Ledger(), range(PREFIX_TOKENS)
         first, second = [*system, *[1] * PREFIX_TOKENS], [*system, *[2] * PREFIX_TOKENS]
         ledger.choose("1", "a", 1, None, 0.0, prefixes(first))
@@ -180,7 +180,7 @@ class TestLedger:
         assert ledger.replica_with(prefixes([*first, 3])) == "a"
         assert ledger.replica_with(prefixes([*system, 4])) == "b"
 
-    def test_the_beginning_that_was_silent_longest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_beginning_that_was_silent_longest_is_forgotten_first(self, monkeypatch):
         monkeypatch.setattr(routing, "MAX_PREFIXES", 2)
         ledger = Ledger()
         for number, prompt in enumerate((1, 2, 1, 3)):
@@ -188,7 +188,7 @@ class TestLedger:
         known = [ledger.replica_with(prefixes([prompt] * PREFIX_TOKENS)) for prompt in (1, 2, 3)]
         assert known == ["a", None, "a"]
 
-    def test_the_session_that_was_silent_longest_is_forgotten_first(self) -> None:
+    def test_the_session_that_was_silent_longest_is_forgotten_first(self):
         ledger = Ledger()
         for session in range(MAX_SESSIONS):
             ledger.choose("1", "a", 1, str(session), now=0)
@@ -199,18 +199,18 @@ class TestLedger:
 
 
 class TestPrefixes:
-    def test_a_prompt_has_one_for_each_whole_part(self) -> None:
+    def test_a_prompt_has_one_for_each_whole_part(self):
         tokens = list(range(3 * PREFIX_TOKENS))
         longest, middle, shortest = prefixes(tokens)
         assert prefixes(tokens[: 2 * PREFIX_TOKENS + 1]) == (middle, shortest)
         assert prefixes(tokens[: PREFIX_TOKENS - 1]) == ()
         assert len({longest, middle, shortest}) == 3
 
-    def test_salts_keep_prompts_apart_as_they_do_in_the_cache(self) -> None:
+    def test_salts_keep_prompts_apart_as_they_do_in_the_cache(self):
         tokens = [0] * PREFIX_TOKENS
         assert len({prefixes(tokens), prefixes(tokens, "a"), prefixes(tokens, "b")}) == 3
 
-    def test_of_a_very_long_prompt_the_beginning_is_looked_at(self) -> None:
+    def test_of_a_very_long_prompt_the_beginning_is_looked_at(self):
         tokens = range(2 * MAX_PREFIX_TOKENS)
         assert prefixes(tokens) == prefixes(tokens[:MAX_PREFIX_TOKENS])
 
@@ -236,12 +236,12 @@ class TestReplicasOfServe:
         ranks = await router.choose_replicas(cast(Any, replicas), cast(Any, pending))
         return [replica.replica_id.unique_id for [replica] in ranks]
 
-    async def test_a_full_replica_comes_last_even_for_its_session(self) -> None:
+    async def test_a_full_replica_comes_last_even_for_its_session(self):
         call = GenerateCall(request_id="r", prompt_token_ids=(5,), sampling=Sampling(max_tokens=1), session_id="s")
         assert await self.choose(call, {"full": 8, "free": 7}) == ["free", "full"]
         assert await self.choose(call, {"busy": 7, "free": 0}) == ["busy", "free"]
 
-    async def test_a_replica_that_holds_the_adapter_comes_first(self) -> None:
+    async def test_a_replica_that_holds_the_adapter_comes_first(self):
         call = GenerateCall(
             request_id="r",
             prompt_token_ids=(5,),

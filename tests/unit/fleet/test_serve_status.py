@@ -22,7 +22,7 @@ def raised() -> str:
         return traceback.format_exc()
 
 
-def test_the_error_stays_with_all_its_lines_and_notes() -> None:
+def test_the_error_stays_with_all_its_lines_and_notes():
     assert in_short(f"{HEAD}Error:\nray::ServeReplica() (pid=1)\n{raised()}") == (
         f"{HEAD}ValueError: the log holds another model: name another root WorkerProc: MemoryError: nothing left"
     )
@@ -35,10 +35,10 @@ def test_the_error_stays_with_all_its_lines_and_notes() -> None:
         (f"{HEAD}Error:\nActorDiedError('killed')", f"{HEAD}ActorDiedError('killed')"),
     ],
 )
-def test_a_message_without_a_traceback_stays_as_it_is(message: str, short: str) -> None:
+def test_a_message_without_a_traceback_stays_as_it_is(message, short):
     assert in_short(message) == short
 
 
-def test_a_long_one_is_cut_in_the_middle() -> None:
+def test_a_long_one_is_cut_in_the_middle():
     cut = in_short("begin " + "x" * 10_000 + " end")
     assert cut.startswith("begin") and cut.endswith("end") and len(cut) <= LONGEST_REASON + 3

@@ -13,7 +13,6 @@ from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
 from rollout_service.protocol.adapters import AdapterStatus, WantedAdapter
 from rollout_service.protocol.generate import GenerateRequest
-from tests.unit.gateway.fakes import EchoEngine
 
 
 class Ingest:
@@ -36,7 +35,7 @@ def ingest() -> Ingest:
 
 @pytest.fixture
 def adapted(services: Services, ingest: Ingest) -> Services:
-    return replace(services, adapters=KnownAdapters(ingest))  # type: ignore[arg-type]
+    return replace(services, adapters=KnownAdapters(ingest))
 
 
 @pytest.mark.parametrize(
@@ -50,9 +49,7 @@ def adapted(services: Services, ingest: Ingest) -> Services:
         ({"model": "tiny"}, None),
     ],
 )
-async def test_a_request_names_its_adapter_in_either_field(
-    adapted: Services, engine: EchoEngine, asked: dict[str, Any], wanted: WantedAdapter | None
-) -> None:
+async def test_a_request_names_its_adapter_in_either_field(adapted, engine, asked, wanted):
     reply = await generate(GenerateRequest(token_ids=(5, 6), **asked), adapted)
     assert engine.calls[-1].adapter == wanted
     assert reply["model"] == asked.get("model", "tiny")
@@ -61,27 +58,27 @@ async def test_a_request_names_its_adapter_in_either_field(
 
 
 @pytest.mark.parametrize("name", ["c", "a@2", "a@", "../a", "b@1"])
-async def test_an_unknown_adapter_is_not_found(adapted: Services, name: str) -> None:
+async def test_an_unknown_adapter_is_not_found(adapted, name):
     with pytest.raises(NotFound, match="there is no adapter"):
         await generate(GenerateRequest(token_ids=(5, 6), adapter=name), adapted)
     with pytest.raises(NotFound, match="is not served here"):
         await generate(GenerateRequest(token_ids=(5, 6), model=name), adapted)
 
 
-async def test_two_adapters_in_one_request_are_refused(adapted: Services) -> None:
+async def test_two_adapters_in_one_request_are_refused(adapted):
     with pytest.raises(InvalidRequest, match="are two adapters"):
         await generate(GenerateRequest(token_ids=(5, 6), model="a", adapter="b"), adapted)
     with pytest.raises(ValueError, match="min_adapter_version needs an adapter"):
         GenerateRequest(token_ids=(5, 6), adapter="a@1", min_adapter_version=1)
 
 
-async def test_known_adapters_outlive_the_ingest(adapted: Services, ingest: Ingest, engine: EchoEngine) -> None:
-    assert [card["id"] for card in (await models(adapted))["data"]] == ["tiny", "a", "b"]  # type: ignore[attr-defined]
+async def test_known_adapters_outlive_the_ingest(adapted, ingest, engine):
+    assert [card["id"] for card in (await models(adapted))["data"]] == ["tiny", "a", "b"]
     ingest.is_away = True
     await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), adapted)
     assert engine.calls[-1].adapter == WantedAdapter(name="a")
 
 
-async def test_without_the_setting_no_adapter_is_known(services: Services) -> None:
+async def test_without_the_setting_no_adapter_is_known(services):
     with pytest.raises(NotFound, match=r"there is no adapter 'a'; there are \[\]"):
         await generate(GenerateRequest(token_ids=(5, 6), adapter="a"), services)

@@ -56,7 +56,7 @@ class TestVerifiers:
         "cache_salt": "7",
     }
 
-    async def test_its_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+    async def test_its_request_is_answered(self, http, engine):
         reply = await answered(
             http, GENERATE, self.BODY, **{"X-Session-ID": "trace-1", "Authorization": "Bearer EMPTY"}
         )
@@ -65,7 +65,7 @@ class TestVerifiers:
         assert [each["token"] for each in choice["logprobs"]["content"]] == ["token_id:37", "token_id:36"]
         assert choice["token_ids"] == [37, 36] and reply["request_id"] and reply["usage"]["completion_tokens"] == 2
 
-    async def test_its_next_clients_request_is_answered(self, services: Services, engine: EchoEngine) -> None:
+    async def test_its_next_clients_request_is_answered(self, services, engine):
         """renderers 0.1.13.dev17: two candidates more than the top 20, and all logprobs as packed numbers."""
         engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
         sampling = {**self.BODY["sampling_params"], "logprobs": 22, "extra_args": {"prl_compact_logprobs": True}}
@@ -86,7 +86,7 @@ class TestVerifiers:
 class TestSkyRL:
     """skyrl 0.4.0: its own client, and the one of its Tinker server."""
 
-    async def test_a_request_with_nulls_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+    async def test_a_request_with_nulls_is_answered(self, http, engine):
         sampling = {
             **PLAIN,
             "min_tokens": 1,
@@ -110,7 +110,7 @@ class TestSkyRL:
         assert [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]] == [-0.5, -1.0]
         assert sampled(engine).include_stop_str_in_output and sampled(engine).stop == ()
 
-    async def test_its_tinker_servers_request_is_answered(self, http: httpx.AsyncClient) -> None:
+    async def test_its_tinker_servers_request_is_answered(self, http):
         body = {**PLAIN, "model": "tiny", "prompt": [36, 37], "n": 2, "max_tokens": 8, "seed": None, "logprobs": True}
         reply = await answered(http, COMPLETIONS, {**body, "return_token_ids": True})
         for choice in reply["choices"]:
@@ -120,7 +120,7 @@ class TestSkyRL:
 class TestTRL:
     """trl 1.16.0."""
 
-    async def test_the_sync_trainers_request_is_answered(self, http: httpx.AsyncClient) -> None:
+    async def test_the_sync_trainers_request_is_answered(self, http):
         body = {
             **PLAIN,
             "model": "tiny",
@@ -143,7 +143,7 @@ class TestTRL:
                 assert top[token] == logprob
             assert choice["prompt_token_ids"]
 
-    async def test_the_async_trainers_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+    async def test_the_async_trainers_request_is_answered(self, http, engine):
         body = {**PLAIN, "model": "tiny", "prompt": [36, 37], "max_tokens": 8, "top_k": 0, "repetition_penalty": 1.0}
         seed = 2**63 - 2**13
         reply = await answered(
@@ -151,9 +151,7 @@ class TestTRL:
         )
         assert reply["choices"][0]["token_ids"] == [37, 36] and sampled(engine).seed == seed
 
-    async def test_distillation_asks_for_the_prompts_logprobs(
-        self, http: httpx.AsyncClient, engine: EchoEngine
-    ) -> None:
+    async def test_distillation_asks_for_the_prompts_logprobs(self, http, engine):
         engine.prompt_logprobs = (None, (Candidate(37, -2.0, 3), Candidate(5, -0.25, 1)))
         body = {"model": "tiny", "prompt": [[36, 37]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
         reply = await answered(http, COMPLETIONS, body)
@@ -167,7 +165,7 @@ class TestTRL:
 class TestAReaL:
     """areal 1.0.4, its vLLM backend."""
 
-    async def test_its_request_names_no_model(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+    async def test_its_request_names_no_model(self, http, engine):
         body = {
             **PLAIN,
             "prompt": [36, 37],
@@ -190,20 +188,20 @@ class TestAReaL:
 class TestRLLM:
     """rllm-model-gateway 0.1.0, for completions."""
 
-    async def test_its_request_is_answered(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+    async def test_its_request_is_answered(self, http, engine):
         body = {"model": "tiny", "prompt": "ab", "logprobs": True, "return_token_ids": True, "max_completion_tokens": 9}
         reply = await answered(http, COMPLETIONS, {**body, "extra_body": {"return_token_ids": True}})
         assert sampled(engine).max_tokens == 9
         assert reply["choices"][0]["token_ids"] and reply["choices"][0]["logprobs"]["token_logprobs"]
 
-    async def test_what_an_extra_body_alone_says_is_refused(self, http: httpx.AsyncClient) -> None:
+    async def test_what_an_extra_body_alone_says_is_refused(self, http):
         for extra in ({"top_k": 5}, {"model": "other"}, "top_k"):
             reply = await http.post(COMPLETIONS, json={"model": "tiny", "prompt": "ab", "extra_body": extra})
             assert reply.status_code == 422 and "extra_body" in reply.json()["error"]["message"], reply.text
 
 
 class TestCandidates:
-    async def test_both_routes_name_the_likeliest_tokens(self, http: httpx.AsyncClient, engine: EchoEngine) -> None:
+    async def test_both_routes_name_the_likeliest_tokens(self, http, engine):
         engine.top_logprobs = ((Candidate(5, -0.25, 1), Candidate(37, -0.5, 2)), (Candidate(36, -1.0, 1),))
         body = {"token_ids": [36, 37], "sampling_params": {"logprobs": 2}}
         reply = await answered(http, GENERATE, body)
@@ -220,7 +218,7 @@ class TestCandidates:
         assert choice["logprobs"]["top_logprobs"] == [{"token_id:37": -0.5, "token_id:5": -0.25}, {"token_id:36": -1.0}]
 
 
-async def test_a_prompt_that_does_not_fit_is_a_400_in_openais_words(http: httpx.AsyncClient) -> None:
+async def test_a_prompt_that_does_not_fit_is_a_400_in_openais_words(http):
     for path, prompt in ((GENERATE, "token_ids"), (COMPLETIONS, "prompt")):
         reply = await http.post(path, json={prompt: [36] * 64})
         assert reply.status_code == 400 and "maximum context length" in reply.json()["error"]["message"]

@@ -12,7 +12,6 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import ContextTooLong, InvalidRequest, NonFiniteLogprob, from_wire
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.completions import CompletionRequest, completions
-from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from tests.unit.gateway.fakes import EchoEngine
@@ -23,28 +22,28 @@ def request(**fields: Any) -> CompletionRequest:
 
 
 class TestRequest:
-    def test_sampling_parameters_are_taken_from_beside_the_prompt(self) -> None:
+    def test_sampling_parameters_are_taken_from_beside_the_prompt(self):
         sampling = request(n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True).sampling()
         assert sampling == Sampling(
             n=3, temperature=0.5, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True, logprobs=None
         )
 
-    def test_max_tokens_defaults_to_16_and_null_means_the_context(self) -> None:
+    def test_max_tokens_defaults_to_16_and_null_means_the_context(self):
         assert request().sampling().max_tokens == 16
         assert request(max_tokens=None).sampling().max_tokens is None
 
     @pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("x", ("x",)), ([], ()), (["x", "yz"], ("x", "yz"))])
-    def test_stop_is_nothing_a_string_or_several(self, stop: object, strings: tuple[str, ...]) -> None:
+    def test_stop_is_nothing_a_string_or_several(self, stop, strings):
         assert request(stop=stop).sampling().stop == strings
 
     @pytest.mark.parametrize(
         ("logprobs", "candidates"), [(None, None), (False, None), (True, 0), (0, 0), (1, 1), (20, 20)]
     )
-    def test_logprobs_are_a_number_or_true(self, logprobs: bool | int | None, candidates: int | None) -> None:
+    def test_logprobs_are_a_number_or_true(self, logprobs, candidates):
         assert request(logprobs=logprobs).candidates == candidates
         assert request(logprobs=logprobs).sampling().logprobs == candidates
 
-    def test_either_name_of_the_longest_completion_is_taken(self) -> None:
+    def test_either_name_of_the_longest_completion_is_taken(self):
         assert request(max_completion_tokens=7).sampling().max_tokens == 7
         assert request(max_completion_tokens=7, max_tokens=7).sampling().max_tokens == 7
         with pytest.raises(ValidationError, match="max_tokens=8 and max_completion_tokens=7 differ"):
@@ -69,11 +68,11 @@ class TestRequest:
             ("prompt", None),
         ],
     )
-    def test_unsupported_or_out_of_range_fields_are_refused_by_name(self, field: str, value: object) -> None:
+    def test_unsupported_or_out_of_range_fields_are_refused_by_name(self, field, value):
         with pytest.raises(ValidationError, match=field):
             request(**{field: value})
 
-    def test_defaults_that_clients_spell_out_are_taken(self) -> None:
+    def test_defaults_that_clients_spell_out_are_taken(self):
         spelled = request(
             stream=False, echo=False, best_of=1, priority=0, user="me", frequency_penalty=0, presence_penalty=0
         )
@@ -92,16 +91,14 @@ class TestRequest:
             ([[36], [37, 38]], [(36,), (37, 38)]),
         ],
     )
-    async def test_a_prompt_is_text_or_ids_one_or_several(
-        self, services: Services, engine: EchoEngine, prompt: object, prompts: list[Any]
-    ) -> None:
+    async def test_a_prompt_is_text_or_ids_one_or_several(self, services, engine, prompt, prompts):
         assert services.tokenizer is not None
         await completions(request(prompt=prompt), services)
         expected = [tuple(services.tokenizer.encode(p)) if isinstance(p, str) else p for p in prompts]
         assert sorted(call.prompt_token_ids for call in engine.calls) == sorted(expected)
 
     @pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["ab", ""]])
-    async def test_an_empty_prompt_anywhere_is_refused(self, services: Services, prompt: object) -> None:
+    async def test_an_empty_prompt_anywhere_is_refused(self, services, prompt):
         with pytest.raises(InvalidRequest, match="prompt is empty"):
             await completions(request(prompt=prompt), services)
 
@@ -114,23 +111,21 @@ class TestRequest:
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_bad_prompt_is_named_before_any_is_sampled(
-        self, services: Services, engine: EchoEngine, bad: list[int], says: str, stream: bool
-    ) -> None:
+    async def test_a_bad_prompt_is_named_before_any_is_sampled(self, services, engine, bad, says, stream):
         prompts = [[5]] * 57 + [bad] + [[6]] * 42 + [bad] + [[7]] * 20
         with pytest.raises(InvalidRequest, match=says) as refused:
             await completions(request(prompt=prompts, stream=stream), services)
         assert refused.value.detail["prompts"] == [57, 100] and "so are prompts 100" in refused.value.message
         assert engine.calls == []
 
-    async def test_a_text_that_is_too_long_is_named(self, services: Services, engine: EchoEngine) -> None:
+    async def test_a_text_that_is_too_long_is_named(self, services, engine):
         for text in ("a" * 70, "a" * 70_000):
             with pytest.raises(ContextTooLong, match="prompt 1 of 3, counted from 0: the prompt has 70"):
                 await completions(request(prompt=["ab", text, "c"]), services)
         assert engine.calls == []
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_prompt_that_fails_later_is_named(self, services: Services, stream: bool) -> None:
+    async def test_a_prompt_that_fails_later_is_named(self, services, stream):
         class Fails(EchoEngine):
             async def generate(self, call: GenerateCall) -> Rollout:
                 if call.prompt_token_ids == (6,):
@@ -146,19 +141,19 @@ class TestRequest:
 
 
 class TestReply:
-    async def test_choices_are_numbered_prompt_by_prompt(self, services: Services) -> None:
+    async def test_choices_are_numbered_prompt_by_prompt(self, services):
         reply = await completions(request(prompt=["ab", "c"], n=2), services)
         assert [(c["index"], c["text"]) for c in reply["choices"]] == [(0, "ba"), (1, "ba"), (2, "c"), (3, "c")]
         assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
         assert reply["object"] == "text_completion" and reply["model"] == "tiny"
 
-    async def test_each_prompt_of_a_request_has_an_id_of_its_own(self, services: Services, engine: EchoEngine) -> None:
+    async def test_each_prompt_of_a_request_has_an_id_of_its_own(self, services, engine):
         reply = await completions(request(prompt=["ab", "c"], request_id="mine", min_weight_version=4), services)
         assert reply["id"] == "mine"
         assert {call.request_id for call in engine.calls} == {"mine-0", "mine-1"}
         assert {call.min_weight_version for call in engine.calls} == {4}
 
-    async def test_logprobs_are_aligned_with_tokens_and_text(self, services: Services) -> None:
+    async def test_logprobs_are_aligned_with_tokens_and_text(self, services):
         reply = await completions(request(logprobs=0), services)
         assert reply["choices"][0]["logprobs"] == {
             "tokens": ["b", "a"],
@@ -168,13 +163,13 @@ class TestReply:
         }
         assert (await completions(request(), services))["choices"][0]["logprobs"] is None
 
-    async def test_ids_are_returned_when_asked_for_and_versions_always(self, services: Services) -> None:
+    async def test_ids_are_returned_when_asked_for_and_versions_always(self, services):
         choice = (await completions(request(prompt=[36, 37], return_token_ids=True), services))["choices"][0]
         assert choice["token_ids"] == (37, 36) and choice["prompt_token_ids"] == (36, 37)
         assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 2, "replica_id": "r1"}]
         assert "token_ids" not in (await completions(request(), services))["choices"][0]
 
-    async def test_a_model_without_a_tokenizer_completes_ids(self, no_tokenizer: Services) -> None:
+    async def test_a_model_without_a_tokenizer_completes_ids(self, no_tokenizer):
         reply = await completions(request(prompt=[36, 37], logprobs=0), no_tokenizer)
         choice = reply["choices"][0]
         assert choice["text"] == "" and choice["logprobs"]["tokens"] == ["token_id:37", "token_id:36"]

@@ -12,10 +12,8 @@ from rollout_service.errors import (
     InsufficientStorage,
     InvalidRequest,
     NotReady,
-    RolloutServiceError,
     VersionConflict,
 )
-from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.folder_updates import is_worth_repeating, number_of, update_from_folder
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weights import WeightStatus
@@ -46,11 +44,11 @@ class SlowIngest:
         ("/", None),
     ],
 )
-def test_the_number_that_a_folder_s_name_tells(folder: str, number: int | None) -> None:
+def test_the_number_that_a_folder_s_name_tells(folder, number):
     assert number_of(folder) == number
 
 
-async def test_a_folder_is_committed_for_every_replica(services: Services) -> None:
+async def test_a_folder_is_committed_for_every_replica(services):
     ingest = FolderIngest()
     await update_from_folder(replace(services, ingest=ingest), "/out/step_7", mode="abort", timeout_s=5.0)
     await update_from_folder(replace(services, ingest=ingest), "/out/step_7", number=9)
@@ -70,20 +68,18 @@ async def test_a_folder_is_committed_for_every_replica(services: Services) -> No
         ("/out/step_7", "run-7/step-7", "run-7/step-7"),
     ],
 )
-async def test_a_version_is_labelled_by_its_folder(
-    services: Services, folder: str, label: str | None, told: str | None
-) -> None:
+async def test_a_version_is_labelled_by_its_folder(services, folder, label, told):
     ingest = FolderIngest()
     await update_from_folder(replace(services, ingest=ingest), folder, label=label)
     assert ingest.labels == [told]
 
 
-async def test_a_relative_path_is_refused(services: Services) -> None:
+async def test_a_relative_path_is_refused(services):
     with pytest.raises(InvalidRequest, match="send an absolute one"):
         await update_from_folder(replace(services, ingest=None), "out/step_7")
 
 
-async def test_the_wait_for_a_conversion_ends(services: Services) -> None:
+async def test_the_wait_for_a_conversion_ends(services):
     with pytest.raises(CommitTimeout, match=r"still being read and converted after 0\.01 s"):
         await update_from_folder(replace(services, ingest=SlowIngest()), "/out/step_7", timeout_s=0.01)
 
@@ -98,5 +94,5 @@ async def test_the_wait_for_a_conversion_ends(services: Services) -> None:
         (VersionConflict, False),
     ],
 )
-def test_which_errors_a_repeat_may_cure(kind: type[RolloutServiceError], worth: bool) -> None:
+def test_which_errors_a_repeat_may_cure(kind, worth):
     assert is_worth_repeating(kind("why")) is worth

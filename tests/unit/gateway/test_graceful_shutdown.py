@@ -37,7 +37,7 @@ class Gateway:
         return "answered"
 
     async def stream(self) -> StreamingResponse:
-        async def parts():  # type: ignore[no-untyped-def]
+        async def parts():
             yield b"first"
             self.begun.set()
             await self.let.wait()
@@ -46,7 +46,7 @@ class Gateway:
         return StreamingResponse(parts())
 
 
-async def test_open_requests_are_cancelled_with_503_and_retry_after() -> None:
+async def test_open_requests_are_cancelled_with_503_and_retry_after():
     gateway = Gateway()
     asking = asyncio.create_task(gateway.http.get("/slow"))
     await asyncio.wait_for(gateway.asked.wait(), LONG_S)
@@ -58,7 +58,7 @@ async def test_open_requests_are_cancelled_with_503_and_retry_after() -> None:
     assert gateway.cancelled
 
 
-async def test_answered_and_later_requests_are_not_refused() -> None:
+async def test_answered_and_later_requests_are_not_refused():
     gateway = Gateway()
     gateway.let.set()
     assert (await gateway.http.get("/slow")).json() == "answered"
@@ -66,7 +66,7 @@ async def test_answered_and_later_requests_are_not_refused() -> None:
     assert (await gateway.http.get("/slow")).json() == "answered"
 
 
-async def test_a_caller_that_goes_away_by_itself_is_cancelled_as_ever() -> None:
+async def test_a_caller_that_goes_away_by_itself_is_cancelled_as_ever():
     gateway = Gateway()
     asking = asyncio.create_task(gateway.http.get("/slow"))
     await asyncio.wait_for(gateway.asked.wait(), LONG_S)
@@ -75,7 +75,7 @@ async def test_a_caller_that_goes_away_by_itself_is_cancelled_as_ever() -> None:
     assert asking.cancelled() and gateway.cancelled
 
 
-async def test_an_answer_that_has_begun_is_not_mixed_with_another_one() -> None:
+async def test_an_answer_that_has_begun_is_not_mixed_with_another_one():
     gateway = Gateway()
     asking = asyncio.create_task(gateway.http.get("/stream"))
     await asyncio.wait_for(gateway.begun.wait(), LONG_S)
@@ -84,7 +84,7 @@ async def test_an_answer_that_has_begun_is_not_mixed_with_another_one() -> None:
     assert asking.cancelled()
 
 
-async def test_an_answer_that_says_503_is_not_cut_off_by_a_second_refusal() -> None:
+async def test_an_answer_that_says_503_is_not_cut_off_by_a_second_refusal():
     gateway = Gateway()
     asking = asyncio.create_task(gateway.http.get("/slow"))
     await asyncio.wait_for(gateway.asked.wait(), LONG_S)
@@ -105,7 +105,7 @@ class Watched:
         self.any = True
         self.at: dict[float, Callable[[], None]] = {}
         """What happens in the first sleep that ends after this time."""
-        self.removal = Removal(self, 20.0, self._answered, lambda: self.now, self._sleep)  # type: ignore[arg-type]
+        self.removal = Removal(self, 20.0, self._answered, lambda: self.now, self._sleep)
 
     def refuse(self) -> None:
         self.refused_at = self.now
@@ -133,19 +133,19 @@ class Watched:
             self.at.pop(due)()
 
 
-async def test_a_gateway_that_serve_removed_refuses_in_time() -> None:
+async def test_a_gateway_that_serve_removed_refuses_in_time():
     watched = Watched()
     watched.at[4.0] = watched.removal.note_health_check  # for the last time
     assert await watched.until(60) == 25
 
 
-async def test_a_gateway_that_is_asked_for_its_health_refuses_nothing() -> None:
+async def test_a_gateway_that_is_asked_for_its_health_refuses_nothing():
     watched = Watched()
     watched.at = {float(second): watched.removal.note_health_check for second in range(100)}
     assert await watched.until(100) is None
 
 
-async def test_without_a_controller_nobody_is_removed() -> None:
+async def test_without_a_controller_nobody_is_removed():
     watched = Watched()
     watched.at[5.0] = lambda: watched.controller(False)
     watched.at[60.0] = lambda: watched.controller(True)  # it has yet to find this gateway
@@ -154,7 +154,7 @@ async def test_without_a_controller_nobody_is_removed() -> None:
     assert await watched.until(90) is None
 
 
-async def test_a_request_that_comes_late_to_a_removed_gateway_is_refused() -> None:
+async def test_a_request_that_comes_late_to_a_removed_gateway_is_refused():
     watched = Watched()
     watched.any = False
     watched.at[40.0] = lambda: setattr(watched, "any", True)

@@ -98,7 +98,7 @@ def telling() -> TellingEngine:
 
 @pytest.fixture
 def http(chatting: Services, telling: TellingEngine) -> httpx.AsyncClient:
-    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(services)), base_url=URL)
 
 
@@ -125,7 +125,7 @@ def spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 class TestGenerate:
     @pytest.mark.parametrize("flat", [False, True])
-    async def test_tokens_come_as_they_are_made(self, http: httpx.AsyncClient, flat: bool) -> None:
+    async def test_tokens_come_as_they_are_made(self, http, flat):
         sampling = {"n": 2, "logprobs": 0}
         asked = {"token_ids": [5, 6], "sampling_params": sampling, "flat_logprobs": flat, "request_id": "mine"}
         chunks = await streamed(http, "/inference/v1/generate", **asked)
@@ -141,7 +141,7 @@ class TestGenerate:
                 [("3", 0, 1)], [("3", 1, 3), ("4", 3, 4)], [("4", 4, 5)], [("4", 5, 11)], WHOLE_SPANS,
             ]  # fmt: skip
 
-    async def test_text_and_usage_where_they_are_asked_for(self, http: httpx.AsyncClient) -> None:
+    async def test_text_and_usage_where_they_are_asked_for(self, http):
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks = await streamed(http, "/inference/v1/generate", prompt="hi", output_mode="text", stream_options=options)
         *pieces, last = chunks
@@ -155,9 +155,7 @@ class TestGenerate:
             False,
         )
 
-    async def test_a_completion_that_an_earlier_request_began_goes_on(
-        self, http: httpx.AsyncClient, telling: TellingEngine
-    ) -> None:
+    async def test_a_completion_that_an_earlier_request_began_goes_on(self, http, telling):
         began = "I said: "
         body = {
             "token_ids": [5, 6],
@@ -188,30 +186,26 @@ class TestGenerate:
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
-    async def test_what_cannot_go_on_is_refused_by_name(
-        self, http: httpx.AsyncClient, wrong: dict[str, object], says: str
-    ) -> None:
+    async def test_what_cannot_go_on_is_refused_by_name(self, http, wrong, says):
         body = {"token_ids": [5], "partial_token_ids": [5, 6, 7], **wrong}
         refused = await http.post("/inference/v1/generate", json=body)
         assert refused.status_code == 422 and says in refused.text
 
-    async def test_a_deployment_that_tells_experts_does_not_drop_them_from_a_stream(
-        self, chatting: Services, telling: TellingEngine
-    ) -> None:
-        services = replace(chatting, returns_experts=True, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+    async def test_a_deployment_that_tells_experts_does_not_drop_them_from_a_stream(self, chatting, telling):
+        services = replace(chatting, returns_experts=True, dispatcher=Dispatcher(telling, None, EngineConfig()))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(services)), base_url=URL) as http:
             body = {"token_ids": [5], "sampling_params": {"routed_experts_prompt_start": 0}, "stream": True}
             refused = await http.post("/inference/v1/generate", json=body)
         assert refused.status_code == 422 and "not in a stream" in refused.text
 
-    async def test_prompt_logprobs_have_no_place_in_it(self, http: httpx.AsyncClient) -> None:
+    async def test_prompt_logprobs_have_no_place_in_it(self, http):
         body = {"token_ids": [5], "sampling_params": {"prompt_logprobs": 1}, "stream": True}
         refused = await http.post("/inference/v1/generate", json=body)
         assert refused.status_code == 422 and "prompt_logprobs have no place in a stream" in refused.text
 
 
 class TestCompletions:
-    async def test_several_prompts_come_side_by_side(self, http: httpx.AsyncClient) -> None:
+    async def test_several_prompts_come_side_by_side(self, http):
         asked = {"prompt": [[5, 6], [7]], "n": 2, "logprobs": 1, "max_tokens": 13, "return_token_ids": True}
         chunks = await streamed(http, "/v1/completions", **asked, stream_options={"include_usage": True})
         *pieces, last = chunks
@@ -225,22 +219,20 @@ class TestCompletions:
             assert "".join(tokens[:-1]) == TEXT and len(tokens) == 13
             offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
             assert offsets == list(range(13))
-            assert choices[0]["prompt_token_ids"] == body["prompt"][index // 2]  # type: ignore[index]
+            assert choices[0]["prompt_token_ids"] == body["prompt"][index // 2]
             assert spans(choices[-1]) == WHOLE_SPANS and choices[-1]["finish_reason"] == "stop"
 
-    async def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(self, http: httpx.AsyncClient) -> None:
+    async def test_what_may_be_the_beginning_of_a_stop_string_is_held_back(self, http):
         chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["lo!"], max_tokens=13)
         assert [choice["text"] for choice in of_choice(chunks, 0)] == ["", "he", "l", "lo, wo", "rld"]
         chunks = await streamed(http, "/v1/completions", prompt="hi", stop=["loooooong"], max_tokens=13)
         assert [choice["text"] for choice in of_choice(chunks, 0)] == ["", "", "", "hel", "lo, world"]
 
-    async def test_an_error_before_the_first_token_is_an_http_error(
-        self, http: httpx.AsyncClient, telling: TellingEngine
-    ) -> None:
+    async def test_an_error_before_the_first_token_is_an_http_error(self, http, telling):
         reply = await http.post("/v1/completions", json={"prompt": [9999], "stream": True})
         assert reply.status_code == 422 and telling.calls == []
 
-    async def test_a_later_error_is_the_last_event(self, http: httpx.AsyncClient, telling: TellingEngine) -> None:
+    async def test_a_later_error_is_the_last_event(self, http, telling):
         telling.error = NonFiniteLogprob("broken weights", {"position": 3})
         for prompt in ([5], [[5], [6]]):
             *pieces, last = await streamed(http, "/v1/completions", prompt=prompt, max_tokens=13)
@@ -249,7 +241,7 @@ class TestCompletions:
 
 
 class TestChat:
-    async def test_text_comes_as_it_is_made(self, http: httpx.AsyncClient) -> None:
+    async def test_text_comes_as_it_is_made(self, http):
         chunks = await streamed(http, "/v1/chat/completions", model="tiny", messages=HELLO, n=2, logprobs=True)
         for index in range(2):
             choices = of_choice(chunks, index)
@@ -260,7 +252,7 @@ class TestChat:
             [end] = [choice for choice in choices if choice["finish_reason"]]
             assert end["finish_reason"] == "stop" and spans(end) == WHOLE_SPANS
 
-    async def test_so_it_does_for_anthropic_and_openais_responses(self, http: httpx.AsyncClient) -> None:
+    async def test_so_it_does_for_anthropic_and_openais_responses(self, http):
         body: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "messages": HELLO, "stream": True}
         lines = (await http.post("/v1/messages", json=body)).text.splitlines()
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -276,8 +268,8 @@ class TestChat:
 
 
 class TestClient:
-    async def test_pieces_and_then_the_whole(self, chatting: Services, telling: TellingEngine) -> None:
-        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+    async def test_pieces_and_then_the_whole(self, chatting, telling):
+        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
         transport = httpx.ASGITransport(app=create_app(services))
         async with RolloutClient(URL, transport=transport) as client:
             async with client.generate_stream("hi", n=2, priority=1, seed=4) as stream:
@@ -294,9 +286,9 @@ class TestClient:
             assert own[-1].spans == completion.spans and [piece.finish_reason for piece in own] == [None] * 4 + ["stop"]
         assert (whole.prompt_token_ids, whole.replica_id, whole.attempts) == (ids("hi"), "r1", 1)
 
-    async def test_errors_of_the_service_are_raised(self, chatting: Services, telling: TellingEngine) -> None:
+    async def test_errors_of_the_service_are_raised(self, chatting, telling):
         telling.error = NonFiniteLogprob("broken weights", {"position": 3})
-        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+        services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
         async with RolloutClient(URL, transport=httpx.ASGITransport(app=create_app(services))) as client:
             with pytest.raises(InvalidRequest, match="outside the vocabulary"):
                 await client.generate_stream([9999]).open()
@@ -307,8 +299,8 @@ class TestClient:
                 client.generate_stream([5], temperature=-1.0)
 
 
-async def test_who_goes_away_ends_the_work(chatting: Services, telling: TellingEngine) -> None:
-    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))  # type: ignore[arg-type]
+async def test_who_goes_away_ends_the_work(chatting, telling):
+    services = replace(chatting, dispatcher=Dispatcher(telling, None, EngineConfig()))
     app, body = create_app(services), {"prompt": [[5], [6]], "max_tokens": 13, "stream": True}
     sent = asyncio.Event()
     telling.replies = False

@@ -65,18 +65,18 @@ async def get(services: Services, ingest: object) -> httpx.Response:
         return await http.get("/metrics")
 
 
-async def test_it_is_prometheus_text_of_the_ingests_state(services: Services) -> None:
+async def test_it_is_prometheus_text_of_the_ingests_state(services):
     reply = await get(services, Ingest())
     found = metrics_of(reply)
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert found["rollout_latest_version"] == 41 and found["rollout_paused"] == 1
 
 
-async def test_without_a_state_the_scrape_fails_with_503(services: Services) -> None:
+async def test_without_a_state_the_scrape_fails_with_503(services):
     assert (await get(services, StartingIngest())).status_code == 503
 
 
-async def test_the_mismatch_is_there_if_the_monitor_answers(services: Services) -> None:
+async def test_the_mismatch_is_there_if_the_monitor_answers(services):
     replica = ReplicaStatus(replica_id="r1", version=41, state="ready")
     state = STATE.model_copy(update={"fleet": STATE.fleet.model_copy(update={"replicas": (replica,)})})
     await services.monitor.report(body(full([-1.5] * 2, [-1.0] * 2, [span(41, 0, 2)])))
@@ -84,7 +84,7 @@ async def test_the_mismatch_is_there_if_the_monitor_answers(services: Services) 
     assert found["rollout_mismatch_k1"] == 0.5
 
 
-async def test_truncated_tokens_are_shown_apart(services: Services) -> None:
+async def test_truncated_tokens_are_shown_apart(services):
     truncated = full([-1.0] * 3, [-0.5] * 3, [span(41, 0, 3)])
     await services.monitor.report(body(truncated, truncated_sampling=True))
     found = metrics_of(await get(services, Ingest()))
@@ -92,7 +92,7 @@ async def test_truncated_tokens_are_shown_apart(services: Services) -> None:
     assert "rollout_mismatch_k1" not in found and "rollout_version_suspect" not in found
 
 
-async def test_a_monitor_that_is_away_leaves_the_rest_of_the_scrape(services: Services) -> None:
+async def test_a_monitor_that_is_away_leaves_the_rest_of_the_scrape(services):
     reply = await get(replace(services, monitor=AwayMonitor()), Ingest())
     found = metrics_of(reply)
     assert found["rollout_latest_version"] == 41 and "rollout_mismatch_k1" not in found

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from rollout_service.errors import NotReady
-from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.mismatch import REPORT_BYTES
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Suspicion
 from rollout_service.protocol.weights import WeightStatus
@@ -34,7 +33,7 @@ class Away:
         raise NotReady("it died with this call")
 
 
-async def test_a_mismatch_report_is_shown_in_the_table(services: Services) -> None:
+async def test_a_mismatch_report_is_shown_in_the_table(services):
     async with http_to(services) as http:
         report = body(full([-1.25, -2.25], [-1.0, -2.0]))
         receipt = MismatchReceipt.model_validate_json((await http.post("/v1/mismatch", content=report)).content)
@@ -45,7 +44,7 @@ async def test_a_mismatch_report_is_shown_in_the_table(services: Services) -> No
     assert row.quantiles == {0.5: 0.25, 0.9: 0.25, 0.99: 0.25, 0.999: 0.25}
 
 
-async def test_rows_are_filtered_by_the_query(services: Services) -> None:
+async def test_rows_are_filtered_by_the_query(services):
     async with http_to(services) as http:
         for version in (3, 4):
             await http.post("/v1/mismatch", content=body(full([-1.0], [-1.0], [span(version, 0, 1)])))
@@ -69,15 +68,13 @@ async def test_rows_are_filtered_by_the_query(services: Services) -> None:
         (b" " * (REPORT_BYTES + 1), 413, "send what is in it in several"),
     ],
 )
-async def test_a_report_that_cannot_be_counted_says_why(
-    services: Services, content: bytes, status: int, says: str
-) -> None:
+async def test_a_report_that_cannot_be_counted_says_why(services, content, status, says):
     async with http_to(services) as http:
         reply = await http.post("/v1/mismatch", content=content)
     assert reply.status_code == status and says in reply.json()["error"]["message"]
 
 
-async def test_a_suspect_version_is_shown_as_such_and_others_are_not(services: Services) -> None:
+async def test_a_suspect_version_is_shown_as_such_and_others_are_not(services):
     async with http_to(replace(services, ingest=Ingest())) as http:
         await http.post("/v1/mismatch", content=body(full([-1.0] * 4, [-2.0] * 4)))
         shown = WeightStatus.model_validate_json((await http.get("/v1/weights/3")).content)
@@ -86,9 +83,7 @@ async def test_a_suspect_version_is_shown_as_such_and_others_are_not(services: S
     assert [len(version["suspect"]) for version in listed] == [1, 0]
 
 
-async def test_versions_are_shown_while_the_monitor_is_away(
-    services: Services, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_versions_are_shown_while_the_monitor_is_away(services, caplog):
     unreachable = replace(services, ingest=Ingest(), monitor=Away())
     with caplog.at_level(logging.WARNING, "rollout_service.gateway.mismatch"):
         async with http_to(unreachable) as http:

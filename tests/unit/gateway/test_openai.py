@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,12 +13,11 @@ import pytest
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
 from rollout_service.errors import Overloaded
-from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.routes import MAX_PARTS
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
-from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, config_of, ids
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, config_of, ids
 
 
 @pytest.fixture
@@ -28,9 +26,7 @@ def sdk(chat_http: httpx.AsyncClient) -> openai.AsyncOpenAI:
 
 
 class TestChat:
-    async def test_the_sdk_gets_text_ids_logprobs_and_versions(
-        self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine
-    ) -> None:
+    async def test_the_sdk_gets_text_ids_logprobs_and_versions(self, sdk, scripted):
         reply = await sdk.chat.completions.create(
             model="org/tiny",
             messages=HELLO,
@@ -57,7 +53,7 @@ class TestChat:
             ]
         assert "weight_version" not in found  # there is not one
 
-    async def test_the_model_may_choose_to_call_a_tool(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
+    async def test_the_model_may_choose_to_call_a_tool(self, sdk, scripted):
         scripted.text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         reply = await sdk.chat.completions.create(model="tiny", messages=HELLO, tools=[TOOL])
         [choice] = reply.choices
@@ -66,7 +62,7 @@ class TestChat:
         assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1}
         assert scripted.calls[0].prompt_token_ids[:6] == ids("tools:")
 
-    async def test_structure_reaches_the_engine(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
+    async def test_structure_reaches_the_engine(self, sdk, scripted):
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         await sdk.chat.completions.create(
             model="tiny",
@@ -77,18 +73,14 @@ class TestChat:
         assert structured is not None and structured.json_schema == schema
         assert scripted.calls[0].sampling.is_truncated
 
-    async def test_options_of_the_service_stand_beside_openais(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
-    ) -> None:
+    async def test_options_of_the_service_stand_beside_openais(self, chat_http, scripted):
         body = {"model": "tiny", "messages": HELLO, "min_weight_version": 3, "cache_salt": "x", "user": "me"}
         reply = await chat_http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": "s-1"})
         assert reply.status_code == 200
         [call] = scripted.calls
         assert (call.min_weight_version, call.session_id, call.cache_salt) == (3, "s-1", "x")
 
-    async def test_what_rllms_gateway_says_twice_is_taken_once(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine
-    ) -> None:
+    async def test_what_rllms_gateway_says_twice_is_taken_once(self, chat_http, scripted):
         body = {"model": "tiny", "messages": HELLO, "logprobs": True, "return_token_ids": True}
         reply = await chat_http.post("/v1/chat/completions", json={**body, "extra_body": {"return_token_ids": True}})
         assert reply.status_code == 200, reply.text
@@ -116,21 +108,19 @@ class TestRefusals:
             ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
         ],
     )
-    async def test_what_is_not_implemented_is_a_400_by_name(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, field: str, value: object, named: str
-    ) -> None:
+    async def test_what_is_not_implemented_is_a_400_by_name(self, chat_http, scripted, field, value, named):
         body = {"model": "tiny", "messages": HELLO, "logprobs": True, field: value}
         reply = await chat_http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
         assert not scripted.calls
 
-    async def test_a_body_of_nothing_is_a_400(self, chat_http: httpx.AsyncClient) -> None:
+    async def test_a_body_of_nothing_is_a_400(self, chat_http):
         for path in ("chat/completions", "responses", "messages", "messages/count_tokens"):
             for body in ({}, {"messages": 5, "input": 5}, {"prompt": 5, "input": "x"}):
                 reply = await chat_http.post(f"/v1/{path}", json=body, headers={"X-Session-ID": ""})
                 assert reply.status_code in (400, 422), reply.text
 
-    async def test_another_model_is_a_404(self, sdk: openai.AsyncOpenAI) -> None:
+    async def test_another_model_is_a_404(self, sdk):
         with pytest.raises(openai.NotFoundError, match="gpt-9"):
             await sdk.chat.completions.create(model="gpt-9", messages=HELLO)
 
@@ -143,9 +133,7 @@ class TestRefusals:
             ("messages", "max_tokens", {"messages": HELLO}),
         ],
     )
-    async def test_a_length_is_bounded_by_the_context(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, length: str, body: Any
-    ) -> None:
+    async def test_a_length_is_bounded_by_the_context(self, chat_http, scripted, path, length, body):
         room = 512 - len(PROMPT)
         for asked, granted in ((9, 9), (500, room), (512, room), (10**6, room)):
             reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", length: asked, **body})
@@ -153,7 +141,7 @@ class TestRefusals:
             assert scripted.calls[-1].sampling.max_tokens == granted
 
     @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-    async def test_a_prompt_that_fills_the_context_is_named(self, chat_http: httpx.AsyncClient, path: str) -> None:
+    async def test_a_prompt_that_fills_the_context_is_named(self, chat_http, path):
         full = [{"role": "user", "content": "h" * (512 - len(PROMPT) + 2)}]
         body = {"model": "tiny", "messages": full} | ({"max_tokens": 9} if path == "messages" else {})
         if path == "responses":
@@ -162,16 +150,14 @@ class TestRefusals:
         assert reply.status_code == 400 and "maximum context length" in reply.json()["error"]["message"], reply.text
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_errors_of_the_service_keep_their_status(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, stream: bool
-    ) -> None:
+    async def test_errors_of_the_service_keep_their_status(self, chat_http, scripted, stream):
         scripted.error = Overloaded("full")
         body = {"model": "tiny", "messages": HELLO, "stream": stream}
         reply = await chat_http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 503 and reply.json()["error"]["type"] == "Overloaded"
         assert "Retry-After" in reply.headers
 
-    async def test_a_model_without_a_tokenizer_has_no_chats(self, chatting: Services) -> None:
+    async def test_a_model_without_a_tokenizer_has_no_chats(self, chatting):
         transport = httpx.ASGITransport(app=create_app(replace(chatting, tokenizer=None)))
         async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
             reply = await http.post("/v1/chat/completions", json={"messages": HELLO})
@@ -195,9 +181,7 @@ class TestWhatTheModelSaid:
 
     @pytest.mark.parametrize("said", MALFORMED)
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_malformed_call_is_one_reply_and_turn(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, said: str, stream: bool
-    ) -> None:
+    async def test_a_malformed_call_is_one_reply_and_turn(self, chat_http, scripted, said, stream):
         scripted.text = said
         session = (await chat_http.post("/v1/sessions")).json()
         body = {"model": "tiny", "max_tokens": 200, "messages": HELLO, "tools": [A_TOOL], "stream": stream}
@@ -211,9 +195,7 @@ class TestWhatTheModelSaid:
 
     @pytest.mark.parametrize("said", [KIMI % '{"a": ', KIMI % ("[" * 1500), CALL % ("[" * 1500), CALL % '{"a": '])
     @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
-    async def test_a_conversation_goes_on_after_a_bad_call(
-        self, chatting: Services, model: Path, scripted: ScriptedEngine, said: str, path: str
-    ) -> None:
+    async def test_a_conversation_goes_on_after_a_bad_call(self, chatting, model, scripted, said, path):
         config = config_of(model, tool_parser="hermes" if "arguments" in said else "kimi_k2")
         roomy = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 4096})})
         services = replace(chatting, max_model_len=4096, chats=LazyServing(roomy))
@@ -242,9 +224,7 @@ class TestWhatTheModelSaid:
 
     @pytest.mark.parametrize("path", ["chat/completions", "responses"])
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_half_a_character_in_a_call_is_a_reply(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, stream: bool
-    ) -> None:
+    async def test_half_a_character_in_a_call_is_a_reply(self, chat_http, scripted, path, stream):
         scripted.text = CALL % r'{"a": "\ud800"}'
         tool = TOOL if path.startswith("chat") else {**TOOL["function"], "type": "function"}
         asked = {"input": "hi"} if path == "responses" else {"messages": HELLO}
@@ -253,13 +233,11 @@ class TestWhatTheModelSaid:
 
     @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_parser_that_fails_leaves_the_text(
-        self, chat_http: httpx.AsyncClient, chatting: Services, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_parser_that_fails_leaves_the_text(self, chat_http, chatting, path, stream, monkeypatch):
         def fail(*_: object, **__: object) -> None:
             raise RecursionError("too deep")
 
-        serving = await chatting.chats.get(chatting)  # type: ignore[union-attr]
+        serving = await chatting.chats.get(chatting)
         for parser in (serving.chat.parser_cls, serving.messages.parser_cls, serving.responses.parser):
             base = parser.__mro__[2]
             monkeypatch.setattr(base, "parse", fail)
@@ -273,9 +251,7 @@ class TestWhatTheModelSaid:
         assert reply.status_code == 200 and "hello" in _all_text(reply.text), reply.text
         assert "too deep" not in reply.text
 
-    async def test_a_reply_that_cannot_be_sent_is_no_turn(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_reply_that_cannot_be_sent_is_no_turn(self, chat_http, scripted, monkeypatch):
         session = (await chat_http.post("/v1/sessions")).json()
 
         def fail(*_: object, **__: object) -> None:
@@ -307,9 +283,7 @@ class TestCutShort:
 
     @pytest.mark.parametrize("cut_after", [0, 3])
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_every_api_says_that_the_rest_is_missing(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, cut_after: int, stream: bool
-    ) -> None:
+    async def test_every_api_says_that_the_rest_is_missing(self, chat_http, scripted, cut_after, stream):
         scripted.cut_after = cut_after
         common = {"model": "tiny", "stream": stream}
 
@@ -339,9 +313,7 @@ class TestCutShort:
         assert all(item["status"] == "incomplete" for item in response["output"])
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_reply_cut_after_a_call_is_no_call(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, stream: bool
-    ) -> None:
+    async def test_a_reply_cut_after_a_call_is_no_call(self, chat_http, scripted, stream):
         scripted.text = CALL % '{"a": 1}' + "and then"
         scripted.cut_after = len(scripted.text) - 3
         body = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "stream": stream}
@@ -366,14 +338,12 @@ class TestMessages:
             ("mcp_servers", [{"name": "x"}], "mcp_servers"),
         ],
     )
-    async def test_what_is_not_implemented_is_refused(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, field: str, value: object, named: str
-    ) -> None:
+    async def test_what_is_not_implemented_is_refused(self, chat_http, scripted, field, value, named):
         reply = await chat_http.post("/v1/messages", json={**self.BODY, "max_tokens": 2000, field: value})
         assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
         assert not scripted.calls
 
-    async def test_what_agents_send_is_taken(self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine) -> None:
+    async def test_what_agents_send_is_taken(self, chat_http, scripted):
         block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
         keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
         options = {"thinking": {"type": "adaptive"}, "context_management": keeps, "metadata": {"user_id": "u"}}
@@ -397,18 +367,14 @@ class TestNames:
     """Whatever a caller can name is short: the monitor keeps request ids with the rollouts that it remembers."""
 
     @pytest.mark.parametrize("path", SURFACES)
-    async def test_a_long_name_is_refused(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str
-    ) -> None:
+    async def test_a_long_name_is_refused(self, chat_http, scripted, path):
         for field in ("request_id", "session_id", "user", "cache_salt", "model", "prompt_cache_key"):
             reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], field: LONG})
             assert reply.status_code in (400, 422) and field in reply.json()["error"]["message"]
             assert len(reply.content) < 4096 and not scripted.calls
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/completions"])
-    async def test_a_priority_beyond_vllms_is_refused(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str
-    ) -> None:
+    async def test_a_priority_beyond_vllms_is_refused(self, chat_http, scripted, path):
         for priority in (2**31, 2**64, -(2**70)):
             reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], "priority": priority})
             assert reply.status_code in (400, 422) and "priority" in reply.json()["error"]["message"]
@@ -418,9 +384,7 @@ class TestNames:
         ("header", "value"), [("X-Request-Id", "x" * 257), ("X-Session-ID", "x" * 257), ("X-Priority", str(2**40))]
     )
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/sessions/{}/v1/chat/completions"])
-    async def test_a_header_is_bounded_as_its_field(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, header: str, value: str
-    ) -> None:
+    async def test_a_header_is_bounded_as_its_field(self, chat_http, scripted, path, header, value):
         session = (await chat_http.post("/v1/sessions")).json()["session_id"]
         name = PRIORITY_HEADER if header == "X-Priority" else header
         body = {"model": "tiny", "messages": HELLO}
@@ -432,9 +396,7 @@ class TestSize:
     """vLLM validates and renders on the event loop: what no context can hold does not get there."""
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
-    async def test_what_no_context_holds_is_refused_unread(
-        self, chat_http: httpx.AsyncClient, path: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_what_no_context_holds_is_refused_unread(self, chat_http, path, monkeypatch):
         monkeypatch.setattr(pydantic.BaseModel, "model_validate", _unread)
         part = {"type": "text", "text": "a"}
         field = "input" if path == "/v1/responses" else "messages"
@@ -445,7 +407,7 @@ class TestSize:
             reply = await chat_http.post(path, json={"model": "tiny", "max_tokens": 9, field: asked})
             assert reply.status_code == 400 and reply.json()["error"]["type"] == "ContextTooLong", reply.text
 
-    async def test_more_ids_than_a_context_are_not_decoded(self, chat_http: httpx.AsyncClient) -> None:
+    async def test_more_ids_than_a_context_are_not_decoded(self, chat_http):
         reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
         assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
 
@@ -464,16 +426,14 @@ class TestBounds:
             ("messages", "stop_sequences", {"messages": HELLO, "max_tokens": 9}),
         ],
     )
-    async def test_as_many_stop_strings_as_elsewhere(
-        self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine, path: str, stops: str, body: Any
-    ) -> None:
+    async def test_as_many_stop_strings_as_elsewhere(self, chat_http, scripted, path, stops, body):
         many = [f"x{i}" for i in range(64)]
         reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body, stops: many})
         assert reply.status_code == 200 and scripted.calls[0].sampling.stop == tuple(many), reply.text
         reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body, stops: [*many, "y"]})
         assert reply.status_code == 400 and stops in reply.json()["error"]["message"]
 
-    async def test_what_vllm_sets_itself_is_not_the_callers(self, chatting: Services, scripted: ScriptedEngine) -> None:
+    async def test_what_vllm_sets_itself_is_not_the_callers(self, chatting, scripted):
         """vLLM skips the prefix cache for prompt_logprobs, and names a first token for routed experts."""
         app = create_app(replace(chatting, returns_experts=True))
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=URL)
@@ -485,7 +445,7 @@ class TestBounds:
         reply = await http.post("/v1/chat/completions", json={**body, "stream": False, "prompt_logprobs": 0})
         assert "skip_reading_prefix_cache" not in reply.text and scripted.calls[-1].sampling.prompt_logprobs == 0
 
-    async def test_as_many_logprobs_as_the_engine_returns(self, chatting: Services, scripted: ScriptedEngine) -> None:
+    async def test_as_many_logprobs_as_the_engine_returns(self, chatting, scripted):
         http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(replace(chatting, max_logprobs=40))))
         body = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 40}
         reply = await http.post(f"{URL}/v1/chat/completions", json=body)
@@ -495,13 +455,13 @@ class TestBounds:
 
 
 class TestOtherSurfaces:
-    async def test_responses_answer_the_sdk(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
+    async def test_responses_answer_the_sdk(self, sdk, scripted):
         reply = await sdk.responses.create(model="tiny", input="hi", max_output_tokens=9)
         assert reply.output_text == "hello" and scripted.calls[0].prompt_token_ids == ids(PROMPT)
         with pytest.raises(openai.BadRequestError, match="not kept here"):
             await sdk.responses.create(model="tiny", input="hi", previous_response_id="x")
 
-    async def test_messages_answer_anthropics_sdk(self, chatting: Services, scripted: ScriptedEngine) -> None:
+    async def test_messages_answer_anthropics_sdk(self, chatting, scripted):
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(chatting)))
         client = anthropic.AsyncAnthropic(base_url=URL, api_key="EMPTY", http_client=http, max_retries=0)
         reply = await client.messages.create(model="tiny", max_tokens=9, messages=HELLO)
@@ -512,7 +472,7 @@ class TestOtherSurfaces:
         async with client.messages.stream(model="tiny", max_tokens=9, messages=HELLO) as stream:
             assert "".join([text async for text in stream.text_stream]) == "hello"
 
-    async def test_text_and_messages_become_ids_and_text_again(self, chat_http: httpx.AsyncClient) -> None:
+    async def test_text_and_messages_become_ids_and_text_again(self, chat_http):
         reply = (await chat_http.post("/tokenize", json={"model": "tiny", "prompt": "hi"})).json()
         assert tuple(reply["tokens"]) == ids("hi") and (reply["count"], reply["max_model_len"]) == (2, 512)
         reply = (await chat_http.post("/tokenize", json={"messages": HELLO})).json()

@@ -24,9 +24,7 @@ async def post(services: Services, path: str, header: str | None = None, **field
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_session_may_be_named_in_the_body_or_in_a_header(
-    services: Services, engine: EchoEngine, path: str
-) -> None:
+async def test_a_session_may_be_named_in_the_body_or_in_a_header(services, engine, path):
     await post(services, path, session_id="s1")
     await post(services, path, header="s2")
     await post(services, path, header="s3", session_id="s3")
@@ -35,14 +33,14 @@ async def test_a_session_may_be_named_in_the_body_or_in_a_header(
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_two_sessions_for_one_request_are_refused(services: Services, engine: EchoEngine, path: str) -> None:
+async def test_two_sessions_for_one_request_are_refused(services, engine, path):
     reply = await post(services, path, header="a", session_id="b")
     assert reply.status_code == 422 and "session_id='b'" in reply.json()["error"]["message"]
     assert engine.calls == []
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_priority_is_handed_on_and_attempts_come_back(services: Services, engine: EchoEngine, path: str) -> None:
+async def test_priority_is_handed_on_and_attempts_come_back(services, engine, path):
     reply = await post(services, path, priority=-3)
     assert reply.json()["attempts"] == 1
     assert engine.calls[0].priority == -3
@@ -53,18 +51,14 @@ async def test_priority_is_handed_on_and_attempts_come_back(services: Services, 
     ("field", "value"),
     [("session_id", ""), ("session_id", "x" * 257), ("priority", 2**31), ("priority", "high"), ("on_abort", "drop")],
 )
-async def test_what_is_out_of_range_is_refused_by_name(
-    services: Services, path: str, field: str, value: object
-) -> None:
+async def test_what_is_out_of_range_is_refused_by_name(services, path, field, value):
     reply = await post(services, path, **{field: value})
     assert reply.status_code == 422 and field in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("asked", "version"), [(3, 3), ("3", 3), ("run-7/step-300", 12)])
-async def test_a_version_is_asked_for_by_number_or_label(
-    services: Services, engine: EchoEngine, path: str, asked: int | str, version: int
-) -> None:
+async def test_a_version_is_asked_for_by_number_or_label(services, engine, path, asked, version):
     services = replace(services, ingest=LabelIngest({"run-7/step-300": 12}))
     assert (await post(services, path, min_weight_version=asked)).status_code == 200
     assert engine.calls[0].min_weight_version == version
@@ -74,9 +68,7 @@ async def test_a_version_is_asked_for_by_number_or_label(
 @pytest.mark.parametrize(
     ("asked", "status"), [("run-7/step-9", 404), ("next", 422), ("a b", 422), ("-3", 422), ("x" * 129, 422), (-1, 422)]
 )
-async def test_a_version_that_there_is_not_is_refused(
-    services: Services, engine: EchoEngine, path: str, asked: int | str, status: int
-) -> None:
+async def test_a_version_that_there_is_not_is_refused(services, engine, path, asked, status):
     reply = await post(replace(services, ingest=LabelIngest({})), path, min_weight_version=asked)
     assert reply.status_code == status and engine.calls == []
 
@@ -100,9 +92,7 @@ EVERY_ROUTE = {
         (None, None, None),
     ],
 )
-async def test_weight_version_of_every_route_reaches_the_engines(
-    chatting: Services, path: str, wanted: object, minimum: int | None, exact: int | None
-) -> None:
+async def test_weight_version_of_every_route_reaches_the_engines(chatting, path, wanted, minimum, exact):
     engine = EchoEngine()
     services = replace(
         chatting,
@@ -120,14 +110,14 @@ async def test_weight_version_of_every_route_reaches_the_engines(
     "wanted",
     [{"exact_version": -1}, {"exact_version": 1, "min_version": 1}, {"newest": True}, 7, {"exact_version": ""}],
 )
-async def test_impossible_weight_version_is_refused_by_name(chatting: Services, path: str, wanted: object) -> None:
+async def test_impossible_weight_version_is_refused_by_name(chatting, path, wanted):
     async with http_to(chatting) as http:
         reply = await http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
     assert reply.status_code in (400, 422) and "weight_version" in reply.json()["error"]["message"], reply.text
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_two_forms_of_a_minimum_are_refused(services: Services, path: str) -> None:
+async def test_two_forms_of_a_minimum_are_refused(services, path):
     reply = await post(services, path, min_weight_version=3, weight_version={"min_version": 3})
     assert reply.status_code == 422
     assert "min_weight_version and weight_version are given" in reply.json()["error"]["message"]
@@ -135,9 +125,7 @@ async def test_two_forms_of_a_minimum_are_refused(services: Services, path: str)
 
 @pytest.mark.parametrize("path", EVERY_ROUTE)
 @pytest.mark.parametrize("wanted", [{"exact_version": 8}, {"min_version": 9}])
-async def test_version_that_nobody_serves_is_a_retryable_409(
-    chatting: Services, path: str, wanted: dict[str, int]
-) -> None:
+async def test_version_that_nobody_serves_is_a_retryable_409(chatting, path, wanted):
     dispatcher = Dispatcher(Serving(7), Serving(7), EngineConfig(version_wait_s=0))
     async with http_to(replace(chatting, dispatcher=dispatcher)) as http:
         reply = await http.post(path, json={**EVERY_ROUTE[path], "weight_version": wanted})
@@ -147,7 +135,7 @@ async def test_version_that_nobody_serves_is_a_retryable_409(
     assert error["detail"]["live"] == {"r1": 7} and error["detail"]["latest_version"] == 7
 
 
-async def test_client_asks_for_an_exact_version(services: Services, engine: EchoEngine) -> None:
+async def test_client_asks_for_an_exact_version(services, engine):
     async with client_of(services) as client:
         await client.generate([5, 6], weight_version={"exact_version": 7})
     async with client_of(replace(services, dispatcher=Dispatcher(Serving(7), Serving(7), EngineConfig()))) as client:

@@ -50,7 +50,7 @@ class Gateway:
 
     def __init__(self, chatting: Services, scripted: ScriptedEngine) -> None:
         self.engine = BusyEngine(scripted)
-        self.dispatcher = Dispatcher(self.engine, None, EngineConfig(admission_limit=1))  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(self.engine, None, EngineConfig(admission_limit=1))
         self.services = replace(chatting, dispatcher=self.dispatcher)
         self.open = OpenRequests()
         app = create_app(self.services)
@@ -77,7 +77,7 @@ def gateway(chatting: Services, scripted: ScriptedEngine) -> Gateway:
     return Gateway(chatting, scripted)
 
 
-async def test_requests_of_every_route_wait_and_are_answered(gateway: Gateway) -> None:
+async def test_requests_of_every_route_wait_and_are_answered(gateway):
     replies = [await gateway.full(), *[await gateway.send(route, body) for route, body in REQUESTS]]
     assert not any(reply.done() for reply in replies)
     gateway.engine.let.set()
@@ -86,9 +86,7 @@ async def test_requests_of_every_route_wait_and_are_answered(gateway: Gateway) -
 
 
 @pytest.mark.parametrize(("route", "body"), REQUESTS, ids=lambda value: value if isinstance(value, str) else "")
-async def test_a_request_whose_caller_leaves_leaves_the_queue(
-    gateway: Gateway, route: str, body: dict[str, Any]
-) -> None:
+async def test_a_request_whose_caller_leaves_leaves_the_queue(gateway, route, body):
     running, waiting = await gateway.full(), await gateway.send(route, body)
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -97,7 +95,7 @@ async def test_a_request_whose_caller_leaves_leaves_the_queue(
     running.cancel()
 
 
-async def test_a_gateway_that_ends_answers_what_waits(gateway: Gateway) -> None:
+async def test_a_gateway_that_ends_answers_what_waits(gateway):
     replies = [await gateway.full(), *[await gateway.send(route, body) for route, body in REQUESTS]]
     gateway.open.refuse()
     for reply in replies:

@@ -50,18 +50,18 @@ async def health(
     return reply.status_code, reply.json()
 
 
-async def test_a_live_replica_is_enough(services: Services) -> None:
+async def test_a_live_replica_is_enough(services):
     assert await health(services, Ingest(fleet(LIVE))) == (200, {"status": "ok"})
 
 
-async def test_engines_that_sleep_are_as_they_were_asked_to_be(services: Services) -> None:
+async def test_engines_that_sleep_are_as_they_were_asked_to_be(services):
     asleep = ReplicaStatus(replica_id="r9", version=None, state="asleep", paused=True)
     assert await health(services, Ingest(fleet(asleep))) == (200, {"status": "ok"})
     cannot_wake = asleep.model_copy(update={"error": "another process has the memory"})
     assert (await health(services, Ingest(fleet(cannot_wake))))[0] == 503
 
 
-async def test_the_first_reason_is_told_while_replicas_are_tried(services: Services) -> None:
+async def test_the_first_reason_is_told_while_replicas_are_tried(services):
     status, body = await health(services, Ingest(fleet(STARTING, tries=2)))
     assert status == 503
     assert body["error"]["type"] == "NotReady"
@@ -70,23 +70,21 @@ async def test_the_first_reason_is_told_while_replicas_are_tried(services: Servi
     assert body["error"]["detail"]["failed_starts"]["last"]["reason"] == "OutOfMemory: no. 1"
 
 
-async def test_after_a_success_tries_and_reason_are_still_told(services: Services) -> None:
+async def test_after_a_success_tries_and_reason_are_still_told(services):
     status, body = await health(services, Ingest(fleet(LIVE, tries=3, over=True)))
     assert (status, body["status"]) == (200, "ok")
     assert (body["failed_starts"]["tries"], body["failed_starts"]["first"]["replica_id"]) == (3, "r0")
 
 
 @pytest.mark.parametrize("ingest", [Ingest(fleet()), Ingest(NotReady("the ingest died with this request"))])
-async def test_where_no_replica_said_anything_serve_is_asked(services: Services, ingest: Ingest) -> None:
+async def test_where_no_replica_said_anything_serve_is_asked(services, ingest):
     status, body = await health(services, ingest, lambda: {"ingest": "A replica failed to start. LogCorrupt: gone"})
     assert status == 503
     assert "Serve says of ingest: A replica failed to start. LogCorrupt: gone" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/fleet"])
-async def test_nobody_waits_for_an_ingest_that_never_answers(
-    services: Services, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+async def test_nobody_waits_for_an_ingest_that_never_answers(services, monkeypatch, path):
     class Silent:
         async def fleet(self) -> Fleet:
             await asyncio.Event().wait()

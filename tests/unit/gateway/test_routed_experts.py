@@ -1,7 +1,6 @@
 """Requests for routed experts, up to the engine and back."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,9 +42,7 @@ def routing(services: Services) -> Services:
     ],
     ids=str,
 )
-async def test_they_come_with_each_choice_of_both_routes(
-    routing: Services, fields: dict[str, Any], sampling: dict[str, Any], start: int
-) -> None:
+async def test_they_come_with_each_choice_of_both_routes(routing, fields, sampling, start):
     async with http_to(routing) as http:
         replies = [
             await http.post(
@@ -61,7 +58,7 @@ async def test_they_come_with_each_choice_of_both_routes(
             assert told.start == start and told.rows()[0].tolist() == [[start, start + 1]]
 
 
-async def test_the_client_gives_them_by_token(routing: Services) -> None:
+async def test_the_client_gives_them_by_token(routing):
     async with client_of(routing) as client:
         rollout = await client.generate([5, 6, 7], return_routed_experts=True, routed_experts_prompt_start=1)
         experts, known = rollout.routed_experts()
@@ -73,15 +70,13 @@ async def test_the_client_gives_them_by_token(routing: Services) -> None:
             (await client.generate([5, 6, 7])).routed_experts()
 
 
-async def test_a_stream_of_routed_experts_is_refused(routing: Services) -> None:
+async def test_a_stream_of_routed_experts_is_refused(routing):
     async with client_of(routing) as client:
         with pytest.raises(InvalidRequest, match="leave out one of them"):
             await client.generate_stream([5, 6, 7], return_routed_experts=True).open()
 
 
-async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_what_is_known(
-    services: Services,
-) -> None:
+async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_what_is_known(services):
     async with http_to(services) as http:
         asked = await http.post("/v1/completions", json={"prompt": [5, 6], "return_routed_experts": True})
         known = await http.post(
@@ -91,7 +86,7 @@ async def test_a_deployment_without_them_refuses_who_asks_and_ignores_who_says_w
     assert known.status_code == 200 and "routed_experts" not in known.json()["choices"][0]
 
 
-async def test_a_start_beyond_the_prompt_is_refused(routing: Services) -> None:
+async def test_a_start_beyond_the_prompt_is_refused(routing):
     async with client_of(routing) as client:
         with pytest.raises(InvalidRequest, match=r"routed_experts_prompt_start=3 is beyond the prompt's 2 tokens"):
             await client.generate([5, 6], routed_experts_prompt_start=3)

@@ -15,7 +15,6 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
 from rollout_service.web.auth import Authorizer
 from rollout_service.web.errors import PROBLEMS_LISTED
-from tests.unit.gateway.fakes import EchoEngine
 
 OPEN = {
     ("POST", "/inference/v1/generate"),
@@ -80,7 +79,7 @@ def guarded(services: Services) -> list[tuple[str, str]]:
     return [(method, route.path) for method, route in routes(services) if isinstance(route, GuardedRoute)]
 
 
-def test_every_route_is_guarded_but_those_that_anyone_may_call(services: Services) -> None:
+def test_every_route_is_guarded_but_those_that_anyone_may_call(services):
     assert all(isinstance(route, OpenRoute) for _, route in routes(services))
     found = {(method, route.path) for method, route in routes(services) if not isinstance(route, GuardedRoute)}
     assert found == OPEN
@@ -88,7 +87,7 @@ def test_every_route_is_guarded_but_those_that_anyone_may_call(services: Service
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-async def test_programs_in_a_trusted_network_pass_without_a_token(services: Services, token: str | None) -> None:
+async def test_programs_in_a_trusted_network_pass_without_a_token(services, token):
     class Ingest:
         async def is_paused(self) -> bool:
             return True
@@ -101,9 +100,7 @@ async def test_programs_in_a_trusted_network_pass_without_a_token(services: Serv
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("body", [None, b"{}", b"{"], ids=["no body", "a body", "no JSON"])
-async def test_without_a_token_no_guarded_route_answers_a_stranger(
-    services: Services, stranger: str, body: bytes | None
-) -> None:
+async def test_without_a_token_no_guarded_route_answers_a_stranger(services, stranger, body):
     host, headers = STRANGERS[stranger]
     nothing = replace(services, ingest=Untouched(), monitor=Untouched())
     async with client(nothing, host, headers) as http:
@@ -112,7 +109,7 @@ async def test_without_a_token_no_guarded_route_answers_a_stranger(
             assert reply.status_code == 403, (method, path, reply.text)
 
 
-async def test_a_missing_token_is_refused_before_the_body_is_read(services: Services) -> None:
+async def test_a_missing_token_is_refused_before_the_body_is_read(services):
     nothing = replace(services, ingest=Untouched(), monitor=Untouched(), authorizer=Authorizer("secret"))
 
     async def body() -> Any:
@@ -128,7 +125,7 @@ async def test_a_missing_token_is_refused_before_the_body_is_read(services: Serv
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
 )
-async def test_a_guarded_post_takes_json_only(services: Services, content_type: str | None) -> None:
+async def test_a_guarded_post_takes_json_only(services, content_type):
     nothing = replace(services, ingest=Untouched(), monitor=Untouched())
     headers = {} if content_type is None else {"Content-Type": content_type}
     async with client(nothing) as http:
@@ -140,7 +137,7 @@ async def test_a_guarded_post_takes_json_only(services: Services, content_type: 
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
-async def test_json_may_have_parameters_and_other_names(services: Services, content_type: str) -> None:
+async def test_json_may_have_parameters_and_other_names(services, content_type):
     async with client(services) as http:
         reply = await http.post(
             "/inference/v1/generate", content=b'{"token_ids": [5]}', headers={"Content-Type": content_type}
@@ -176,15 +173,13 @@ GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/
         (COMPLETIONS, {"prompt": [5], "stop": [""] * 100_000}, "stop"),
     ],
 )
-async def test_the_reply_to_a_body_full_of_problems_is_short(
-    services: Services, path: str, body: object, field: str
-) -> None:
+async def test_the_reply_to_a_body_full_of_problems_is_short(services, path, body, field):
     error = await refused(services, path, body)
     assert error["status"] == 422 and field in error["message"]
     assert len(error["detail"]["fields"]) <= PROBLEMS_LISTED
 
 
-async def test_problems_beyond_those_told_are_counted(services: Services) -> None:
+async def test_problems_beyond_those_told_are_counted(services):
     names = {f"k{i}": 0 for i in range(20)}
     error = await refused(services, GENERATE, {"token_ids": [5], "sampling_params": {"n": 0}, "priority": "x", **names})
     assert "20 names are no fields here" in error["message"]
@@ -196,7 +191,7 @@ async def test_problems_beyond_those_told_are_counted(services: Services) -> Non
     assert len(error["detail"]["fields"]) == PROBLEMS_LISTED
 
 
-async def test_a_step_of_1024_long_prompts_is_one_body(services: Services, engine: EchoEngine) -> None:
+async def test_a_step_of_1024_long_prompts_is_one_body(services, engine):
     """TRL's server mode sends a generation batch in one request."""
     body = json.dumps({"prompt": [[123456] * 2000] * 1024, "max_tokens": 1})
     assert len(body) > OpenRoute.body_bytes
@@ -207,14 +202,14 @@ async def test_a_step_of_1024_long_prompts_is_one_body(services: Services, engin
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, "/generate"])
 @pytest.mark.parametrize("value", [b"[]", b"{}", b'""'])
-async def test_a_large_body_of_small_values_is_refused(services: Services, path: str, value: bytes) -> None:
+async def test_a_large_body_of_small_values_is_refused(services, path, value):
     body = b'{"prompt": [' + b",".join([value] * (PromptsRoute.max_strings + 1)).ljust(OpenRoute.body_bytes) + b"]}"
     async with client(services) as http:
         reply = await http.post(path, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413 and "send what is in it in several" in reply.json()["error"]["message"]
 
 
-async def test_a_body_of_empty_lists_is_not_parsed(services: Services) -> None:
+async def test_a_body_of_empty_lists_is_not_parsed(services):
     async with client(services) as http:
         body = b'{"messages": [' + b"[]," * (OpenRoute.max_lists + 1) + b"[]]"  # and not even JSON
         reply = await http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
@@ -222,9 +217,7 @@ async def test_a_body_of_empty_lists_is_not_parsed(services: Services) -> None:
 
 
 @pytest.mark.parametrize(("path", "limit"), [(GENERATE, PromptsRoute), (COMPLETIONS, PromptsRoute), (CHAT, OpenRoute)])
-async def test_a_body_too_long_is_refused_before_all_of_it_arrives(
-    services: Services, path: str, limit: type[OpenRoute]
-) -> None:
+async def test_a_body_too_long_is_refused_before_all_of_it_arrives(services, path, limit):
     sent = 0
 
     async def body() -> Any:
@@ -239,7 +232,7 @@ async def test_a_body_too_long_is_refused_before_all_of_it_arrives(
     assert sent == limit.body_bytes // (1 << 20) + 1
 
 
-async def test_too_many_completions_are_refused_before_any_begins(services: Services, engine: EchoEngine) -> None:
+async def test_too_many_completions_are_refused_before_any_begins(services, engine):
     error = await refused(services, COMPLETIONS, {"prompt": [[5]] * 100_000, "max_tokens": 1})
     assert error["status"] == 422 and "100000 prompts with n=1" in error["message"]
     error = await refused(services, COMPLETIONS, {"prompt": [[5]] * 3, "n": 2048, "max_tokens": 1})
@@ -260,15 +253,13 @@ async def test_too_many_completions_are_refused_before_any_begins(services: Serv
         (COMPLETIONS, rb'{"prompt": "a", "user": "\ud800"}', "user"),
     ],
 )
-async def test_half_a_surrogate_pair_is_refused_by_field(
-    services: Services, path: str, body: bytes, field: str
-) -> None:
+async def test_half_a_surrogate_pair_is_refused_by_field(services, path, body, field):
     error = await refused(services, path, body)
     assert error["status"] == 422
     assert [problem["field"] for problem in error["detail"]["fields"]] in ([field], [f"'{field}'"])
 
 
-async def test_a_whole_surrogate_pair_is_a_character(services: Services) -> None:
+async def test_a_whole_surrogate_pair_is_a_character(services):
     async with client(services) as http:
         reply = await http.post(
             GENERATE,
@@ -288,12 +279,12 @@ async def test_a_whole_surrogate_pair_is_a_character(services: Services) -> None
         (b'{"token_ids": [5', "the body is not JSON"),
     ],
 )
-async def test_a_body_that_is_no_json_text_is_malformed(services: Services, body: bytes, says: str) -> None:
+async def test_a_body_that_is_no_json_text_is_malformed(services, body, says):
     error = await refused(services, GENERATE, body)
     assert error["status"] == 400 and error["type"] == "MalformedRequest" and says in error["message"]
 
 
-async def test_a_body_that_is_cut_off_is_malformed(services: Services) -> None:
+async def test_a_body_that_is_cut_off_is_malformed(services):
     messages = iter([{"type": "http.request", "body": b'{"tok', "more_body": True}, {"type": "http.disconnect"}])
     statuses = []
 

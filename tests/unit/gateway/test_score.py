@@ -3,7 +3,6 @@
 import base64
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import numpy as np
@@ -38,7 +37,7 @@ def scoring(engine: EchoEngine) -> EchoEngine:
     return engine
 
 
-async def test_lists_have_each_token_and_the_likeliest(http: httpx.AsyncClient, scoring: EchoEngine) -> None:
+async def test_lists_have_each_token_and_the_likeliest(http, scoring):
     reply = await http.post("/inference/v1/score", json={"token_ids": TOKENS, "start": 2, "top_logprobs": 1})
     found = reply.json()
     assert (found["token_ids"], found["logprobs"]) == ([[7, 3], [8, 4]], [[-0.5, -0.25], [-1.5, -0.125]])
@@ -47,7 +46,7 @@ async def test_lists_have_each_token_and_the_likeliest(http: httpx.AsyncClient, 
     assert (call.sampling.max_tokens, call.sampling.prompt_logprobs, call.scoring) == (1, 1, Scoring(start=2))
 
 
-async def test_packed_scores_have_the_format_of_renderers(http: httpx.AsyncClient, scoring: EchoEngine) -> None:
+async def test_packed_scores_have_the_format_of_renderers(http, scoring):
     body = {"token_ids": TOKENS, "start": 2, "top_logprobs": 1, "compact": True}
     packed = (await http.post("/inference/v1/score", json=body)).json()["compact_logprobs"]
     data = base64.b64decode(packed["data"])
@@ -56,7 +55,7 @@ async def test_packed_scores_have_the_format_of_renderers(http: httpx.AsyncClien
     assert (packed["format"], packed["offsets"], packed["num_top_logprobs"]) == ("u32-f32-le-v1", [0, 2, 4], 1)
 
 
-async def test_target_tokens_reach_the_engine(client: RolloutClient, scoring: EchoEngine) -> None:
+async def test_target_tokens_reach_the_engine(client, scoring):
     scores = await client.score(TOKENS, start=2, target_token_ids=[[7, 3], [8, 4]])
     assert scores.token_ids.tolist() == [7, 3, 8, 4] and scores.offsets.tolist() == [0, 2, 4]
     assert (scores.weight_version, scores.start) == (7, 2)
@@ -79,15 +78,13 @@ async def test_target_tokens_reach_the_engine(client: RolloutClient, scoring: Ec
         ({"return_routed_experts": True}, "no routed experts"),
     ],
 )
-async def test_what_cannot_be_scored_is_refused_by_name(
-    http: httpx.AsyncClient, scoring: EchoEngine, options: dict[str, Any], why: str
-) -> None:
+async def test_what_cannot_be_scored_is_refused_by_name(http, scoring, options, why):
     refused = await http.post("/inference/v1/score", json={"token_ids": TOKENS, **options})
     assert refused.status_code == 422 and why in refused.text
     assert not scoring.calls
 
 
-async def test_more_than_json_holds_must_be_packed(services: Services, scoring: EchoEngine) -> None:
+async def test_more_than_json_holds_must_be_packed(services, scoring):
     wide = replace(services, max_logprobs=1 << 20)
     async with http_to(wide) as http:
         body = {"token_ids": TOKENS, "top_logprobs": (1 << 20) // 3}
@@ -96,12 +93,12 @@ async def test_more_than_json_holds_must_be_packed(services: Services, scoring: 
         assert (await http.post("/inference/v1/score", json={**body, "compact": True})).status_code == 200
 
 
-async def test_scores_lost_with_their_replica_are_asked_for_again(http: httpx.AsyncClient) -> None:
+async def test_scores_lost_with_their_replica_are_asked_for_again(http):
     reply = await http.post("/inference/v1/score", json={"token_ids": TOKENS})
     assert reply.status_code == 503 and "send it again" in reply.text
 
 
-async def test_the_client_refuses_what_the_service_would(client: RolloutClient, scoring: EchoEngine) -> None:
+async def test_the_client_refuses_what_the_service_would(client, scoring):
     with pytest.raises(InvalidRequest, match="start=9, and there are 4 tokens"):
         await client.score(TOKENS, start=9)
     assert not scoring.calls

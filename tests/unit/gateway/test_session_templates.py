@@ -92,7 +92,7 @@ def speaking(services: Services, model: Path, scripted: ScriptedEngine, tmp_path
 CALL = '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # other spaces than the template's
 
 
-async def test_a_template_that_drops_reasoning_continues(speaking: Open) -> None:
+async def test_a_template_that_drops_reasoning_continues(speaking):
     async with speaking(CHATML, ("<|im_end|>", "<|endoftext|>"), reasoning_parser="qwen3") as agent:
         end = "<|im_end|>"
         texts = [
@@ -119,7 +119,7 @@ async def test_a_template_that_drops_reasoning_continues(speaking: Open) -> None
 
 
 @pytest.mark.parametrize(("end", "closed"), [("<|user|>", ""), ("", "<|user|>"), ("<|endoftext|>", "<|user|>")])
-async def test_a_reply_that_the_next_role_ends_stands_once(speaking: Open, end: str, closed: str) -> None:
+async def test_a_reply_that_the_next_role_ends_stands_once(speaking, end, closed):
     async with speaking(GLM, GLM_ENDS) as agent:
         for _ in range(3):
             await agent.say("hello" + end, MORE)
@@ -128,7 +128,7 @@ async def test_a_reply_that_the_next_role_ends_stands_once(speaking: Open, end: 
         assert (await agent.session())["paths"] == [[0, 1, 2]]
 
 
-async def test_a_stop_token_of_the_request_ends_a_reply(speaking: Open) -> None:
+async def test_a_stop_token_of_the_request_ends_a_reply(speaking):
     async with speaking(CHATML.replace("<|im_end|>", "<|assistant|>"), ("<|im_end|>",)) as agent:
         [agent.scripted.stop_reason] = stop = agent.ids("<|assistant|>")
         await agent.say("hello<|assistant|>", MORE, stop_token_ids=stop)
@@ -142,7 +142,7 @@ TOOLS_LAST = (
 )
 
 
-async def test_the_start_says_what_sessions_do(speaking: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_start_says_what_sessions_do(speaking, caplog):
     with caplog.at_level(logging.INFO, serving.__name__):
         async with speaking(TOOLS_LAST, ("<|im_end|>",)) as agent:
             await agent.say("hello<|im_end|>")
@@ -154,9 +154,7 @@ async def test_the_start_says_what_sessions_do(speaking: Open, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_branch_is_told_everywhere(
-    speaking: Open, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_branch_is_told_everywhere(speaking, stream, caplog, monkeypatch):
     counted: list[dict[str, str]] = []
     monkeypatch.setattr(exchange, "_SAID", set())
     monkeypatch.setattr(exchange, "record", lambda metric, value, **labels: counted.append(labels))
@@ -188,14 +186,14 @@ async def test_a_branch_is_told_everywhere(
         ({"truncate_prompt_tokens": 9}, "truncated_prompt"),
     ],
 )
-async def test_a_prompt_that_is_no_whole_begins_a_branch(speaking: Open, options: dict[str, Any], why: str) -> None:
+async def test_a_prompt_that_is_no_whole_begins_a_branch(speaking, options, why):
     async with speaking(CHATML, ("<|im_end|>",)) as agent:
         await agent.say("hello<|im_end|>", MORE, {"role": "assistant", "content": "so"})
         reply = await agent.say("hello<|im_end|>", **options)
         assert reply.headers[exchange.BRANCH_HEADER] == why
 
 
-async def test_replies_without_an_end_token_continue(speaking: Open) -> None:
+async def test_replies_without_an_end_token_continue(speaking):
     async with speaking("{% for m in messages %}{{ m.content }}|{% endfor %}", ("<|im_end|>",)) as agent:
         await agent.say("hello", MORE)
         await agent.say("hello")

@@ -11,11 +11,10 @@ import pytest
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
-from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
 from tests.unit.client.service import Service, serving_in_a_thread
-from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ScriptedEngine, ids
+from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ids
 
 END, UNSPOKEN = VOCABULARY.index(EOS), VOCABULARY.index(BOS)
 NEXT = "\nuser: more\nassistant: "
@@ -81,9 +80,7 @@ async def turns(chat_http: httpx.AsyncClient, session: dict[str, Any]) -> tuple[
     return found["turns"], found["paths"]
 
 
-async def test_the_next_turn_goes_on_from_the_models_own_tokens(
-    any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
+async def test_the_next_turn_goes_on_from_the_models_own_tokens(any_agent, chat_http, session, scripted):
     scripted.tokens = (*ids("he"), UNSPOKEN, *ids("llo"), END)  # a token that its text does not show
     reply = await any_agent.say(HELLO)
     await any_agent.say([*HELLO, *reply, MORE])
@@ -102,9 +99,7 @@ async def test_the_next_turn_goes_on_from_the_models_own_tokens(
         ]
 
 
-async def test_changed_history_begins_a_branch(
-    agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
+async def test_changed_history_begins_a_branch(agent, chat_http, session, scripted):
     reply = await agent.say(HELLO)
     await agent.say([*HELLO, *reply, MORE])
     await agent.say([*HELLO, {"role": "assistant", "content": "bye"}, MORE])
@@ -113,9 +108,7 @@ async def test_changed_history_begins_a_branch(
     assert paths == [[0, 1], [2]] and kept[2]["parent"] is None
 
 
-async def test_a_tool_call_and_its_result_are_turns(
-    any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
+async def test_a_tool_call_and_its_result_are_turns(any_agent, chat_http, session, scripted):
     scripted.text = 'so<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # other spaces than a template's
     reply = await any_agent.say(HELLO, tools=True)
     await any_agent.say([*HELLO, *reply, any_agent.result_of(reply)], tools=True)
@@ -131,9 +124,7 @@ def call_of(arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", ['["a"]', "null", "3", '"a"', "{a}", '{"a": "'])
-async def test_arguments_that_are_no_object_are_continued(
-    any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, arguments: str
-) -> None:
+async def test_arguments_that_are_no_object_are_continued(any_agent, chat_http, session, scripted, arguments):
     scripted.text = call_of(arguments)
     reply = await any_agent.say(HELLO, tools=True)
     await any_agent.say([*HELLO, *reply, MORE], tools=True)
@@ -142,7 +133,7 @@ async def test_arguments_that_are_no_object_are_continued(
     assert (await turns(chat_http, session))[1] == [[0, 1]]
 
 
-async def test_the_client_gives_an_agent_its_address(chat_http: httpx.AsyncClient, chatting: Services) -> None:
+async def test_the_client_gives_an_agent_its_address(chat_http, chatting):
     transport = httpx.ASGITransport(app=create_app(chatting))
     async with RolloutClient(URL, transport=transport) as client:
         async with client.session("mine") as session:
@@ -155,7 +146,7 @@ async def test_the_client_gives_an_agent_its_address(chat_http: httpx.AsyncClien
     assert (await chat_http.get("/v1/sessions/mine")).status_code == 404
 
 
-def test_the_blocking_client_gives_a_blocking_agent_its_address(chatting: Services) -> None:
+def test_the_blocking_client_gives_a_blocking_agent_its_address(chatting):
     service = Service()
     service.app = create_app(chatting)
     with serving_in_a_thread(service), SyncRolloutClient(service.url) as client:
@@ -172,9 +163,7 @@ def test_the_blocking_client_gives_a_blocking_agent_its_address(chatting: Servic
         session.close()  # once more
 
 
-async def test_a_cut_call_that_an_agent_rewrites_branches(
-    sdk: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
+async def test_a_cut_call_that_an_agent_rewrites_branches(sdk, chat_http, session, scripted):
     scripted.text = call_of('{"a": 1}') + call_of('{"a": 1}')
     scripted.cut_after = len(scripted.text) - len(": 1}}</tool_call>")
     asked: Any = {"model": "tiny", "tools": [TOOL]}
@@ -194,9 +183,7 @@ async def test_a_cut_call_that_an_agent_rewrites_branches(
     assert tuple(kept[1]["prompt_token_ids"]) == scripted.calls[1].prompt_token_ids
 
 
-async def test_anthropics_sdk_talks_in_a_session(
-    chatting: Services, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
+async def test_anthropics_sdk_talks_in_a_session(chatting, chat_http, session, scripted):
     scripted.tokens = (*ids("he"), UNSPOKEN, *ids("llo"), END)
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(chatting)))
     agent = anthropic.AsyncAnthropic(
@@ -209,9 +196,7 @@ async def test_anthropics_sdk_talks_in_a_session(
     assert (await turns(chat_http, session))[1] == [[0, 1]]
 
 
-async def test_an_agent_finds_models_and_counts_tokens_at_its_address(
-    sdk: openai.AsyncOpenAI, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine
-) -> None:
+async def test_an_agent_finds_models_and_counts_tokens_at_its_address(sdk, chat_http, session, scripted):
     assert [model.id for model in (await sdk.models.list()).data] == ["tiny", "org/tiny"]
     path = session["anthropic_path"] + "/v1/messages/count_tokens"
     counted = await chat_http.post(path, json={"model": "tiny", "messages": HELLO})
@@ -225,9 +210,7 @@ async def test_an_agent_finds_models_and_counts_tokens_at_its_address(
     [("chat/completions", {"messages": HELLO}), ("responses", {"input": HELLO})],
     ids=["chat", "responses"],
 )
-async def test_the_header_names_an_open_session_or_only_a_replica(
-    chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, path: str, body: dict[str, Any]
-) -> None:
+async def test_the_header_names_an_open_session_or_only_a_replica(chat_http, session, scripted, path, body):
     for name in (session["session_id"], "another"):
         reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", **body}, headers={"X-Session-ID": name})
         assert reply.status_code == 200
@@ -236,7 +219,7 @@ async def test_the_header_names_an_open_session_or_only_a_replica(
     assert (await chat_http.get("/v1/sessions/another")).status_code == 404
 
 
-async def test_a_session_ends_when_it_is_deleted(chat_http: httpx.AsyncClient, session: Any) -> None:
+async def test_a_session_ends_when_it_is_deleted(chat_http, session):
     path = f"/v1/sessions/{session['session_id']}"
     assert (await chat_http.post("/v1/sessions", json={"session_id": session["session_id"]})).status_code == 409
     assert (await chat_http.delete(path)).status_code == 204
@@ -256,9 +239,7 @@ class TestResponses:
         return Agent(sdk, "responses")
 
     @pytest.mark.parametrize("tools", [False, True], ids=["no tools", "tools"])
-    async def test_a_reply_without_text_is_a_message(
-        self, any_agent: Agent, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, tools: bool
-    ) -> None:
+    async def test_a_reply_without_text_is_a_message(self, any_agent, chat_http, session, scripted, tools):
         scripted.text = ""
         reply = await any_agent.say(HELLO, tools=tools)
         assert [(item.type, item.role, item.content, item.status) for item in reply] == [
@@ -270,15 +251,7 @@ class TestResponses:
         assert (await turns(chat_http, session))[1] == [[0, 1]]
 
     @pytest.mark.parametrize(("text", "content"), [("", []), ("hello", "hello")], ids=["no text", "text as a string"])
-    async def test_a_reply_in_a_long_form_is_continued(
-        self,
-        agent: Agent,
-        chat_http: httpx.AsyncClient,
-        session: Any,
-        scripted: ScriptedEngine,
-        text: str,
-        content: Any,
-    ) -> None:
+    async def test_a_reply_in_a_long_form_is_continued(self, agent, chat_http, session, scripted, text, content):
         scripted.tokens = (UNSPOKEN, *ids(text), END)
         await agent.say(HELLO)
         reply = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": content}
@@ -286,24 +259,20 @@ class TestResponses:
         assert scripted.calls[1].prompt_token_ids == (*ids(PROMPT), *scripted.tokens, *ids(NEXT))
         assert (await turns(chat_http, session))[1] == [[0, 1]]
 
-    async def test_chats_and_responses_share_a_session(
-        self, agent: Agent, chat_http: httpx.AsyncClient, session: Any
-    ) -> None:
+    async def test_chats_and_responses_share_a_session(self, agent, chat_http, session):
         await agent.say([{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}])
         await Agent(agent.sdk, "chat").say([*HELLO, {"role": "assistant", "content": "hello"}, MORE])
         assert (await turns(chat_http, session))[1] == [[0, 1]]
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_refused_turn_is_no_turn(
-        self, chat_http: httpx.AsyncClient, session: Any, scripted: ScriptedEngine, stream: bool
-    ) -> None:
+    async def test_a_refused_turn_is_no_turn(self, chat_http, session, scripted, stream):
         scripted.error = Overloaded("full")
         body = {"model": "tiny", "input": "hi", "stream": stream}
         reply = await chat_http.post(session["openai_path"] + "/responses", json=body)
         assert reply.status_code == 503 and reply.json()["error"]["type"] == "Overloaded"
         assert (await turns(chat_http, session))[0] == []
 
-    async def test_there_must_be_such_a_session(self, chat_http: httpx.AsyncClient, scripted: ScriptedEngine) -> None:
+    async def test_there_must_be_such_a_session(self, chat_http, scripted):
         reply = await chat_http.post("/v1/sessions/none/v1/responses", json={"model": "tiny", "input": "hi"})
         assert reply.status_code == 404 and "no session none" in reply.json()["error"]["message"]
         assert not scripted.calls
@@ -320,9 +289,7 @@ class TestResponses:
         ("tools", [ADD, {"type": "code_interpreter", "container": {"type": "auto"}}], "tools: code_interpreter: this"),
     ],
 )
-async def test_what_needs_a_servers_store_or_tools_is_refused(
-    chat_http: httpx.AsyncClient, scripted: ScriptedEngine, field: str, value: object, named: str
-) -> None:
+async def test_what_needs_a_servers_store_or_tools_is_refused(chat_http, scripted, field, value, named):
     reply = await chat_http.post("/v1/responses", json={"model": "tiny", "input": "hi", field: value})
     assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
     assert reply.json()["error"]["detail"] == {"not_implemented": [named.split(": ")[field == "tools"]]}

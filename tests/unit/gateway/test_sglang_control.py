@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rollout_service.errors import CommitTimeout, InvalidDelta, NotFound, NotReady, Overtaken, RolloutServiceError
-from rollout_service.gateway.dependencies import Services
+from rollout_service.errors import CommitTimeout, InvalidDelta, NotFound, NotReady, Overtaken
 from rollout_service.protocol.fleet import EngineLoad, Fleet, PauseMode, ReplicaStatus
 from rollout_service.protocol.rollout import OnAbort
 from rollout_service.protocol.upload import CommitUpload
@@ -55,7 +53,7 @@ class Ingest(FolderIngest):
         return FLEET
 
 
-async def test_slime_s_update_by_disk(services: Services) -> None:
+async def test_slime_s_update_by_disk(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         assert (await http.post("/pause_generation", json={})).json()["status"] == "ok"
@@ -75,7 +73,7 @@ async def test_slime_s_update_by_disk(services: Services) -> None:
     assert ingest.labels == ["weight_v000009"]
 
 
-async def test_slime_s_pull_stages_a_published_version(services: Services) -> None:
+async def test_slime_s_pull_stages_a_published_version(services):
     ingest = Ingest()
     body = {"local_checkpoint_dir": "/nvme/checkpoint", "source_dir": "/out/deltas", "target_version": 9}
     async with http_to(replace(services, ingest=ingest)) as http:
@@ -85,14 +83,14 @@ async def test_slime_s_pull_stages_a_published_version(services: Services) -> No
     assert [request.model_dump(include={*body}) for request in ingest.pulled] == [body]
 
 
-async def test_a_pull_without_a_checkpoint_serves_it(services: Services) -> None:
+async def test_a_pull_without_a_checkpoint_serves_it(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         reply = await http.post("/pull_weights", json={"source_dir": "/out/deltas", "target_version": 9})
     assert reply.json()["message"] == "version 9 is served" and ingest.pulled[0].wait == "all"
 
 
-async def test_a_weight_version_that_is_no_number_is_a_label(services: Services) -> None:
+async def test_a_weight_version_that_is_no_number_is_a_label(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         body = {"model_path": "/out/weight_v000009", "weight_version": "run-7/step-9"}
@@ -100,7 +98,7 @@ async def test_a_weight_version_that_is_no_number_is_a_label(services: Services)
     assert ingest.labels == ["run-7/step-9"] and [number for *_, number in ingest.told] == [9]
 
 
-async def test_areal_s_sglang_backend_updates_and_aborts(services: Services) -> None:
+async def test_areal_s_sglang_backend_updates_and_aborts(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         await http.post("/pause_generation", json={})
@@ -113,7 +111,7 @@ async def test_areal_s_sglang_backend_updates_and_aborts(services: Services) -> 
     assert (request.mode, number) == ("abort", 9)
 
 
-async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services: Services) -> None:
+async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         replies = [
@@ -126,7 +124,7 @@ async def test_areal_s_vllm_backend_pauses_updates_and_goes_on(services: Service
     assert [number for _, _, number in ingest.told] == [9]
 
 
-async def test_aborting_everything_asks_for_no_pause(services: Services) -> None:
+async def test_aborting_everything_asks_for_no_pause(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         reply = await http.post("/abort_request", json={"abort_all": True})
@@ -144,9 +142,7 @@ async def test_aborting_everything_asks_for_no_pause(services: Services) -> None
 @pytest.mark.parametrize(
     ("kind", "status"), [(NotFound, 400), (InvalidDelta, 400), (NotReady, 503), (CommitTimeout, 504)]
 )
-async def test_an_update_that_fails_says_so_in_sglang_s_form(
-    services: Services, path: str, body: dict[str, object], kind: type[RolloutServiceError], status: int
-) -> None:
+async def test_an_update_that_fails_says_so_in_sglang_s_form(services, path, body, kind, status):
     async with http_to(replace(services, ingest=Ingest(error=kind("why")))) as http:
         reply = await http.post(path, json=body)
     assert reply.status_code == status
@@ -177,9 +173,7 @@ async def test_an_update_that_fails_says_so_in_sglang_s_form(
         ("/areal_update_weights_xccl", {}, "weight_update_mode: disk"),
     ],
 )
-async def test_what_is_not_implemented_is_a_400_by_name(
-    services: Services, path: str, body: dict[str, Any], says: str
-) -> None:
+async def test_what_is_not_implemented_is_a_400_by_name(services, path, body, says):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         reply = await http.post(path, json=body)
@@ -187,7 +181,7 @@ async def test_what_is_not_implemented_is_a_400_by_name(
     assert ingest.told == [] and ingest.orders == []
 
 
-async def test_the_cache_is_flushed_by_a_pause_alone(services: Services) -> None:
+async def test_the_cache_is_flushed_by_a_pause_alone(services):
     async with http_to(replace(services, ingest=Ingest())) as http:
         for method in ("GET", "POST"):
             reply = await http.request(method, "/flush_cache")
@@ -198,20 +192,20 @@ async def test_the_cache_is_flushed_by_a_pause_alone(services: Services) -> None
     assert paused.drops == 1
 
 
-async def test_a_pause_that_was_overtaken_is_a_400(services: Services) -> None:
+async def test_a_pause_that_was_overtaken_is_a_400(services):
     async with http_to(replace(services, ingest=Ingest(overtaken=True))) as http:
         reply = await http.post("/pause_generation", json={})
     assert reply.status_code == 400 and reply.json()["message"] == "another pause"
 
 
-async def test_who_may_not_control_is_told_as_everywhere(services: Services) -> None:
+async def test_who_may_not_control_is_told_as_everywhere(services):
     guarded = replace(services, authorizer=Authorizer("secret"))
     async with http_to(replace(guarded, ingest=Ingest())) as http:
         reply = await http.post("/pause_generation", json={})
     assert reply.status_code == 401 and reply.json()["error"]["type"] == "Unauthorized"
 
 
-async def test_slime_reads_what_kind_of_server_this_is(services: Services) -> None:
+async def test_slime_reads_what_kind_of_server_this_is(services):
     async with http_to(replace(services, tensor_parallel_size=2, ingest=Ingest())) as http:
         info = (await http.get("/server_info")).json()
         assert info == (await http.get("/get_server_info")).json()
@@ -222,7 +216,7 @@ async def test_slime_reads_what_kind_of_server_this_is(services: Services) -> No
     assert (model["served_model_name"], model["is_generation"], model["weight_version"]) == ("tiny", True, "7")
 
 
-async def test_the_load_is_of_what_is_not_answered_yet(services: Services) -> None:
+async def test_the_load_is_of_what_is_not_answered_yet(services):
     async with http_to(replace(services, ingest=Ingest())) as http:
         told = (await http.get("/v1/loads?include=core")).json()
         assert (await http.get("/v1/loads?include=memory")).status_code == 400
@@ -231,7 +225,7 @@ async def test_the_load_is_of_what_is_not_answered_yet(services: Services) -> No
     assert told["aggregate"] == {"total_running_reqs": 3, "total_waiting_reqs": 1, "total_reqs": 4}
 
 
-async def test_health_is_empty_whether_good_or_bad(services: Services) -> None:
+async def test_health_is_empty_whether_good_or_bad(services):
     class NoReplica(Ingest):
         async def fleet(self) -> Fleet:
             return FLEET.model_copy(update={"replicas": ()})

@@ -10,7 +10,7 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.dependencies import Services
 from rollout_service.protocol.rollout import Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
-from tests.unit.gateway.fakes import EchoEngine, http_to
+from tests.unit.gateway.fakes import http_to
 
 SLIME = {
     "input_ids": [5, 6, 7],
@@ -91,7 +91,7 @@ async def post(services: Services, body: Any, engine: Any = None, headers: dict[
 
 
 @pytest.mark.parametrize("body", [SLIME, ROUTED], ids=["direct", "through its router"])
-async def test_slime_s_request_has_sglang_s_reply(services: Services, engine: EchoEngine, body: dict[str, Any]) -> None:
+async def test_slime_s_request_has_sglang_s_reply(services, engine, body):
     reply = (await post(services, body, headers={"X-SMG-Routing-Key": "session-1"})).json()
     meta = reply.pop("meta_info")
     assert meta.pop("e2e_latency") >= 0 and meta.pop("id")
@@ -112,7 +112,7 @@ async def test_slime_s_request_has_sglang_s_reply(services: Services, engine: Ec
     assert call.session_id == "session-1"
 
 
-async def test_what_is_left_out_is_sglang_s_default(services: Services, engine: EchoEngine) -> None:
+async def test_what_is_left_out_is_sglang_s_default(services, engine):
     services = replace(services, max_model_len=4096)
     reply = (await post(services, {"input_ids": [5]})).json()
     assert "output_token_logprobs" not in reply["meta_info"]
@@ -120,7 +120,7 @@ async def test_what_is_left_out_is_sglang_s_default(services: Services, engine: 
     assert (call.sampling.max_tokens, call.sampling.temperature, call.sampling.top_k) == (128, 1.0, -1)
 
 
-async def test_every_sampling_parameter_reaches_the_engine(services: Services, engine: EchoEngine) -> None:
+async def test_every_sampling_parameter_reaches_the_engine(services, engine):
     given = {
         "n": 2, "max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1,
         "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "stop": "ab",
@@ -146,15 +146,13 @@ async def test_every_sampling_parameter_reaches_the_engine(services: Services, e
         ({"input_ids": [5, 6], "sampling_params": {"n": 2, "max_new_tokens": 2}}, [[6, 5], [6, 5]]),
     ],
 )
-async def test_several_completions_are_a_list_in_prompt_order(
-    services: Services, body: dict[str, Any], outputs: list[list[int]]
-) -> None:
+async def test_several_completions_are_a_list_in_prompt_order(services, body, outputs):
     body = {"sampling_params": {"max_new_tokens": 2}, **body, "rid": "r"}
     made = (await post(services, body)).json()
     assert [each["output_ids"] for each in made] == outputs
 
 
-async def test_text_is_tokenized(services: Services, engine: EchoEngine) -> None:
+async def test_text_is_tokenized(services, engine):
     one = (await post(services, {"text": "12", "sampling_params": {"max_new_tokens": 2}})).json()
     assert one["text"] == "21" and one["meta_info"]["prompt_tokens"] == 2
     two = (await post(services, {"text": ["12", "3"], "sampling_params": {"max_new_tokens": 2}})).json()
@@ -172,15 +170,7 @@ async def test_text_is_tokenized(services: Services, engine: EchoEngine) -> None
         ("length", None, "123", {}, {"type": "length", "length": 3}, "123"),
     ],
 )
-async def test_how_a_completion_ended_is_told_and_trimmed(
-    services: Services,
-    reason: FinishReason,
-    stop_reason: str | None,
-    tokens: str,
-    sampling: dict[str, Any],
-    told: dict[str, Any],
-    text: str,
-) -> None:
+async def test_how_a_completion_ended_is_told_and_trimmed(services, reason, stop_reason, tokens, sampling, told, text):
     ids = tuple(services.tokenizer.encode(tokens))
     three = services.tokenizer.encode("3")[0]
     engine = Ending(reason, three if stop_reason == "id of 3" else stop_reason, ids)
@@ -192,7 +182,7 @@ async def test_how_a_completion_ended_is_told_and_trimmed(
 
 
 @pytest.mark.parametrize("tokens", ["1234", ""])
-async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tokens: str) -> None:
+async def test_an_aborted_completion_comes_back_as_it_is(services, tokens):
     ids = tuple(services.tokenizer.encode(tokens)) if tokens else ()
     engine = Ending("abort", None, ids)
     reply = (await post(services, {"input_ids": [5], "sampling_params": {"max_new_tokens": 8}}, engine)).json()
@@ -226,9 +216,7 @@ async def test_an_aborted_completion_comes_back_as_it_is(services: Services, tok
         ({"input_ids": [[5], [10**6]]}, "prompt 1 of 2, counted from 0: token id 1000000 at position 0"),
     ],
 )
-async def test_what_cannot_be_done_is_a_400_by_name(
-    services: Services, engine: EchoEngine, change: dict[str, Any], says: str
-) -> None:
+async def test_what_cannot_be_done_is_a_400_by_name(services, engine, change, says):
     reply = await post(services, {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}, **change})
     assert reply.status_code == 400 and says in reply.json()["error"]["message"]
     assert engine.calls == []

@@ -32,7 +32,7 @@ def sleeping(services: Services, ingest: Ingest, may_sleep: bool = True) -> http
     return http_to(replace(services, ingest=ingest, may_sleep=may_sleep))
 
 
-async def test_vllm_s_replies(services: Services) -> None:
+async def test_vllm_s_replies(services):
     async with sleeping(services, ingest := Ingest()) as http:
         assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
         assert (await http.post("/sleep")).json() == {"status": "sleeping", "level": 1}
@@ -60,14 +60,14 @@ async def test_vllm_s_replies(services: Services) -> None:
         ("/wake_up?tags=scheduling", "tags"),
     ],
 )
-async def test_what_is_not_implemented_is_refused_by_name(services: Services, route: str, says: str) -> None:
+async def test_what_is_not_implemented_is_refused_by_name(services, route, says):
     async with sleeping(services, ingest := Ingest()) as http:
         reply = await http.post(route)
     assert reply.status_code == 422 and says in reply.json()["error"]["message"] and ingest.asked == []
 
 
 @pytest.mark.parametrize("route", ["/sleep?level=2", "/wake_up"])
-async def test_a_service_whose_engines_cannot_sleep_says_so(services: Services, route: str) -> None:
+async def test_a_service_whose_engines_cannot_sleep_says_so(services, route):
     async with sleeping(services, ingest := Ingest(), may_sleep=False) as http:
         reply = await http.post(route)
     assert reply.status_code == 422 and "engine.enable_sleep_mode" in reply.json()["error"]["message"]

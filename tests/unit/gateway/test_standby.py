@@ -81,7 +81,7 @@ async def until(wanted: str, ask: Callable[[], Awaitable[str]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_gateway_answers_while_the_proxy_is_away(port: int) -> None:
+async def test_the_gateway_answers_while_the_proxy_is_away(port):
     async with standby(HTTPOptions(host="127.0.0.1", port=port)):
         async with proxy(port):
             await until("proxy", lambda: answer(port))
@@ -92,7 +92,7 @@ async def test_the_gateway_answers_while_the_proxy_is_away(port: int) -> None:
         await until("gateway", lambda: answer(port))
 
 
-async def test_a_node_that_never_had_a_proxy_gets_no_standby(port: int) -> None:
+async def test_a_node_that_never_had_a_proxy_gets_no_standby(port):
     looks = 0
 
     async def looked(_: float) -> None:
@@ -111,7 +111,7 @@ async def test_a_node_that_never_had_a_proxy_gets_no_standby(port: int) -> None:
     watching.cancel()
 
 
-async def test_a_gateway_that_ends_listens_no_more(port: int) -> None:
+async def test_a_gateway_that_ends_listens_no_more(port):
     async with standby(HTTPOptions(host="0.0.0.0", port=port)) as ending:
         async with proxy(port):
             await until("proxy", lambda: answer(port))

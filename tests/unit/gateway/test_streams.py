@@ -11,7 +11,7 @@ import pytest
 
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
-from tests.unit.gateway.chats import HELLO, TOOL, URL, ScriptedEngine
+from tests.unit.gateway.chats import HELLO, TOOL, URL
 
 CALL = 'so<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 VERSIONS = [("3", 0, 1), ("4", 1, 6)]
@@ -33,7 +33,7 @@ def spans(versions: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
 
 
 class TestChat:
-    async def test_chunks_are_role_text_end_and_usage(self, chat_http: httpx.AsyncClient) -> None:
+    async def test_chunks_are_role_text_end_and_usage(self, chat_http):
         body = {"model": "tiny", "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
         reply = await chat_http.post("/v1/chat/completions", json=body)
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -48,7 +48,7 @@ class TestChat:
 
 
 class TestResponses:
-    async def test_events_come_in_openais_order(self, sdk: openai.AsyncOpenAI) -> None:
+    async def test_events_come_in_openais_order(self, sdk):
         events = [event async for event in await sdk.responses.create(model="tiny", input="hi", stream=True)]
         assert [event.type for event in events] == [
             "response.created",
@@ -63,7 +63,7 @@ class TestResponses:
         ]
         assert [event.sequence_number for event in events] == list(range(len(events)))
 
-    async def test_a_reply_without_text_is_an_item(self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine) -> None:
+    async def test_a_reply_without_text_is_an_item(self, sdk, scripted):
         scripted.text = ""
         events = [event async for event in await sdk.responses.create(model="tiny", input="hi", stream=True)]
         assert [event.type for event in events] == [
@@ -78,9 +78,7 @@ class TestResponses:
         assert done.type == "response.output_item.done" and completed.type == "response.completed"
         assert completed.response.output == [done.item]
 
-    async def test_a_tool_call_is_an_item_with_its_arguments(
-        self, sdk: openai.AsyncOpenAI, scripted: ScriptedEngine
-    ) -> None:
+    async def test_a_tool_call_is_an_item_with_its_arguments(self, sdk, scripted):
         scripted.text = CALL
         add: Any = {"type": "function", **TOOL["function"], "strict": False}
         async with sdk.responses.stream(model="tiny", input="hi", tools=[add]) as stream:
@@ -92,7 +90,7 @@ class TestResponses:
         called = reply.output[1]
         assert called.type == "function_call" and json.loads(called.arguments) == {"a": 1}
 
-    async def test_the_last_event_has_the_versions(self, chat_http: httpx.AsyncClient) -> None:
+    async def test_the_last_event_has_the_versions(self, chat_http):
         body = {"model": "tiny", "input": "hi"}
         lines = (await chat_http.post("/v1/responses", json={**body, "stream": True})).text.split("\n\n")
         last = json.loads(lines[-2].removeprefix("event: response.completed\ndata: "))
@@ -102,9 +100,7 @@ class TestResponses:
 
 
 class TestMessages:
-    async def test_events_come_in_anthropics_order(
-        self, anthropics: anthropic.AsyncAnthropic, scripted: ScriptedEngine
-    ) -> None:
+    async def test_events_come_in_anthropics_order(self, anthropics, scripted):
         stream = await anthropics.messages.create(model="tiny", max_tokens=9, messages=HELLO, stream=True)
         events = [event async for event in stream]
         assert [event.type for event in events] == [
@@ -116,9 +112,7 @@ class TestMessages:
             "message_stop",
         ]
 
-    async def test_a_tool_call_is_a_block_with_its_arguments(
-        self, anthropics: anthropic.AsyncAnthropic, scripted: ScriptedEngine
-    ) -> None:
+    async def test_a_tool_call_is_a_block_with_its_arguments(self, anthropics, scripted):
         scripted.text = CALL
         function = TOOL["function"]
         add: Any = {"name": function["name"], "input_schema": function["parameters"]}
@@ -128,7 +122,7 @@ class TestMessages:
         assert text.type == "text" and text.text == "so" and reply.stop_reason == "tool_use"
         assert called.type == "tool_use" and (called.name, called.input) == ("add", {"a": 1})
 
-    async def test_the_event_of_the_stop_reason_has_the_versions(self, chat_http: httpx.AsyncClient) -> None:
+    async def test_the_event_of_the_stop_reason_has_the_versions(self, chat_http):
         body = {"model": "tiny", "max_tokens": 9, "messages": HELLO}
         lines = (await chat_http.post("/v1/messages", json={**body, "stream": True})).text.split("\n\n")
         [end] = [line.removeprefix("event: message_delta\ndata: ") for line in lines if "message_delta" in line]

@@ -25,9 +25,7 @@ MARKS = [(sampling, True) for sampling in TRUNCATED] + [(sampling, False) for sa
 
 
 @pytest.mark.parametrize(("sampling", "marked"), MARKS, ids=str)
-async def test_a_reply_says_whether_its_sampling_was_truncated(
-    services: Services, sampling: dict[str, Any], marked: bool
-) -> None:
+async def test_a_reply_says_whether_its_sampling_was_truncated(services, sampling, marked):
     async with http_to(services) as http:
         generated = await http.post(
             "/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": sampling}
@@ -37,7 +35,7 @@ async def test_a_reply_says_whether_its_sampling_was_truncated(
     assert completed.json()["truncated_sampling"] is marked
 
 
-async def test_the_client_and_the_monitor_know_it_too(services: Services) -> None:
+async def test_the_client_and_the_monitor_know_it_too(services):
     async with client_of(services) as client, http_to(services) as http:
         rollout = await client.generate([5, 6, 7], top_p=0.9)
         assert rollout.truncated_sampling and not (await client.generate([5, 6, 7])).truncated_sampling
@@ -72,9 +70,7 @@ def masking(services: Services) -> Services:
     ],
     ids=str,
 )
-async def test_a_deployment_with_masks_refuses_what_vllm_would(
-    masking: Services, sampling: dict[str, Any], named: str
-) -> None:
+async def test_a_deployment_with_masks_refuses_what_vllm_would(masking, sampling, named):
     async with http_to(masking) as http:
         for path, asked in (
             ("/inference/v1/generate", {"token_ids": [5], "sampling_params": sampling}),
@@ -86,7 +82,7 @@ async def test_a_deployment_with_masks_refuses_what_vllm_would(
             assert error["message"].startswith(named) and "engine.return_sampling_mask" in error["message"]
 
 
-async def test_masks_come_back_with_the_choices_and_to_the_client(masking: Services) -> None:
+async def test_masks_come_back_with_the_choices_and_to_the_client(masking):
     async with http_to(masking) as http:
         completed = await http.post("/v1/completions", json={"prompt": [5, 6], "top_k": 3, "n": 2})
     assert [choice["packed_sampling_mask"] for choice in completed.json()["choices"]] == [["chunk"]] * 2
@@ -95,7 +91,7 @@ async def test_masks_come_back_with_the_choices_and_to_the_client(masking: Servi
     assert rollout.completions[0].packed_sampling_mask == ("chunk",)
 
 
-async def test_without_masks_no_reply_mentions_them(services: Services) -> None:
+async def test_without_masks_no_reply_mentions_them(services):
     async with http_to(services) as http:
         reply = await http.post("/inference/v1/generate", json={"token_ids": [5, 6]})
     assert "packed_sampling_mask" not in reply.json()["choices"][0]

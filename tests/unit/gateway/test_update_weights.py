@@ -17,7 +17,6 @@ from rollout_service.errors import (
     NotFound,
     NotReady,
     QuantizationError,
-    RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.gateway.dependencies import Services
@@ -40,7 +39,7 @@ async def post(services: Services, body: Any, ingest: FolderIngest | None = None
         return await http.post("/update_weights", json=body)
 
 
-async def test_prime_rl_updates_between_pause_and_resume(services: Services) -> None:
+async def test_prime_rl_updates_between_pause_and_resume(services):
     ingest = Ingest()
     async with http_to(replace(services, ingest=ingest)) as http:
         assert (await http.post("/pause", params={"mode": "keep", "clear_cache": "false"})).status_code == 200
@@ -52,13 +51,13 @@ async def test_prime_rl_updates_between_pause_and_resume(services: Services) -> 
     assert (folder, number, request.mode, request.wait) == (Path("/out/broadcasts/step_7"), 7, "keep", "all")
 
 
-async def test_no_folder_is_prime_rl_s_nccl_and_refused(services: Services) -> None:
+async def test_no_folder_is_prime_rl_s_nccl_and_refused(services):
     reply = await post(services, {"weight_dir": None})
     assert reply.status_code == 422 and 'set weight_broadcast.type = "filesystem"' in reply.text.replace("\\", "")
 
 
 @pytest.mark.parametrize("body", [{}, {"weight_dir": "/a", "update_info": {}}, {"weight_dir": "/a", "other": 1}])
-async def test_a_body_of_neither_client_is_refused(services: Services, body: dict[str, Any]) -> None:
+async def test_a_body_of_neither_client_is_refused(services, body):
     ingest = FolderIngest()
     assert (await post(services, body, ingest)).status_code == 422
     assert ingest.told == []
@@ -80,9 +79,7 @@ async def test_a_body_of_neither_client_is_refused(services: Services, body: dic
         (CommitTimeout, 504),
     ],
 )
-async def test_only_what_a_repeat_may_cure_is_a_5xx(
-    services: Services, kind: type[RolloutServiceError], status: int
-) -> None:
+async def test_only_what_a_repeat_may_cure_is_a_5xx(services, kind, status):
     reply = await post(services, {"weight_dir": "/out/step_7"}, FolderIngest(kind("why")))
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == kind.__name__ and reply.json()["error"]["message"] == "why"

@@ -80,7 +80,7 @@ async def http(services: Services, ingest: Ingest) -> AsyncIterator[httpx.AsyncC
         yield http
 
 
-async def test_the_four_phases_of_an_update(http: httpx.AsyncClient, ingest: Ingest) -> None:
+async def test_the_four_phases_of_an_update(http, ingest):
     replies = [
         await http.post("/init_weight_transfer_engine", json={"init_info": INIT}),
         await http.post("/start_weight_update"),
@@ -95,14 +95,14 @@ async def test_the_four_phases_of_an_update(http: httpx.AsyncClient, ingest: Ing
 
 
 @pytest.mark.parametrize("body", [{}, {"is_checkpoint_format": True}, None], ids=["TRL", "TRL async", "vLLM"])
-async def test_trainers_send_various_bodies_with_a_start(http: httpx.AsyncClient, ingest: Ingest, body: Any) -> None:
+async def test_trainers_send_various_bodies_with_a_start(http, ingest, body):
     assert (await http.post("/start_weight_update", json=body) if body is not None else
             await http.post("/start_weight_update")).status_code == 200  # fmt: skip
     assert ingest.asked == ["start"]
 
 
 @pytest.mark.parametrize("body", [{}, None], ids=["TRL", "TRL async, SkyRL"])
-async def test_a_finish_may_name_no_version(http: httpx.AsyncClient, ingest: Ingest, body: Any) -> None:
+async def test_a_finish_may_name_no_version(http, ingest, body):
     reply = await (
         http.post("/finish_weight_update") if body is None else http.post("/finish_weight_update", json=body)
     )
@@ -124,30 +124,28 @@ async def test_a_finish_may_name_no_version(http: httpx.AsyncClient, ingest: Ing
         ("weight_checker", {"action": "compare"}, "compare needs a baseline"),
     ],
 )
-async def test_what_is_not_implemented_is_refused_by_name(
-    http: httpx.AsyncClient, ingest: Ingest, path: str, body: Any, problem: str
-) -> None:
+async def test_what_is_not_implemented_is_refused_by_name(http, ingest, path, body, problem):
     reply = await (http.post(path) if body is None else http.post(path, json=body))
     assert reply.status_code == 422 and problem in reply.json()["error"]["message"]
     assert ingest.asked == []
 
 
 @pytest.mark.parametrize("path", ["update_weights", "finish_weight_update"])
-async def test_what_a_trainer_would_send_again_is_409(http: httpx.AsyncClient, ingest: Ingest, path: str) -> None:
+async def test_what_a_trainer_would_send_again_is_409(http, ingest, path):
     ingest.failing = NotReady("the ingest died with this call")
     reply = await http.post(path, json={"update_info": TENSORS} if path == "update_weights" else {})
     assert reply.status_code == 409 and reply.json()["error"]["type"] == "WeightTransferFailed"
     assert "the ingest died with this call. A broadcast cannot be" in reply.json()["error"]["message"]
 
 
-async def test_the_service_is_one_rank_for_a_trainer(http: httpx.AsyncClient) -> None:
+async def test_the_service_is_one_rank_for_a_trainer(http):
     asked_as_skyrl_does = await http.request("GET", "/get_world_size", json={})
     assert asked_as_skyrl_does.json() == {"world_size": 1}
     assert asked_as_skyrl_does.headers["content-length"] == str(len(asked_as_skyrl_does.content))
     assert (await http.get("/get_world_size?include_dp=false")).json() == {"world_size": 1}
 
 
-async def test_server_info_has_what_trainers_read(http: httpx.AsyncClient) -> None:
+async def test_server_info_has_what_trainers_read(http):
     info = (await http.get("/server_info?config_format=json")).json()
     config = info["vllm_config"]
     assert config["weight_transfer_config"] == {"backend": "nccl"}
@@ -159,9 +157,7 @@ async def test_server_info_has_what_trainers_read(http: httpx.AsyncClient) -> No
 
 
 @pytest.mark.parametrize(("serving", "newest"), [([4, 4], True), ([3, 4], False), ([], True)])
-async def test_what_replicas_serve_is_told(
-    http: httpx.AsyncClient, ingest: Ingest, serving: list[int], newest: bool
-) -> None:
+async def test_what_replicas_serve_is_told(http, ingest, serving, newest):
     ingest.serving = serving
     assert (await http.get("/weight_info")).json() == {"weight_version": str(min(serving, default=4))}
     assert (await http.post("/reset_prefix_cache")).json() == {"success": newest}
@@ -171,7 +167,7 @@ async def test_what_replicas_serve_is_told(
     assert checked.status_code == (200 if newest else 409)
 
 
-async def test_running_requests_are_reset_where_caches_are_kept(services: Services, ingest: Ingest) -> None:
+async def test_running_requests_are_reset_where_caches_are_kept(services, ingest):
     async with http_to(replace(services, ingest=ingest, keeps_kv_cache=True)) as http:
         assert (await http.post("/reset_prefix_cache")).status_code == 200
         assert ingest.asked == []
@@ -180,7 +176,7 @@ async def test_running_requests_are_reset_where_caches_are_kept(services: Servic
     assert ingest.asked == ["drop"] * 2
 
 
-async def test_checksums_are_compared_with_a_baseline(http: httpx.AsyncClient) -> None:
+async def test_checksums_are_compared_with_a_baseline(http):
     checksums = (await http.post("/weight_checker", json={"action": "checksum"})).json()["checksums"]
     assert checksums == {"a": "1", "b": "2"}
     same = await http.post("/weight_checker", json={"action": "compare", "baseline": checksums})
@@ -196,7 +192,7 @@ async def check(http: httpx.AsyncClient, action: str, **options: object) -> tupl
     return reply.status_code, dict(reply.json())
 
 
-async def test_sglang_s_checker_compares_with_a_snapshot(http: httpx.AsyncClient, ingest: Ingest) -> None:
+async def test_sglang_s_checker_compares_with_a_snapshot(http, ingest):
     status, reply = await check(http, "compare")
     assert status == 400 and "call snapshot first" in reply["message"]
     assert (await check(http, "snapshot"))[0] == 200
@@ -221,8 +217,6 @@ async def test_sglang_s_checker_compares_with_a_snapshot(http: httpx.AsyncClient
         ("compare", {"selector": "experts"}, "selector"),
     ],
 )
-async def test_sglang_s_checker_refuses_by_name(
-    http: httpx.AsyncClient, action: str, options: dict[str, object], problem: str
-) -> None:
+async def test_sglang_s_checker_refuses_by_name(http, action, options, problem):
     status, reply = await check(http, action, **options)
     assert status == 400 and problem in reply["message"]

@@ -4,7 +4,6 @@ import pytest
 
 from rollout_service.cli import machine
 from rollout_service.gpu import nvidia_smi
-from tests.support.program import Program
 
 SMI = """\
 0, NVIDIA H200, 143771, 143158, 9.0, 570.86.15, GPU-e20b193f-512d
@@ -16,7 +15,7 @@ GPU-11111111-512d, [Not Found], [Not Found], [N/A]
 """
 
 
-def test_each_line_of_nvidia_smi_is_a_gpu(program: Program) -> None:
+def test_each_line_of_nvidia_smi_is_a_gpu(program):
     program("nvidia-smi", f"printf %s '{SMI}'")
     large, small = nvidia_smi.gpus()
     assert (large.name, large.memory_bytes, large.compute_capability) == ("NVIDIA H200", 143771 << 20, (9, 0))
@@ -24,24 +23,24 @@ def test_each_line_of_nvidia_smi_is_a_gpu(program: Program) -> None:
     assert small.uuid == "GPU-11111111-512d" and machine.is_gpu_host()
 
 
-def test_nvidia_smi_is_asked_for_these_columns(program: Program) -> None:
+def test_nvidia_smi_is_asked_for_these_columns(program):
     program("nvidia-smi", 'echo "$@" >&2; exit 3')
     with pytest.raises(OSError, match=r"memory\.free,compute_cap,driver_version,uuid --format=csv,noheader,nounits"):
         nvidia_smi.gpus()
 
 
-def test_without_nvidia_smi_there_are_no_gpus(program: Program) -> None:
+def test_without_nvidia_smi_there_are_no_gpus(program):
     assert nvidia_smi.gpus() == () == nvidia_smi.holders() and not machine.is_gpu_host()
 
 
-def test_a_driver_that_fails_is_told(program: Program) -> None:
+def test_a_driver_that_fails_is_told(program):
     program("nvidia-smi", "echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
     with pytest.raises(OSError, match="exit status 18: Failed to initialize NVML: Driver/library version mismatch"):
         nvidia_smi.gpus()
     assert machine.is_gpu_host()
 
 
-def test_what_nvidia_smi_does_not_know_is_told() -> None:
+def test_what_nvidia_smi_does_not_know_is_told():
     with pytest.raises(ValueError, match=r"'0, GB10, \[N/A\].*' *, which is not index, name"):
         nvidia_smi.gpus_from("0, GB10, [N/A], [N/A], 12.1, 580.1, GPU-a")
 
@@ -50,9 +49,7 @@ def test_what_nvidia_smi_does_not_know_is_told() -> None:
     ("visible", "left"),
     [(None, [0, 1]), ("1", [1]), ("1, 0", [0, 1]), ("GPU-e20b", [0]), ("", []), ("10", []), ("MIG-e20b", [])],
 )
-def test_only_visible_gpus_count(
-    program: Program, monkeypatch: pytest.MonkeyPatch, visible: str | None, left: list[int]
-) -> None:
+def test_only_visible_gpus_count(program, monkeypatch, visible, left):
     program("nvidia-smi", f"printf %s '{SMI}'")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -60,7 +57,7 @@ def test_only_visible_gpus_count(
     assert [gpu.index for gpu in nvidia_smi.visible_gpus()] == left
 
 
-def test_who_holds_a_gpu_is_told() -> None:
+def test_who_holds_a_gpu_is_told():
     gpus, holders = nvidia_smi.gpus_from(SMI), nvidia_smi.holders_from(APPS)
     assert nvidia_smi.find_taken(gpus, holders, 0.85) == {
         1: "1.1 GB of 25.8 GB are free, and engine.gpu_memory_utilization: 0.85 asks for 21.9 GB; "

@@ -34,7 +34,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     return cudart
 
 
-def test_memory_stays_mapped_until_it_is_unregistered(cudart: Cudart) -> None:
+def test_memory_stays_mapped_until_it_is_unregistered(cudart):
     memory = take_host_memory(1 << 20)
     assert isinstance(memory.obj, mmap.mmap)
     mapped, unpin = weakref.ref(memory.obj), pin(memory)
@@ -47,7 +47,7 @@ def test_memory_stays_mapped_until_it_is_unregistered(cudart: Cudart) -> None:
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "forgotten"])
-def test_a_push_s_memory_is_unregistered(cudart: Cudart, is_closed: bool) -> None:
+def test_a_push_s_memory_is_unregistered(cudart, is_closed):
     memory = HostMemory(1 << 20)
     assert len(cudart.registered) == 1
     if is_closed:

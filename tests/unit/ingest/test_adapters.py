@@ -1,7 +1,6 @@
 """Adapters, from the client over HTTP to a real ingest and its log."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,7 +27,7 @@ ADAPTERS: dict[str, Any] = {"engine": {"adapters": {"max_live": 3, "max_rank": 8
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-async def test_a_pushed_adapter_is_a_version_of_the_log(model: Path, tmp_path: Path) -> None:
+async def test_a_pushed_adapter_is_a_version_of_the_log(model, tmp_path):
     tensors = adapter_tensors(model, 1)
     folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 2))
     async with (
@@ -46,7 +45,7 @@ async def test_a_pushed_adapter_is_a_version_of_the_log(model: Path, tmp_path: P
             await client.push_adapter("run-a", tensors, config=CONFIG, version=6, wait="none")
 
 
-async def test_a_restarted_ingest_has_the_committed_adapters(model: Path, tmp_path: Path) -> None:
+async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
     config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
     folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
     ingest = Ingest(config)
@@ -59,7 +58,7 @@ async def test_a_restarted_ingest_has_the_committed_adapters(model: Path, tmp_pa
     await again.stop()
 
 
-async def test_older_versions_leave_a_place_free(model: Path, tmp_path: Path) -> None:
+async def test_older_versions_leave_a_place_free(model, tmp_path):
     async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
         for seed in range(1, 6):
             await client.push_adapter("run-a", adapter_tensors(model, seed), config=CONFIG, wait="none")
@@ -75,7 +74,7 @@ async def test_older_versions_leave_a_place_free(model: Path, tmp_path: Path) ->
         assert len(list((service.log.root / "adapters").glob("*/*"))) == 3
 
 
-async def test_a_rollback_commits_the_files_of_an_older_version(model: Path, tmp_path: Path) -> None:
+async def test_a_rollback_commits_the_files_of_an_older_version(model, tmp_path):
     async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
         first, _ = [
             await client.push_adapter("run-a", adapter_tensors(model, seed), config=CONFIG, wait="none")
@@ -89,9 +88,7 @@ async def test_a_rollback_commits_the_files_of_an_older_version(model: Path, tmp
             await client.rollback_adapter("run-a", 1, wait="none")
 
 
-async def test_a_new_base_is_refused_while_adapters_live(
-    model: Path, tmp_path: Path, weights: dict[str, torch.Tensor]
-) -> None:
+async def test_a_new_base_is_refused_while_adapters_live(model, tmp_path, weights):
     async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
         await client.push_weights(1, changed(weights, 1), wait="none")
         with pytest.raises(VersionConflict, match="belongs to weight version 0, and version 1 is served"):
@@ -121,9 +118,7 @@ async def test_a_new_base_is_refused_while_adapters_live(
         ({"lora_alpha": "4"}, "lora_alpha is '4'"),
     ],
 )
-async def test_a_configuration_that_is_not_served_is_named(
-    model: Path, tmp_path: Path, changes: dict[str, object], why: str
-) -> None:
+async def test_a_configuration_that_is_not_served_is_named(model, tmp_path, changes, why):
     async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
         with pytest.raises(InvalidManifest, match=why):
             await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG | changes, wait="none")
@@ -141,9 +136,7 @@ async def test_a_configuration_that_is_not_served_is_named(
         ({f"{Q}.lora_A.weight": torch.zeros(RANK, 256, dtype=torch.int8)}, "send float32, bfloat16 or float16"),
     ],
 )
-async def test_tensors_that_do_not_fit_the_model_are_named(
-    model: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], why: str
-) -> None:
+async def test_tensors_that_do_not_fit_the_model_are_named(model, tmp_path, changes, why):
     given = adapter_tensors(model, 1) | changes
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     async with real_ingest(model, tmp_path / "log", **ADAPTERS) as service, RolloutClient(service.url) as client:
@@ -152,7 +145,7 @@ async def test_tensors_that_do_not_fit_the_model_are_named(
         assert service.ingest.adapter_versions == ()
 
 
-async def test_an_upload_is_complete_before_it_is_committed(model: Path, tmp_path: Path) -> None:
+async def test_an_upload_is_complete_before_it_is_committed(model, tmp_path):
     ingest = Ingest(config_of(model, tmp_path / "log", **ADAPTERS))
     await ingest.start()
     upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
@@ -166,7 +159,7 @@ async def test_an_upload_is_complete_before_it_is_committed(model: Path, tmp_pat
     await ingest.stop()
 
 
-async def test_vllms_routes_load_and_unload_folders(model: Path, tmp_path: Path) -> None:
+async def test_vllms_routes_load_and_unload_folders(model, tmp_path):
     folder = save_adapter(tmp_path / "sources" / "step-1", adapter_tensors(model, 1))
     async with (
         real_ingest(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path / "sources"]}) as service,
@@ -180,7 +173,7 @@ async def test_vllms_routes_load_and_unload_folders(model: Path, tmp_path: Path)
         assert refused.status_code == 404 and "there is no adapter 'run-a'" in refused.text
 
 
-async def test_without_the_setting_adapters_are_refused(model: Path, tmp_path: Path) -> None:
+async def test_without_the_setting_adapters_are_refused(model, tmp_path):
     async with real_ingest(model, tmp_path / "log") as service, RolloutClient(service.url) as client:
         with pytest.raises(InvalidRequest, match=r"set engine\.adapters\.max_live"):
             await client.push_adapter("run-a", adapter_tensors(model, 1), config=CONFIG)
@@ -188,7 +181,7 @@ async def test_without_the_setting_adapters_are_refused(model: Path, tmp_path: P
             await client.remove_adapter("run-a")
 
 
-async def test_a_folder_outside_of_the_roots_is_forbidden(model: Path, tmp_path: Path) -> None:
+async def test_a_folder_outside_of_the_roots_is_forbidden(model, tmp_path):
     ingest = Ingest(config_of(model, tmp_path / "log", **ADAPTERS))
     await ingest.start()
     folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
@@ -197,7 +190,7 @@ async def test_a_folder_outside_of_the_roots_is_forbidden(model: Path, tmp_path:
     await ingest.stop()
 
 
-def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+def test_a_damaged_index_is_named(tmp_path):
     (tmp_path / "ADAPTERS").write_text(json.dumps({"versions": 1}))
     with pytest.raises(Exception, match="ADAPTERS does not parse"):
         AdapterStore(tmp_path).read()

@@ -25,7 +25,7 @@ def shared(tensors: tuple[UploadTensor, ...] = ()) -> SharedMemorySource:
 
 
 class TestNames:
-    def test_the_same_tensors_have_one_name(self) -> None:
+    def test_the_same_tensors_have_one_name(self):
         tables = AnnouncedTables()
         tables.keep(table("a", "b"))
         tables.keep(table("a", "b"))
@@ -36,7 +36,7 @@ class TestNames:
         assert tables.name_for(Announcement(version=1, tensors=table("a"))) not in (None, name)
         assert tables.name_for(Announcement(version=1, tensors=table("b"))) is None
 
-    def test_what_is_announced_by_name_has_the_tensors(self) -> None:
+    def test_what_is_announced_by_name_has_the_tensors(self):
         tables = AnnouncedTables()
         tables.keep(table("a", "b"))
         in_parts = Announcement(version=1, tensors=table("a", "b"))
@@ -48,7 +48,7 @@ class TestNames:
             assert not short.announced_tensors
             assert tables.in_full(Announcement.model_validate_json(short.model_dump_json())) == announced
 
-    def test_the_one_that_was_used_least_recently_makes_room(self) -> None:
+    def test_the_one_that_was_used_least_recently_makes_room(self):
         tables = AnnouncedTables()
         names = []
         for number in range(MOST_KEPT):
@@ -74,13 +74,13 @@ class TestAnnouncement:
             ({}, "not neither"),
         ],
     )
-    def test_that_contradicts_itself(self, what: dict[str, object], complaint: str) -> None:
+    def test_that_contradicts_itself(self, what, complaint):
         with pytest.raises(ValueError, match=complaint):
             Announcement.model_validate({"version": 1, **what})
 
 
 class TestIngest:
-    async def test_a_table_outlives_its_version_and_not_the_ingest(self, model: Path, tmp_path: Path) -> None:
+    async def test_a_table_outlives_its_version_and_not_the_ingest(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log"))
         await ingest.start()
         weights: Weights = _weights(model)
@@ -99,7 +99,7 @@ class TestIngest:
             await ingest.begin(begin_of(3, weights).by_table(plan.table))
         await ingest.stop()
 
-    async def test_a_table_that_does_not_fit_the_model_is_not_kept(self, model: Path, tmp_path: Path) -> None:
+    async def test_a_table_that_does_not_fit_the_model_is_not_kept(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log"))
         await ingest.start()
         for _ in range(2):

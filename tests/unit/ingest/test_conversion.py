@@ -47,7 +47,7 @@ def of(value: float, *names: str) -> Bucket:
     return Bucket(names, lambda: ((name, torch.full((2,), value, dtype=torch.bfloat16)) for name in names))
 
 
-async def test_a_bucket_that_is_begun_again_forgets_its_failure(conversion: Conversion, executor: InOrderOf) -> None:
+async def test_a_bucket_that_is_begun_again_forgets_its_failure(conversion, executor):
     conversion.begin(of(1.0, "a", "b"), 0)
     conversion.begin(of(float("nan"), "c", "d"), 1)
     for task in executor.tasks:
@@ -60,7 +60,7 @@ async def test_a_bucket_that_is_begun_again_forgets_its_failure(conversion: Conv
     assert conversion.failure is None and conversion.read_bytes == 16
 
 
-async def test_a_bucket_that_waits_is_not_converted_once_forgotten(conversion: Conversion, executor: InOrderOf) -> None:
+async def test_a_bucket_that_waits_is_not_converted_once_forgotten(conversion, executor):
     waiting = conversion.begin(of(float("nan"), "a"), 0)
     await conversion.forget([0])
     assert waiting.cancelled()
@@ -69,9 +69,7 @@ async def test_a_bucket_that_waits_is_not_converted_once_forgotten(conversion: C
     assert conversion.failure is None and conversion.read_bytes == 4 * len(NAMES)
 
 
-async def test_a_failure_of_a_bucket_without_a_key_ends_the_version(
-    conversion: Conversion, executor: InOrderOf
-) -> None:
+async def test_a_failure_of_a_bucket_without_a_key_ends_the_version(conversion, executor):
     conversion.begin(of(float("nan"), "a"))
     conversion.begin(of(1.0, "b"))
     for task in executor.tasks:

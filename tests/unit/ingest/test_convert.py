@@ -4,7 +4,6 @@ import gc
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from rollout_service.protocol.experts import ExpertNaming
 from rollout_service.protocol.upload import TrainerRecipe, UploadTensor
 from rollout_service.quant.blockwise import quantize_blockwise
 from rollout_service.quant.deferred_checks import DeferredChecks
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 from rollout_service.quant.quantizer import Quantizer
 from tests.unit.ingest.trainer import begin_of
 
@@ -120,7 +119,7 @@ class Memory:
 
 class TestConvert:
     @pytest.mark.parametrize("batch_bytes", [1, 40_000, 1 << 28])
-    def test_names_values_and_order_do_not_depend_on_the_batches(self, batch_bytes: int) -> None:
+    def test_names_values_and_order_do_not_depend_on_the_batches(self, batch_bytes):
         made = list(Converter(RECIPE, batch_bytes=batch_bytes).convert(WEIGHTS.items()))
         expert = f"{EXPERTS}.1.up_proj.weight"
         codes, scales = quantize_blockwise(WEIGHTS[f"{EXPERTS}.gate_up_proj"][1, 128:], expert)
@@ -132,12 +131,12 @@ class TestConvert:
         assert torch.equal(stored["bias"], WEIGHTS["bias"]) and stored["bias"].dtype == torch.float32
         assert [name for name, _ in made][:4] == ["embed", "q", "q_scale_inv", f"{EXPERTS}.0.gate_proj.weight"]
 
-    def test_the_table_foretells_what_is_made(self) -> None:
+    def test_the_table_foretells_what_is_made(self):
         converter = Converter(RECIPE)
         foretold = tuple(converter.table(begin_of(1, WEIGHTS).tensors))
         assert foretold == begin_of(1, dict(converter.convert(WEIGHTS.items()))).tensors
 
-    def test_what_is_stored_already_passes_through_unchanged(self) -> None:
+    def test_what_is_stored_already_passes_through_unchanged(self):
         converter = Converter(RECIPE)
         once = dict(converter.convert(WEIGHTS.items()))
         again = dict(converter.convert(once.items()))
@@ -147,26 +146,26 @@ class TestConvert:
         )
         assert tuple(converter.table(begin_of(1, once).tensors)) == begin_of(1, once).tensors
 
-    def test_experts_are_quantized_in_few_calls(self) -> None:
+    def test_experts_are_quantized_in_few_calls(self):
         converter = Converter(RECIPE)
         quantizer = recording(converter)
         list(converter.convert(WEIGHTS.items()))
         assert [len(names) for names in quantizer.calls] == [10]
 
-    def test_a_batch_ends_before_it_grows_too_large(self) -> None:
+    def test_a_batch_ends_before_it_grows_too_large(self):
         converter = Converter(RECIPE, batch_bytes=2 * 256 * 128 * 2)  # two experts' gate and up
         quantizer = recording(converter)
         list(converter.convert([(f"{EXPERTS}.gate_up_proj", WEIGHTS[f"{EXPERTS}.gate_up_proj"])]))
         assert [len(names) for names in quantizer.calls] == [4, 2]
 
-    def test_a_batch_lies_on_one_device(self) -> None:
+    def test_a_batch_lies_on_one_device(self):
         converter = Converter(RECIPE)
         converter._quantizer = quantizer = Unable()
         devices = ("cpu", "cpu", "meta", "cpu")
         list(converter.convert(("q", torch.zeros(2, 2, device=device)) for device in devices))
         assert quantizer.calls == [["cpu", "cpu"], ["meta"], ["cpu"]]
 
-    def test_at_most_one_batch_of_tensors_is_in_memory(self, looked_at_together: str) -> None:
+    def test_at_most_one_batch_of_tensors_is_in_memory(self, looked_at_together):
         memory, alive = Memory(), []
 
         def tensors() -> Iterator[Named]:
@@ -179,7 +178,7 @@ class TestConvert:
         # what is asked is kept until it is answered
         assert len(alive) == 12 and max(alive) == (12 if looked_at_together == "asked at the end" else 3)
 
-    def test_a_tensor_larger_than_a_batch_is_freed_before_the_next(self) -> None:
+    def test_a_tensor_larger_than_a_batch_is_freed_before_the_next(self):
         memory, alive = Memory(), []
 
         def tensors() -> Iterator[Named]:
@@ -190,14 +189,14 @@ class TestConvert:
         assert len(list(Converter(RECIPE, batch_bytes=1000).convert(tensors()))) == 18
         assert alive == [0, 0]
 
-    def test_parameters_that_require_grad_are_taken(self) -> None:
+    def test_parameters_that_require_grad_are_taken(self):
         stored = dict(Converter(RECIPE).convert([("q", torch.nn.Parameter(WEIGHTS["q"]))]))
         assert not stored["q_scale_inv"].requires_grad
 
 
 class TestRefused:
     @pytest.mark.parametrize("code", [0x7F, 0xFF])
-    def test_a_code_for_nan_is_named_with_its_first_index(self, code: int) -> None:
+    def test_a_code_for_nan_is_named_with_its_first_index(self, code):
         codes, scales = quantize_blockwise(WEIGHTS["q"])
         for index in ((129, 0), (4, 9)):
             codes.view(torch.uint8)[index] = code
@@ -206,7 +205,7 @@ class TestRefused:
         assert refused.value.detail == {"tensor": "q", "index": [4, 9], "count": 2}
 
     @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-    def test_a_scale_that_is_no_positive_number_is_named(self, value: float) -> None:
+    def test_a_scale_that_is_no_positive_number_is_named(self, value):
         scales = torch.ones(2, 2)
         scales[1, 0] = value
         with pytest.raises(
@@ -223,7 +222,7 @@ class TestRefused:
             (2.0**-149, "that fp32 cannot hold as a normal number"),
         ],
     )
-    def test_a_scale_with_which_codes_overflow_or_vanish_is_named(self, value: float, complaint: str) -> None:
+    def test_a_scale_with_which_codes_overflow_or_vanish_is_named(self, value, complaint):
         scales = torch.ones(2, 2)
         scales[1, 0] = value
         words = rf"q_scale_inv\[1, 0\] is {re.escape(f'{value:g}')}, a block scale .*{re.escape(complaint)}"
@@ -232,9 +231,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
     @pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
-    def test_scales_of_extreme_but_quantizable_weights_are_accepted(
-        self, kind: Literal["fp32", "power_of_two"], weight: float
-    ) -> None:
+    def test_scales_of_extreme_but_quantizable_weights_are_accepted(self, kind, weight):
         codes, scales = quantize_blockwise(
             torch.full((130, 200), weight).bfloat16(), power_of_two=kind == "power_of_two"
         )
@@ -243,7 +240,7 @@ class TestRefused:
         )
         assert torch.equal(stored["q_scale_inv"], scales)
 
-    def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named(self) -> None:
+    def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named(self):
         scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
         with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
             list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
@@ -252,9 +249,7 @@ class TestRefused:
         assert torch.equal(kept, scales)
 
     @pytest.mark.parametrize(("form", "recipe"), [(INT8_CHANNEL, INT8), (FP8_CHANNEL, FP8_BY_CHANNEL)])
-    def test_codes_and_scales_of_channels_stand_under_the_names_of_compressed_tensors(
-        self, form: WeightFormat, recipe: TrainerRecipe
-    ) -> None:
+    def test_codes_and_scales_of_channels_stand_under_the_names_of_compressed_tensors(self, form, recipe):
         converter = Converter(recipe)
         stored = dict(converter.convert(WEIGHTS.items()))
         codes, scales = form.quantize(WEIGHTS["q"])
@@ -271,7 +266,7 @@ class TestRefused:
         }
         assert dict(Converter(recipe).convert(stored.items())).keys() == stored.keys()
 
-    def test_int8_codes_and_scales_that_no_weight_has_are_named(self) -> None:
+    def test_int8_codes_and_scales_that_no_weight_has_are_named(self):
         codes, scales = INT8_CHANNEL.quantize(WEIGHTS["q"])
         codes[3, 7] = -128
         with pytest.raises(QuantizationError, match=r"q\[3, 7\] is -128, a code beyond those that are symmetric"):
@@ -280,7 +275,7 @@ class TestRefused:
         with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 0, a channel scale that is not a positive"):
             list(Converter(INT8).convert([("q_scale", scales)]))
 
-    def test_fp8_codes_and_scales_of_channels_that_no_weight_has_are_named(self) -> None:
+    def test_fp8_codes_and_scales_of_channels_that_no_weight_has_are_named(self):
         codes, scales = FP8_CHANNEL.quantize(WEIGHTS["q"])
         codes.view(torch.uint8)[3, 7] = 0xFF
         with pytest.raises(QuantizationError, match=r"q\[3, 7\] is nan, a code for NaN"):
@@ -289,26 +284,26 @@ class TestRefused:
         with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 1e\+37, a channel scale above 7\.566e\+35"):
             list(Converter(FP8_BY_CHANNEL).convert([("q_scale", scales)]))
 
-    def test_codes_of_another_format_are_refused(self) -> None:
+    def test_codes_of_another_format_are_refused(self):
         with pytest.raises(InvalidManifest, match=r"q came as .*float8_e4m3fn codes, but it becomes int8 here"):
             list(Converter(INT8).convert([("q", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
         with pytest.raises(InvalidManifest, match=r"q came as .*int8 codes, but it becomes float8_e4m3fn here"):
             list(Converter(RECIPE).convert([("q", torch.zeros(2, 2, dtype=torch.int8))]))
 
-    def test_codes_of_a_tensor_that_is_not_quantized_are_refused(self) -> None:
+    def test_codes_of_a_tensor_that_is_not_quantized_are_refused(self):
         with pytest.raises(InvalidManifest, match=r"embed came as .*float8_e4m3fn codes, but it becomes bfloat16 here"):
             list(Converter(RECIPE).convert([("embed", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
 
     @pytest.mark.parametrize("name", ["q", "embed", f"{EXPERTS}.down_proj", "bias"])
     @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-    def test_what_is_not_finite_is_named(self, name: str, value: float) -> None:
+    def test_what_is_not_finite_is_named(self, name, value):
         broken = WEIGHTS[name].clone()
         broken[(0,) * broken.dim()] = value
         stored = f"{EXPERTS}.0.down_proj.weight" if name.startswith(EXPERTS) else name
         with pytest.raises(QuantizationError, match=rf"{re.escape(stored)}\[.*\] is {value}"):
             list(Converter(RECIPE).convert([(name, broken)]))
 
-    def test_the_table_keeps_unquantizable_tensors_as_they_were_sent(self) -> None:
+    def test_the_table_keeps_unquantizable_tensors_as_they_were_sent(self):
         odd = (
             UploadTensor(name="q", dtype="bfloat16", shape=(130,)),
             UploadTensor(name=f"{EXPERTS}.down_proj", dtype="float8_e4m3fn", shape=(3, 128, 128)),

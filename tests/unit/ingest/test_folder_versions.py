@@ -52,9 +52,7 @@ async def pushed(ingest: Ingest, folder: Path, number: int | None = None) -> int
     return (await ingest.push_folder(folder, NOW, number)).version
 
 
-async def test_the_folder_may_go_once_the_call_has_returned(
-    ingest: Ingest, root: Path, weights: Weights, model: Path
-) -> None:
+async def test_the_folder_may_go_once_the_call_has_returned(ingest, root, weights, model):
     sent = changed(weights, 0.5)
     folder = saved(root, "step_7", sent)
     await pushed(ingest, folder, 7)
@@ -65,17 +63,13 @@ async def test_the_folder_may_go_once_the_call_has_returned(
 
 
 @pytest.mark.parametrize("number", [None, 0, 3, 7])
-async def test_without_a_newer_number_a_version_has_the_next(
-    ingest: Ingest, root: Path, weights: Weights, number: int | None
-) -> None:
+async def test_without_a_newer_number_a_version_has_the_next(ingest, root, weights, number):
     assert await pushed(ingest, saved(root, "a", weights), 7) == 7
     assert await pushed(ingest, saved(root, "b", changed(weights, 1.0)), number) == 8
 
 
 @pytest.mark.parametrize("how", ["in place", "by a rename"])
-async def test_a_rewrite_with_the_same_sizes_and_times_is_a_new_version(
-    ingest: Ingest, root: Path, weights: Weights, model: Path, how: str
-) -> None:
+async def test_a_rewrite_with_the_same_sizes_and_times_is_a_new_version(ingest, root, weights, model, how):
     folder, sent = saved(root, "latest", weights), changed(weights, 1.0)
     assert await pushed(ingest, folder) == 1
     before = (folder / "model.safetensors").stat()
@@ -87,9 +81,7 @@ async def test_a_rewrite_with_the_same_sizes_and_times_is_a_new_version(
     assert (await ingest.status(2)).digest == expected.digest(sent, ServedModel.load(model).fingerprint)
 
 
-async def test_the_same_folder_again_is_the_same_version(
-    ingest: Ingest, root: Path, weights: Weights, config: ServiceConfig
-) -> None:
+async def test_the_same_folder_again_is_the_same_version(ingest, root, weights, config):
     folder = saved(root, "step_7", weights)
     assert await pushed(ingest, folder, 7) == 7
     (folder / "STABLE").touch()  # markers of the trainer's are no weights
@@ -104,13 +96,13 @@ async def test_the_same_folder_again_is_the_same_version(
     await again.stop()
 
 
-async def test_a_repeat_joins_what_is_under_way(ingest: Ingest, root: Path, weights: Weights) -> None:
+async def test_a_repeat_joins_what_is_under_way(ingest, root, weights):
     folder = saved(root, "step_7", weights)
     assert await asyncio.gather(*(pushed(ingest, folder, 7) for _ in range(3))) == [7, 7, 7]
     assert [status.version for status in await ingest.versions()] == [0, 7]
 
 
-async def test_a_repeat_waits_for_the_replicas_too(ingest: Ingest, root: Path, weights: Weights) -> None:
+async def test_a_repeat_waits_for_the_replicas_too(ingest, root, weights):
     folder = saved(root, "step_7", weights)
     await ingest.report(replica("a", 0))
     with pytest.raises(CommitTimeout):
@@ -123,7 +115,7 @@ async def test_a_repeat_waits_for_the_replicas_too(ingest: Ingest, root: Path, w
     assert (await repeat).state == "live"
 
 
-async def test_a_link_to_another_folder_is_another_version(ingest: Ingest, root: Path, weights: Weights) -> None:
+async def test_a_link_to_another_folder_is_another_version(ingest, root, weights):
     first, second = saved(root, "a", weights), saved(root, "b", changed(weights, 1.0))
     os.symlink(first, root / "latest")
     assert await pushed(ingest, root / "latest") == 1
@@ -133,9 +125,7 @@ async def test_a_link_to_another_folder_is_another_version(ingest: Ingest, root:
     assert await pushed(ingest, second) == 2
 
 
-async def test_going_back_to_an_earlier_folder_serves_it_anew(
-    ingest: Ingest, root: Path, weights: Weights, model: Path
-) -> None:
+async def test_going_back_to_an_earlier_folder_serves_it_anew(ingest, root, weights, model):
     first = saved(root, "step_1", weights)
     assert await pushed(ingest, first, 1) == 1
     assert await pushed(ingest, saved(root, "step_2", changed(weights, 1.0)), 2) == 2
@@ -143,15 +133,13 @@ async def test_going_back_to_an_earlier_folder_serves_it_anew(
     assert status.version == 3 and status.digest == expected.digest(weights, ServedModel.load(model).fingerprint)
 
 
-async def test_a_number_that_another_upload_has_is_passed_over(ingest: Ingest, root: Path, weights: Weights) -> None:
+async def test_a_number_that_another_upload_has_is_passed_over(ingest, root, weights):
     await ingest.begin(begin_of(7, changed(weights, 1.0)))
     assert await pushed(ingest, saved(root, "step_7", weights), 7) == 8
     assert [status.version for status in await ingest.versions()] == [0, 8]
 
 
-async def test_a_folder_that_failed_is_read_anew_once_mended(
-    ingest: Ingest, root: Path, weights: Weights, model: Path
-) -> None:
+async def test_a_folder_that_failed_is_read_anew_once_mended(ingest, root, weights, model):
     broken = changed(weights, 0.0)
     broken[UP_PROJ][3, 5] = float("nan")
     folder = saved(root, "step_7", broken)
@@ -162,12 +150,12 @@ async def test_a_folder_that_failed_is_read_anew_once_mended(
     assert status.version == 7 and status.digest == expected.digest(weights, ServedModel.load(model).fingerprint)
 
 
-async def test_a_folder_of_another_model_leaves_nothing_staged(ingest: Ingest, root: Path, weights: Weights) -> None:
+async def test_a_folder_of_another_model_leaves_nothing_staged(ingest, root, weights):
     with pytest.raises(InvalidManifest):
         await pushed(ingest, saved(root, "step_7", {"other": weights[UP_PROJ]}), 7)
     assert [status.version for status in await ingest.versions()] == [0]
 
 
-async def test_a_folder_elsewhere_says_what_to_set(ingest: Ingest, model: Path) -> None:
+async def test_a_folder_elsewhere_says_what_to_set(ingest, model):
     with pytest.raises(Forbidden, match=r"is not below weights\.source_roots \(.*broadcasts\): .*set it to a folder"):
         await pushed(ingest, model, 7)

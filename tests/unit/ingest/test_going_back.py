@@ -48,9 +48,7 @@ async def publish(ingest: Ingest, version: int, measurement: KVMeasurement) -> K
 
 
 class TestNext:
-    async def test_each_push_has_the_number_after_the_newest(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_each_push_has_the_number_after_the_newest(self, ingest, trainer, weights):
         await trainer.push(7, weights)
         first = await push(ingest, trainer, changed(weights, 1.0), "run/step-3")
         second = await push(ingest, trainer, changed(weights, 2.0), "run/step-4")
@@ -59,9 +57,7 @@ class TestNext:
         assert (await ingest.fleet()).latest_label == "run/step-4"
         assert await ingest.version_of("run/step-3") == 8
 
-    async def test_a_begin_that_is_repeated_has_the_same_number(
-        self, ingest: Ingest, weights: Weights, config: ServiceConfig
-    ) -> None:
+    async def test_a_begin_that_is_repeated_has_the_same_number(self, ingest, weights, config):
         first = await ingest.begin(announced(weights))
         assert await ingest.begin(announced(weights)) == first
         await ingest.stop()
@@ -71,15 +67,11 @@ class TestNext:
         assert (await again.begin(announced(weights, uploader="another"))).version == 2
         await again.stop()
 
-    async def test_a_number_that_is_being_uploaded_is_passed_over(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_number_that_is_being_uploaded_is_passed_over(self, ingest, trainer, weights):
         await trainer.upload(5, weights, order=[0])
         assert (await ingest.begin(announced(weights))).version == 6
 
-    async def test_what_nobody_goes_on_with_is_dropped_by_the_next(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_what_nobody_goes_on_with_is_dropped_by_the_next(self, ingest, trainer, weights):
         abandoned = await ingest.begin(announced(weights, uploader="gone"))
         status = await push(ingest, trainer, weights)
         assert (abandoned.version, status.version) == (1, 2)
@@ -88,9 +80,7 @@ class TestNext:
         with pytest.raises(NotFound, match="push it again as version 'next'"):
             ingest.staged(1)
 
-    async def test_a_label_goes_on_with_what_a_trainer_left(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_label_goes_on_with_what_a_trainer_left(self, ingest, trainer, weights):
         first = await ingest.begin(announced(weights, "run/step-3"))
         await send(trainer, first, weights, [0, 1])
         second = await ingest.begin(announced(weights, "run/step-3", "restarted"))
@@ -98,9 +88,7 @@ class TestNext:
         await send(trainer, second, weights, list(second.missing_parts), "restarted")
         assert (await ingest.commit(first.version, CommitUpload())).label == "run/step-3"
 
-    async def test_parts_that_have_changed_since_are_replaced(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_parts_that_have_changed_since_are_replaced(self, ingest, trainer, weights):
         other = changed(weights, 1.0)
         plan = await ingest.begin(announced(weights, "run/step-3"))
         await send(trainer, plan, weights, list(plan.missing_parts))
@@ -111,43 +99,33 @@ class TestNext:
         digest = (await ingest.commit(plan.version, CommitUpload())).digest
         assert digest == (await trainer.push(9, other)).digest
 
-    async def test_other_tensors_under_a_label_begin_anew(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_other_tensors_under_a_label_begin_anew(self, ingest, trainer, weights):
         first = await ingest.begin(announced(weights, "run/step-3"))
         await send(trainer, first, weights, [0])
         wider = {name: tensor.float() for name, tensor in weights.items()}
         second = await ingest.begin(announced(wider, "run/step-3", "restarted"))
         assert second.version == first.version and second.digests == {}
 
-    async def test_a_version_that_failed_leaves_its_number(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_version_that_failed_leaves_its_number(self, ingest, trainer, weights):
         broken = changed(weights, 0.0)
         next(iter(broken.values()))[0, 0] = float("nan")
         with pytest.raises(QuantizationError):
             await push(ingest, trainer, broken, "run/step-3")
         assert (await push(ingest, trainer, weights, "run/step-3", "restarted")).version == 1
 
-    async def test_a_label_may_come_again_once_committed(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_label_may_come_again_once_committed(self, ingest, trainer, weights):
         await push(ingest, trainer, weights, "run/step-3")
         assert (await push(ingest, trainer, changed(weights, 1.0), "run/step-3", "restarted")).version == 2
         assert await ingest.version_of("run/step-3") == 2
 
-    async def test_another_label_under_one_number_conflicts(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_another_label_under_one_number_conflicts(self, ingest, trainer, weights):
         begin = begin_of(4, weights).model_copy(update={"label": "a"})
         await ingest.begin(begin)
         assert (await ingest.begin(begin_of(4, weights))).version == 4
         with pytest.raises(VersionConflict, match="staged with the label 'a', and the label 'b' now"):
             await ingest.begin(begin.model_copy(update={"label": "b"}))
 
-    async def test_a_number_that_is_not_newer_says_the_ways_out(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_number_that_is_not_newer_says_the_ways_out(self, ingest, trainer, weights):
         await trainer.push(5, weights)
         await push(ingest, trainer, weights, "run/step-6")
         with pytest.raises(
@@ -156,7 +134,7 @@ class TestNext:
             await ingest.begin(begin_of(3, weights))
         assert refused.value.detail["kept_versions"] == [0, 5, 6]
 
-    async def test_a_folder_told_as_next_is_read_once(self, model: Path, tmp_path: Path) -> None:
+    async def test_a_folder_told_as_next_is_read_once(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model]}).resolved())
         await ingest.start()
         body = Announcement(version="next", source=PathSource(path=model), label="run/start", uploader="one")
@@ -167,9 +145,7 @@ class TestNext:
 
 
 class TestRollback:
-    async def test_an_older_version_becomes_the_newest(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_an_older_version_becomes_the_newest(self, ingest, trainer, weights, log):
         pushed = [await push(ingest, trainer, changed(weights, step), f"run/step-{step}") for step in (1, 2, 3)]
         status = await ingest.roll_back(RollBack(to=1))
         assert (status.version, status.label, status.rollback_of) == (4, "run/step-1", 1)
@@ -180,9 +156,7 @@ class TestRollback:
         after = await push(ingest, trainer, changed(weights, 5.0), "run/step-2")
         assert after.version == 5 and await ingest.version_of("run/step-2") == 5
 
-    async def test_the_same_rollback_again_changes_nothing(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_the_same_rollback_again_changes_nothing(self, ingest, trainer, weights):
         for step in (1, 2):
             await push(ingest, trainer, changed(weights, step), f"run/step-{step}")
         first = await ingest.roll_back(RollBack(to="run/step-1"))
@@ -190,9 +164,7 @@ class TestRollback:
         assert await ingest.roll_back(RollBack(to=1)) == first
         assert (await ingest.roll_back(RollBack(to=2))).version == 4
 
-    async def test_the_files_stay_when_the_older_version_goes(
-        self, model: Path, tmp_path: Path, weights: Weights
-    ) -> None:
+    async def test_the_files_stay_when_the_older_version_goes(self, model, tmp_path, weights):
         ingest = Ingest(config_of(model, tmp_path / "log", weights={"keep_versions": 2}).resolved())
         await ingest.start()
         trainer, log = Trainer(ingest), WeightLog(tmp_path / "log")
@@ -207,9 +179,7 @@ class TestRollback:
             await ingest.roll_back(RollBack(to=1))
         await ingest.stop()
 
-    async def test_a_version_that_replicas_serve_is_waited_for(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_version_that_replicas_serve_is_waited_for(self, ingest, trainer, weights):
         status = await push(ingest, trainer, changed(weights, 1.0))
         await ingest.report(replica("a", 1, digest=status.digest))
         back = await ingest.roll_back(RollBack(to=0))
@@ -217,26 +187,20 @@ class TestRollback:
         await ingest.report(replica("a", back.version, 1, digest=back.digest))
         assert (await ingest.roll_back(RollBack(to=0, wait="all", timeout_s=5.0))).state == "live"
 
-    async def test_an_upload_under_way_keeps_its_number(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_an_upload_under_way_keeps_its_number(self, ingest, trainer, weights):
         await push(ingest, trainer, changed(weights, 1.0))
         await trainer.upload(9, weights)
         assert (await ingest.roll_back(RollBack(to=0))).version == 2
         assert (await ingest.commit(9, CommitUpload())).version == 9
 
-    async def test_an_upload_of_the_very_next_number_is_dropped(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_an_upload_of_the_very_next_number_is_dropped(self, ingest, trainer, weights):
         await push(ingest, trainer, changed(weights, 1.0))
         await trainer.upload(2, weights)
         assert (await ingest.roll_back(RollBack(to=0))).version == 3
         with pytest.raises(NotFound, match="version 3 is committed"):
             ingest.staged(2)
 
-    async def test_a_restarted_ingest_knows_labels_and_rollbacks(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig
-    ) -> None:
+    async def test_a_restarted_ingest_knows_labels_and_rollbacks(self, ingest, trainer, weights, config):
         for step in (1, 2):
             await push(ingest, trainer, changed(weights, step), f"run/step-{step}")
         back = await ingest.roll_back(RollBack(to="run/step-1"))
@@ -248,14 +212,12 @@ class TestRollback:
         assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"
         await again.stop()
 
-    async def test_an_unknown_label_names_those_there_are(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_an_unknown_label_names_those_there_are(self, ingest, trainer, weights):
         await push(ingest, trainer, weights, "run/step-1")
         with pytest.raises(NotFound, match="newest labels are run/step-1"):
             await ingest.roll_back(RollBack(to="run/step-2"))
 
-    async def test_measured_kv_scales_go_with_the_weights(self, model: Path, tmp_path: Path, weights: Weights) -> None:
+    async def test_measured_kv_scales_go_with_the_weights(self, model, tmp_path, weights):
         kept = {"keep_versions": 4}
         config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept)
         ingest, log = Ingest(config), WeightLog(tmp_path / "log")
@@ -274,9 +236,7 @@ class TestRollback:
         await ingest.stop()
 
     @pytest.mark.parametrize("amax", [None, (0, 0, 0)], ids=["never measured", "measurement failed"])
-    async def test_a_rollback_has_the_digest_of_the_version_it_restores(
-        self, model: Path, tmp_path: Path, weights: Weights, amax: tuple[float, float, float] | None
-    ) -> None:
+    async def test_a_rollback_has_the_digest_of_the_version_it_restores(self, model, tmp_path, weights, amax):
         kept = {"keep_versions": 4}
         ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept))
         await ingest.start()

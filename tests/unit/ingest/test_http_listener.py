@@ -70,7 +70,7 @@ def bodies_of(replies: bytes) -> list[dict[str, object]]:
 
 
 class TestBody:
-    def test_a_body_is_read_however_it_is_cut(self) -> None:
+    def test_a_body_is_read_however_it_is_cut(self):
         whole = PUT + b"Content-Length: 12\r\n\r\nHello, world"
         for cut in (10, len(whole) - 12, len(whole) - 9, len(whole) - 1):
             with connected() as caller:
@@ -80,20 +80,20 @@ class TestBody:
                 [said] = bodies_of(all_of(caller))
             assert said["body"] == "Hello, world" and said["nbytes"] == 12
 
-    def test_no_body_is_an_empty_one(self) -> None:
+    def test_no_body_is_an_empty_one(self):
         [said] = bodies_of(replies_to(b"GET /x?y HTTP/1.1\r\nHost: here\r\n\r\n"))
         assert said == {"method": "GET", "target": "/x?y", "body": "", "nbytes": 0, "host": "here"}
 
-    def test_a_head_request_is_answered_without_a_body(self) -> None:
+    def test_a_head_request_is_answered_without_a_body(self):
         replies = replies_to(GET.replace(b"GET", b"HEAD") + GET)
         assert replies.count(b"HTTP/1.1 200 ") == 2 and len(bodies_of(replies)) == 1
 
-    def test_requests_follow_one_another_on_one_connection(self) -> None:
+    def test_requests_follow_one_another_on_one_connection(self):
         replies = replies_to((PUT + b"Content-Length: 3\r\n\r\none") * 3)
         assert [said["body"] for said in bodies_of(replies)] == ["one"] * 3
         assert b"onnection: close" not in replies
 
-    def test_a_truncated_body_raises_cut_off(self) -> None:
+    def test_a_truncated_body_raises_cut_off(self):
         raised: list[CutOff] = []
 
         def note(request: Request) -> Reply:
@@ -106,7 +106,7 @@ class TestBody:
         assert replies_to(PUT + b"Content-Length: 12\r\n\r\nHello", note).startswith(b"HTTP/1.1 400 ")
         assert len(raised) == 1
 
-    def test_a_silent_sender_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_silent_sender_is_disconnected(self, monkeypatch):
         monkeypatch.setattr(http_listener, "READ_S", 0.05)
         with connected() as caller:
             caller.sendall(PUT + b"Content-Length: 12\r\n\r\nHello")
@@ -120,12 +120,12 @@ class TestBody:
             (b"Content-Length: 1\r\nContent-Length: 2", 400),
         ],
     )
-    def test_a_body_without_a_valid_length_is_refused(self, header: bytes, status: int) -> None:
+    def test_a_body_without_a_valid_length_is_refused(self, header, status):
         [said] = bodies_of(reply := replies_to(PUT + header + b"\r\n\r\n3\r\ntwo\r\n0\r\n\r\n"))
         assert reply.startswith(b"HTTP/1.1 %d " % status) and b"Connection: close" in reply
         assert isinstance(said["error"], dict) and said["error"]["type"] == "MalformedRequest"
 
-    def test_a_caller_that_expects_100_continue_gets_it(self) -> None:
+    def test_a_caller_that_expects_100_continue_gets_it(self):
         with connected() as caller:
             caller.sendall(PUT + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
             assert caller.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
@@ -133,7 +133,7 @@ class TestBody:
             caller.shutdown(socket.SHUT_WR)
             assert bodies_of(all_of(caller))[0]["body"] == "one"
 
-    def test_a_refusal_reaches_a_caller_that_still_sends(self) -> None:
+    def test_a_refusal_reaches_a_caller_that_still_sends(self):
         with connected(refuse) as caller:
             caller.sendall(PUT + b"Content-Length: 20000000\r\n\r\n")
             caller.sendall(bytes(20_000_000))
@@ -143,24 +143,24 @@ class TestBody:
 
 class TestHead:
     @pytest.mark.parametrize("noise", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"PUT\r\n\r\n", b"GET / HTTP/9.1\r\n\r\n"])
-    def test_noise_is_refused_in_the_services_form(self, noise: bytes) -> None:
+    def test_noise_is_refused_in_the_services_form(self, noise):
         [said] = bodies_of(reply := replies_to(noise))
         assert reply.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 505 "))
         assert isinstance(said["error"], dict) and said["error"]["type"] == "MalformedRequest"
 
     @pytest.mark.parametrize("header", [b"X: " + b"x" * (64 << 10), b"X: x\r\n" * 101], ids=["long", "many"])
-    def test_a_head_has_a_bound(self, header: bytes) -> None:
+    def test_a_head_has_a_bound(self, header):
         assert replies_to(PUT + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
 
     @pytest.mark.parametrize("sent", [b"", PUT])
-    def test_a_silent_caller_is_disconnected(self, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    def test_a_silent_caller_is_disconnected(self, monkeypatch, sent):
         monkeypatch.setattr(http_listener, "IDLE_S", 0.05)
         with connected() as caller:
             caller.sendall(sent)
             assert all_of(caller) == b""
 
     @pytest.mark.parametrize("request_line", [b"GET / HTTP/1.0\r\n", b"GET / HTTP/1.1\r\nConnection: close\r\n"])
-    def test_connection_close_is_honoured(self, request_line: bytes) -> None:
+    def test_connection_close_is_honoured(self, request_line):
         with connected() as caller:
             caller.sendall(request_line + b"Host: here\r\n\r\n")
             assert all_of(caller).startswith(b"HTTP/1.1 200 ")
@@ -196,7 +196,7 @@ class TestConnections:
         connection.sendall(sent)
         return connection
 
-    def test_silent_connections_make_room_for_a_request(self) -> None:
+    def test_silent_connections_make_room_for_a_request(self):
         with ExitStack() as stack:
             port = stack.enter_context(listening())
             silent = [self.connect(stack, port) for _ in range(5)]
@@ -205,14 +205,14 @@ class TestConnections:
             assert len(closed(silent, 4)) == 4
 
     @pytest.mark.parametrize("half", [PUT, PUT + b"Content-Length: 1000\r\n\r\n"], ids=["head", "refused body"])
-    def test_half_requests_make_room_for_a_whole_one(self, half: bytes) -> None:
+    def test_half_requests_make_room_for_a_whole_one(self, half):
         with ExitStack() as stack:
             port = stack.enter_context(listening(refuse))
             for _ in range(5):
                 self.connect(stack, port, half)
             assert self.connect(stack, port, GET).recv(1000).startswith(b"HTTP/1.1 413 ")
 
-    def test_one_too_many_waits_until_another_is_answered(self) -> None:
+    def test_one_too_many_waits_until_another_is_answered(self):
         gate = Gate()
         with ExitStack() as stack:
             port = stack.enter_context(listening(gate))
@@ -226,6 +226,6 @@ class TestConnections:
             for caller in callers:
                 assert caller.recv(1000).startswith(b"HTTP/1.1 200 ")
 
-    def test_an_idle_connection_does_not_delay_the_stop(self) -> None:
+    def test_an_idle_connection_does_not_delay_the_stop(self):
         with ExitStack() as stack, listening() as port:
             assert self.connect(stack, port, GET).recv(1000)

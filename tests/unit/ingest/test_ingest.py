@@ -17,9 +17,8 @@ from rollout_service.errors import (
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
-from rollout_service.store.log import WeightLog
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of
+from tests.unit.ingest.trainer import begin_of, changed, config_of
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
@@ -43,18 +42,14 @@ def path_of(version: int, path: Path) -> BeginUpload:
 
 
 class TestUpload:
-    async def test_version_0_is_made_from_the_models_folder(
-        self, ingest: Ingest, log: WeightLog, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_version_0_is_made_from_the_models_folder(self, ingest, log, weights, fingerprint):
         status = await ingest.status(0)
         assert status.state == "committed" and status.digest == expected.digest(weights, fingerprint)
         assert [s.version for s in await ingest.versions()] == [0]
         assert log.head() is not None
         log.verify(log.manifest(0))
 
-    async def test_the_digest_is_that_of_an_independent_conversion(
-        self, trainer: Trainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_the_digest_is_that_of_an_independent_conversion(self, trainer, weights, fingerprint):
         sent = changed(weights, 0.25)
         status = await trainer.push(1, sent)
         assert status.state == "committed" and status.version == 1
@@ -62,37 +57,29 @@ class TestUpload:
         assert status.total_bytes == sum(len(data) for *_, data in expected.stored(sent))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    async def test_wider_dtypes_are_rounded_to_bf16_first(
-        self, trainer: Trainer, weights: Weights, fingerprint: str, dtype: torch.dtype
-    ) -> None:
+    async def test_wider_dtypes_are_rounded_to_bf16_first(self, trainer, weights, fingerprint, dtype):
         generator = torch.Generator().manual_seed(1)
         sent = {name: torch.randn(tensor.shape, generator=generator).to(dtype) for name, tensor in weights.items()}
         assert (await trainer.push(1, sent)).digest == expected.digest(sent, fingerprint)
         rounded = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
         assert (await trainer.push(2, rounded)).digest == expected.digest(sent, fingerprint)
 
-    async def test_without_quantization_every_tensor_is_stored_in_bf16(
-        self, model: Path, tmp_path: Path, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_without_quantization_every_tensor_is_stored_in_bf16(self, model, tmp_path, weights, fingerprint):
         ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": "none"}))
         await ingest.start()
         assert (await ingest.status(0)).digest == expected.digest(weights, fingerprint, fp8=False)
 
-    async def test_parts_may_come_in_any_order(
-        self, trainer: Trainer, weights: Weights, fingerprint: str, ingest: Ingest
-    ) -> None:
+    async def test_parts_may_come_in_any_order(self, trainer, weights, fingerprint, ingest):
         sent = changed(weights, 0.5)
         parts = begin_of(1, sent).num_parts(64 << 10)
         await trainer.upload(1, sent, order=[*range(1, parts, 2), *reversed(range(0, parts, 2))])
         assert (await ingest.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)
 
-    async def test_tensors_may_come_in_any_order(self, trainer: Trainer, weights: Weights, fingerprint: str) -> None:
+    async def test_tensors_may_come_in_any_order(self, trainer, weights, fingerprint):
         sent = dict(reversed(changed(weights, 0.5).items()))
         assert (await trainer.push(1, sent)).digest == expected.digest(sent, fingerprint)
 
-    async def test_a_commit_before_all_parts_came_lists_those_missing(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_commit_before_all_parts_came_lists_those_missing(self, ingest, trainer, weights):
         plan = await trainer.upload(1, weights, order=[0, 3])
         with pytest.raises(UploadIncomplete, match=f"lacks {plan.num_parts - 2} of {plan.num_parts} parts") as refused:
             await ingest.commit(1, CommitUpload())
@@ -104,22 +91,18 @@ class TestUpload:
         await trainer.upload(1, weights, order=lacking)
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
-    async def test_the_same_commit_again_gets_the_same_answer(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_the_same_commit_again_gets_the_same_answer(self, ingest, trainer, weights):
         first = await trainer.push(1, weights)
         assert await ingest.commit(1, CommitUpload()) == first
         await trainer.push(2, weights)
         assert await ingest.commit(1, CommitUpload()) == first
 
-    async def test_a_commit_of_what_was_never_begun_is_not_found(self, ingest: Ingest) -> None:
+    async def test_a_commit_of_what_was_never_begun_is_not_found(self, ingest):
         with pytest.raises(NotFound, match=r"version 7 is not staged \(staged: \[\]\)"):
             await ingest.commit(7, CommitUpload())
 
     @pytest.mark.parametrize("version", [3, 4])
-    async def test_a_version_that_is_not_newer_conflicts_with_the_newest(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, version: int
-    ) -> None:
+    async def test_a_version_that_is_not_newer_conflicts_with_the_newest(self, ingest, trainer, weights, version):
         newest = await trainer.push(5, weights)
         with pytest.raises(VersionConflict, match=f"version {version} is not newer than .* version 5") as refused:
             await ingest.begin(begin_of(version, weights))
@@ -130,9 +113,7 @@ class TestUpload:
             "kept_versions": [0, 5],
         }
 
-    async def test_a_staged_version_older_than_a_commit_is_dropped(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_staged_version_older_than_a_commit_is_dropped(self, ingest, trainer, weights, log):
         await trainer.upload(3, weights)
         await trainer.push(4, weights)
         with pytest.raises(VersionConflict, match="version 3 is not newer"):
@@ -140,9 +121,7 @@ class TestUpload:
         assert [s.version for s in await ingest.versions()] == [0, 4]
         assert list((log.root / "staging").iterdir()) == []
 
-    async def test_another_table_under_a_staged_version_conflicts(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_another_table_under_a_staged_version_conflicts(self, ingest, trainer, weights):
         await trainer.upload(1, weights, order=[0])
         wider = {name: tensor.float() for name, tensor in weights.items()}
         with pytest.raises(VersionConflict, match="staged with another tensor table"):
@@ -150,9 +129,7 @@ class TestUpload:
         await ingest.discard(1)
         assert (await ingest.begin(begin_of(1, wider))).missing_parts[0] == 0
 
-    async def test_a_table_that_does_not_fit_leaves_nothing_staged(
-        self, ingest: Ingest, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_table_that_does_not_fit_leaves_nothing_staged(self, ingest, weights, log):
         unfit = {**weights, "stranger": torch.zeros(1)}
         del unfit[UP_PROJ]
         with pytest.raises(InvalidManifest) as refused:
@@ -162,8 +139,8 @@ class TestUpload:
 
     @pytest.mark.parametrize("name", [UP_PROJ, "model.embed_tokens.weight"], ids=["quantized", "kept in BF16"])
     async def test_a_nan_fails_the_version_and_names_its_tensor_and_index(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, name: str, fingerprint: str
-    ) -> None:
+        self, ingest, trainer, weights, name, fingerprint
+    ):
         broken = changed(weights, 0.0)
         broken[name][5, 7] = float("nan")
         await trainer.upload(1, broken)
@@ -175,9 +152,7 @@ class TestUpload:
         sound = changed(weights, 1.0)
         assert (await trainer.push(1, sound)).digest == expected.digest(sound, fingerprint)
 
-    async def test_a_staged_version_can_be_discarded(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_staged_version_can_be_discarded(self, ingest, trainer, weights, log):
         await trainer.upload(1, weights)
         await ingest.discard(1)
         with pytest.raises(NotFound):
@@ -185,7 +160,7 @@ class TestUpload:
         assert list((log.root / "staging").iterdir()) == []
         assert (await trainer.push(1, weights)).state == "committed"
 
-    async def test_a_committed_version_cannot_be_discarded(self, ingest: Ingest) -> None:
+    async def test_a_committed_version_cannot_be_discarded(self, ingest):
         with pytest.raises(VersionConflict, match="a commit is final"):
             await ingest.discard(0)
         with pytest.raises(NotFound):
@@ -194,15 +169,13 @@ class TestUpload:
 
 
 class TestPath:
-    async def test_weights_are_read_from_a_path_below_an_allowed_root(
-        self, from_paths: Ingest, tmp_path: Path, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_weights_are_read_from_a_path_below_an_allowed_root(self, from_paths, tmp_path, weights, fingerprint):
         sent = changed(weights, 0.125)
         save_file(sent, tmp_path / "sources" / "model.safetensors")
         plan = await from_paths.begin(path_of(1, tmp_path / "sources"))
         assert plan.num_parts == 0 and plan.missing_parts == ()
         assert (await from_paths.commit(1, CommitUpload())).digest == expected.digest(sent, fingerprint)
 
-    async def test_a_path_outside_the_roots_is_forbidden(self, from_paths: Ingest, model: Path) -> None:
+    async def test_a_path_outside_the_roots_is_forbidden(self, from_paths, model):
         with pytest.raises(Forbidden):
             await from_paths.begin(path_of(1, model))

@@ -56,9 +56,7 @@ async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseExcep
 
 
 class TestCommittedVersion:
-    async def test_beginning_a_committed_version_again_needs_no_parts(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_beginning_a_committed_version_again_needs_no_parts(self, ingest, trainer, weights):
         committed = await trainer.push(1, weights)
         plan = await ingest.begin(begin_of(1, weights))
         assert (plan.state, plan.missing_parts, plan.num_parts) == ("committed", (), len(parts_of(weights)))
@@ -70,9 +68,7 @@ class TestCommittedVersion:
             await ingest.commit(1, CommitUpload(upload_digest="0" * 32))
         assert refused.value.detail["digests"] == [meant, "0" * 32]
 
-    async def test_a_late_part_of_a_committed_version_must_be_the_same(
-        self, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_late_part_of_a_committed_version_must_be_the_same(self, trainer, weights):
         await trainer.push(1, weights)
         first = parts_of(weights)[0]
         assert (await trainer.put(1, 0, first)).status_code == 200
@@ -80,17 +76,13 @@ class TestCommittedVersion:
         assert other.status_code == 409 and len(set(other.json()["error"]["detail"]["digests"])) == 2
         assert (await trainer.put(1, 0, first[:-1])).status_code == 422
 
-    async def test_another_table_for_a_committed_version_conflicts(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_another_table_for_a_committed_version_conflicts(self, ingest, trainer, weights):
         await trainer.push(1, weights)
         with pytest.raises(VersionConflict, match="committed with another tensor table") as refused:
             await ingest.begin(begin_of(1, {name: tensor.float() for name, tensor in weights.items()}))
         assert len(set(refused.value.detail["digests"])) == 2 and refused.value.detail["latest_version"] == 1
 
-    async def test_beginning_a_path_again_conflicts_once_its_files_change(
-        self, model: Path, tmp_path: Path, weights: Weights
-    ) -> None:
+    async def test_beginning_a_path_again_conflicts_once_its_files_change(self, model, tmp_path, weights):
         source = tmp_path / "sources"
         source.mkdir()
         save_file(dict(weights), source / "model.safetensors")
@@ -108,9 +100,7 @@ class TestCommittedVersion:
 
 class TestTwoTrainers:
     @pytest.mark.parametrize("by", [1.0, 2.0, 3.0])
-    async def test_of_two_trainers_one_wins_and_the_other_gets_a_conflict(
-        self, model: Path, tmp_path: Path, weights: Weights, by: float
-    ) -> None:
+    async def test_of_two_trainers_one_wins_and_the_other_gets_a_conflict(self, model, tmp_path, weights, by):
         async with real_ingest(model, tmp_path / "log") as service:
             other = changed(weights, by)
             results = await race(service.url, [weights, other])
@@ -124,9 +114,7 @@ class TestTwoTrainers:
                 assert await client.push_weights(1, dict(winner), wait="none") == won[0]
             assert record is not None
 
-    async def test_parts_of_the_first_trainer_replace_those_of_another(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_parts_of_the_first_trainer_replace_those_of_another(self, ingest, trainer, weights):
         other = changed(weights, 1.0)
         await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
         await ingest.begin(begin_of(1, other).model_copy(update={"uploader": "second"}))
@@ -144,9 +132,7 @@ class TestTwoTrainers:
         ).digest
 
     @pytest.mark.parametrize("sent", [1, 5, None], ids=["one part", "five parts", "all parts"])
-    async def test_unquantizable_parts_of_another_trainer_can_be_replaced(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, sent: int | None
-    ) -> None:
+    async def test_unquantizable_parts_of_another_trainer_can_be_replaced(self, ingest, trainer, weights, sent):
         await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
         broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
         for number, part in list(enumerate(parts_of(broken)))[:sent]:
@@ -156,9 +142,7 @@ class TestTwoTrainers:
         assert (await ingest.commit(1, CommitUpload())).digest == (await trainer.push(2, weights)).digest
         assert (await ingest.status(1)).error is None
 
-    async def test_unquantizable_parts_not_replaced_fail_the_version(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_unquantizable_parts_not_replaced_fail_the_version(self, ingest, trainer, weights):
         await ingest.begin(begin_of(1, weights).model_copy(update={"uploader": "first"}))
         broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
         for number, part in enumerate(parts_of(broken)):
@@ -202,9 +186,7 @@ async def staged_versions(ingest: Ingest) -> list[int]:
 
 
 class TestRestart:
-    async def test_an_upload_continues_after_a_restart_without_a_new_begin(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_an_upload_continues_after_a_restart_without_a_new_begin(self, config, weights, log):
         before = await start(config)
         plan = await Trainer(before).upload(1, weights, order=[0, 2, 5])
         await before.stop()
@@ -218,9 +200,7 @@ class TestRestart:
         log.verify(log.manifest(1))
         await again.stop()
 
-    async def test_what_a_crash_damaged_is_asked_for_again(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_what_a_crash_damaged_is_asked_for_again(self, config, weights, log):
         before = await start(config)
         await Trainer(before).upload(1, weights, order=[0, 1, 2, 3])
         folder = log.root / "staging" / "1.parts"
@@ -235,9 +215,7 @@ class TestRestart:
         assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
         await again.stop()
 
-    async def test_a_staged_version_with_a_damaged_record_is_dropped(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_staged_version_with_a_damaged_record_is_dropped(self, config, weights, log):
         before = await start(config)
         await Trainer(before).upload(1, weights, order=[0])
         await before.stop()
@@ -249,9 +227,7 @@ class TestRestart:
         assert list((log.root / "staging").iterdir()) == []
         await again.stop()
 
-    async def test_what_was_overtaken_is_not_taken_up_again(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_what_was_overtaken_is_not_taken_up_again(self, config, weights, log):
         before = await start(config)
         await Trainer(before).upload(1, weights, order=[0])
         await before.stop()
@@ -265,9 +241,7 @@ class TestRestart:
         assert [status.version for status in await last.versions()] == [0, 2] and not parts.exists()
         await last.stop()
 
-    async def test_a_commit_killed_before_it_wrote_latest_is_staged_again(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_commit_killed_before_it_wrote_latest_is_staged_again(self, config, weights, log):
         before = await start(config)
         await Trainer(before).upload(1, weights)
         await before.stop()
@@ -277,18 +251,14 @@ class TestRestart:
         assert (await again.commit(1, CommitUpload())).state == "committed"
         await again.stop()
 
-    async def test_why_a_staged_version_failed_is_in_its_status(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_why_a_staged_version_failed_is_in_its_status(self, ingest, trainer, weights):
         await trainer.upload(1, changed(weights, float("nan")))
         with pytest.raises(QuantizationError) as failed:
             await ingest.commit(1, CommitUpload())
         error = (await ingest.status(1)).error
         assert error is not None and (error.type, error.message) == ("QuantizationError", failed.value.message)
 
-    async def test_after_a_restart_nothing_is_live_until_all_have_reported(
-        self, config: ServiceConfig, weights: Weights
-    ) -> None:
+    async def test_after_a_restart_nothing_is_live_until_all_have_reported(self, config, weights):
         before = await start(config)
         for name in "ab":
             await before.report(replica(name, 0))
@@ -308,9 +278,7 @@ class TestRestart:
 
 
 class TestExpiry:
-    async def test_an_idle_upload_expires_and_its_trainer_is_told_why(
-        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks
-    ) -> None:
+    async def test_an_idle_upload_expires_and_its_trainer_is_told_why(self, expiring, weights, clocks):
         ingest = await start(expiring)
         await Trainer(ingest).upload(1, weights, order=[0])
         clocks.go_on(0.9 * TTL_S)
@@ -327,9 +295,7 @@ class TestExpiry:
         await ingest.stop()
 
     @pytest.mark.parametrize("jump_s", [100 * TTL_S, -100 * TTL_S])
-    async def test_a_wall_clock_that_is_set_drops_no_upload(
-        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks, jump_s: float
-    ) -> None:
+    async def test_a_wall_clock_that_is_set_drops_no_upload(self, expiring, weights, clocks, jump_s):
         ingest = await start(expiring)
         await Trainer(ingest).upload(1, weights, order=[0])
         clocks.wall_s += jump_s
@@ -338,9 +304,7 @@ class TestExpiry:
         assert await staged_versions(ingest) == []
         await ingest.stop()
 
-    async def test_downtime_counts_toward_expiry_but_leaves_time_to_resume(
-        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks
-    ) -> None:
+    async def test_downtime_counts_toward_expiry_but_leaves_time_to_resume(self, expiring, weights, clocks):
         for away_s, comes_back in ((0.9, False), (1.1, False), (100.0, True)):
             before = await start(expiring)
             await Trainer(before).upload(1, weights, order=[0])
@@ -354,9 +318,7 @@ class TestExpiry:
             assert await staged_versions(again) == ([1] if comes_back else [])
             await again.stop()
 
-    async def test_an_upload_dated_in_the_future_expires_like_any_other(
-        self, expiring: ServiceConfig, weights: Weights, clocks: Clocks
-    ) -> None:
+    async def test_an_upload_dated_in_the_future_expires_like_any_other(self, expiring, weights, clocks):
         before = await start(expiring)
         await Trainer(before).upload(1, weights, order=[0])
         await before.stop()
@@ -387,17 +349,13 @@ def fill(folder: Path, leave_bytes: int) -> Path:
 
 
 class TestOneWriter:
-    async def test_a_second_ingest_is_refused_and_leaves_uploads_alone(
-        self, config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_second_ingest_is_refused_and_leaves_uploads_alone(self, config, ingest, trainer, weights):
         await trainer.upload(1, weights)
         with pytest.raises(LogLocked, match=r"is being written by process \d+ .*after 0\.2 s"):
             await start(config)
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
-    async def test_a_second_ingest_waits_for_the_first_to_end(
-        self, model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_second_ingest_waits_for_the_first_to_end(self, model, tmp_path, weights, monkeypatch):
         refused, flock = threading.Event(), fcntl.flock
 
         def noted(fd: int, operation: int) -> None:
@@ -420,9 +378,7 @@ class TestOneWriter:
 
 
 class TestFullDisk:
-    async def test_a_version_too_large_for_the_disk_is_refused_at_begin(
-        self, model: Path, small_disk: Path, weights: Weights
-    ) -> None:
+    async def test_a_version_too_large_for_the_disk_is_refused_at_begin(self, model, small_disk, weights):
         ingest = await start(config_of(model, small_disk / "log"))
         nbytes = begin_of(1, weights).nbytes
         for leave_bytes in (100_000, nbytes):  # for neither the version, and for the version without its parts
@@ -437,9 +393,7 @@ class TestFullDisk:
         assert (await Trainer(ingest).push(1, weights)).state == "committed"
         await ingest.stop()
 
-    async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(
-        self, model: Path, small_disk: Path, weights: Weights
-    ) -> None:
+    async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(self, model, small_disk, weights):
         ingest = await start(config_of(model, small_disk / "log"))
         trainer, parts = Trainer(ingest), parts_of(weights)
         await trainer.upload(1, weights, order=[0])

@@ -15,7 +15,7 @@ from rollout_service.model.convert import Converter
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.blockwise import dequantize_blockwise
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, folder_weights
@@ -47,14 +47,14 @@ def with_a_scale_of_zero(sent: dict[str, torch.Tensor]) -> None:
 
 
 class TestCodes:
-    async def test_the_recipe_names_what_is_quantized(self, ingest: Ingest, weights: Weights) -> None:
+    async def test_the_recipe_names_what_is_quantized(self, ingest, weights):
         recipe = await ingest.recipe()
         projections = sorted(name for name in weights if name.endswith("_proj.weight"))
         expected = TrainerRecipe(weights="fp8_block", scales="fp32", quantized=tuple(projections))
         assert recipe.model_copy(update={"ignored": expected.ignored}) == expected
         assert "model.layers.0.self_attn.rotary_emb.inv_freq" in recipe.ignored
 
-    async def test_the_recipe_names_the_kernels_and_the_kv_cache(self, model: Path, tmp_path: Path) -> None:
+    async def test_the_recipe_names_the_kernels_and_the_kv_cache(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log", scaling={"num_gpus": 1}))
         await ingest.start()
         before = await ingest.recipe()
@@ -65,9 +65,7 @@ class TestCodes:
         fixed = Ingest(config_of(model, tmp_path / "log", kv_cache={"dtype": "fp8_e4m3"}))
         assert (await fixed.recipe()).kv_cache == "fp8_e4m3"
 
-    async def test_codes_and_scales_make_the_same_version_as_the_weights(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_codes_and_scales_make_the_same_version_as_the_weights(self, ingest, trainer, weights):
         sent = changed(weights, 0.25)
         codes = await quantized(ingest, sent)
         assert begin_of(2, codes).nbytes < 0.6 * begin_of(1, sent).nbytes
@@ -75,8 +73,8 @@ class TestCodes:
 
     @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
     async def test_codes_and_scales_of_channels_make_the_same_version_as_the_weights(
-        self, form: WeightFormat, model: Path, tmp_path: Path, weights: Weights
-    ) -> None:
+        self, form, model, tmp_path, weights
+    ):
         ingest = Ingest(config_of(model, tmp_path / "log", quant={"weights": form.name}))
         await ingest.start()
         codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
@@ -92,15 +90,11 @@ class TestCodes:
         with pytest.raises(InvalidManifest, match=f"1 unknown: {UP_SCALES}"):
             await Trainer(ingest).push(4, in_fp8)
 
-    async def test_some_weights_may_come_as_codes_and_others_not(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, codes: Weights
-    ) -> None:
+    async def test_some_weights_may_come_as_codes_and_others_not(self, ingest, trainer, weights, codes):
         mixed = {**weights, UP_PROJ: codes[UP_PROJ], UP_SCALES: codes[UP_SCALES]}
         assert (await trainer.push(1, mixed)).digest == (await ingest.status(0)).digest
 
-    async def test_scales_of_powers_of_two_are_another_recipe(
-        self, model: Path, tmp_path: Path, weights: Weights
-    ) -> None:
+    async def test_scales_of_powers_of_two_are_another_recipe(self, model, tmp_path, weights):
         ingest = Ingest(config_of(model, tmp_path / "log", quant={"scales": "power_of_two"}))
         await ingest.start()
         codes, manifest = await quantized(ingest, weights), WeightLog(tmp_path / "log").manifest(0)
@@ -157,9 +151,7 @@ class TestRefused:
             (with_a_scale_of_zero, rf"{UP_SCALES}\[2, 1\] is 0, a block scale that is not a positive number"),
         ],
     )
-    async def test_invalid_codes_or_scales_fail_the_version(
-        self, ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
-    ) -> None:
+    async def test_invalid_codes_or_scales_fail_the_version(self, ingest, trainer, codes, mistake, complaint):
         mistake(codes)
         await trainer.upload(1, codes)
         with pytest.raises(QuantizationError, match=f"{complaint}: the version is refused; the one before stays live"):
@@ -176,8 +168,8 @@ class TestRefused:
         ],
     )
     async def test_tables_of_codes_that_do_not_fit_are_refused_at_begin(
-        self, ingest: Ingest, trainer: Trainer, codes: dict[str, torch.Tensor], mistake: Mistake, complaint: str
-    ) -> None:
+        self, ingest, trainer, codes, mistake, complaint
+    ):
         mistake(codes)
         with pytest.raises(InvalidManifest, match=complaint):
             await trainer.upload(1, codes)
@@ -186,16 +178,14 @@ class TestRefused:
 
 class TestPublished:
     @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-    async def test_version_0_may_be_a_published_fp8_checkpoint(self, tmp_path: Path, family: str) -> None:
+    async def test_version_0_may_be_a_published_fp8_checkpoint(self, tmp_path, family):
         model = make_model(tmp_path / "bf16", family)
         unquantized = await started(model, tmp_path / "log")
         codes = await quantized(unquantized, folder_weights(model))
         released = await started(publish(model, codes, tmp_path / "fp8"), tmp_path / "log-of-released")
         assert (await released.status(0)).digest == (await unquantized.status(0)).digest
 
-    async def test_published_scales_in_bf16_are_widened_exactly(
-        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
-    ) -> None:
+    async def test_published_scales_in_bf16_are_widened_exactly(self, model, tmp_path, stored):
         narrow = {n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in stored.items()}
         await started(publish(model, narrow, tmp_path / "fp8"), tmp_path / "log-of-released")
         kept = load_file(tmp_path / "log-of-released" / "0" / "weights-00001.safetensors")
@@ -211,9 +201,7 @@ class TestPublished:
             ({"quant_method": "compressed-tensors"}, r"quant_method=compressed-tensors .*give the unquantized weights"),
         ],
     )
-    async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(
-        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor], said: dict[str, object], complaint: str
-    ) -> None:
+    async def test_a_checkpoint_that_is_quantized_otherwise_is_refused(self, model, tmp_path, stored, said, complaint):
         released = publish(model, stored, tmp_path / "fp8")
         config = json.loads((released / "config.json").read_text())
         config["quantization_config"] |= said
@@ -221,16 +209,12 @@ class TestPublished:
         with pytest.raises(InvalidManifest, match=complaint):
             await started(released, tmp_path / "log-of-released")
 
-    async def test_a_checkpoint_with_per_tensor_scales_is_refused(
-        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
-    ) -> None:
+    async def test_a_checkpoint_with_per_tensor_scales_is_refused(self, model, tmp_path, stored):
         per_tensor = {n.replace("_scale_inv", "_scale"): t for n, t in stored.items()}
         with pytest.raises(InvalidManifest, match=r"unknown: .*weight_scale\b.*missing: .*weight_scale_inv"):
             await started(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")
 
-    async def test_a_checkpoint_with_codes_for_a_skipped_module_is_refused(
-        self, model: Path, tmp_path: Path, stored: dict[str, torch.Tensor]
-    ) -> None:
+    async def test_a_checkpoint_with_codes_for_a_skipped_module_is_refused(self, model, tmp_path, stored):
         released = publish(model, stored, tmp_path / "fp8")
         ingest = Ingest(config_of(released, tmp_path / "log-of-released", quant={"skip": ["*.down_proj"]}))
         with pytest.raises(InvalidManifest, match=r"down_proj\.weight is float8_e4m3fn, but it is not quantized"):

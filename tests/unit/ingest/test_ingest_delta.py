@@ -196,25 +196,19 @@ def require_stored(log: WeightLog, version: int, expected: Mapping[str, torch.Te
 
 
 class TestApplied:
-    async def test_it_makes_the_version_that_all_tensors_make(
-        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_it_makes_the_version_that_all_tensors_make(self, trainer, log, old, new):
         by_delta = await trainer.push_delta(2, 1, old, new)
         require_stored(log, 2, new)
         assert (await trainer.push(3, new)).digest == by_delta.digest
 
-    async def test_parts_may_come_in_any_order(
-        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_parts_may_come_in_any_order(self, trainer, log, old, new):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         assert plan.num_parts > 5
         await trainer.send_parts(plan, parts, reversed(plan.missing_parts))
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
-    async def test_tensors_are_made_before_all_parts_have_come(
-        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
-    ) -> None:
+    async def test_tensors_are_made_before_all_parts_have_come(self, trainer, ingest, old, new):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         staged = ingest.staged(2)
         await trainer.send_parts(plan, parts, [3])
@@ -222,12 +216,12 @@ class TestApplied:
         names = [staged.begin.tensors[number].name for number in staged.begin.delta_parts[3]]
         assert set(staged._conversion._read) == set(names) and staged.failure is None
 
-    async def test_one_tensor_changed(self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored) -> None:
+    async def test_one_tensor_changed(self, trainer, log, old, new):
         one = {**old, NORM: new[NORM]}
         await trainer.push_delta(2, 1, old, one)
         require_stored(log, 2, one)
 
-    async def test_nothing_changed(self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored) -> None:
+    async def test_nothing_changed(self, trainer, ingest, log, old):
         plan, parts = await trainer.begin_delta(2, 1, old, old)
         await trainer.send_parts(plan, parts)
         await ingest.commit(2, CommitUpload())
@@ -235,15 +229,13 @@ class TestApplied:
         assert (await ingest.status(2)).uploaded_bytes == sum(map(len, parts))
 
     async def test_a_part_that_makes_many_tensors_whole_is_applied_in_batches(
-        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, trainer, log, old, new, monkeypatch
+    ):
         monkeypatch.setattr("rollout_service.ingest.upload_session.BATCH_BYTES", 1)
         await trainer.push_delta(2, 1, old, new)
         require_stored(log, 2, new)
 
-    async def test_a_tensor_of_many_stretches(
-        self, trainer: DeltaTrainer, log: WeightLog, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_tensor_of_many_stretches(self, trainer, log, weights, monkeypatch):
         monkeypatch.setattr("rollout_service.store.manifest.CHUNK_BYTES", 4096)
         monkeypatch.setattr(delta, "SEGMENT_BYTES", 1024)
         monkeypatch.setattr("rollout_service.ingest.sources.delta._STRETCH_SEGMENTS", 3)
@@ -253,9 +245,7 @@ class TestApplied:
         await trainer.push_delta(3, 2, old, new)
         require_stored(log, 3, new)
 
-    async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(
-        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(self, trainer, log, old, new):
         announced, changes = delta_of(2, 1, old, new)
         plan = await trainer._ingest.begin(announced.model_copy(update={"uploader": "began"}))
         parts, first = parts_of(announced, changes), announced.tensors[announced.delta_parts[1].start].name
@@ -268,9 +258,7 @@ class TestApplied:
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
-    async def test_it_leaves_no_file_open(
-        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
-    ) -> None:
+    async def test_it_leaves_no_file_open(self, trainer, ingest, old, new):
         before = open_files()
         await trainer.push_delta(2, 1, old, new)
         await trainer.begin_delta(3, 2, new, old)
@@ -291,24 +279,15 @@ class TestBase:
         ],
     )
     async def test_a_base_that_is_not_in_the_log_is_refused_at_once(
-        self,
-        trainer: DeltaTrainer,
-        ingest: Ingest,
-        old: Stored,
-        new: Stored,
-        base: int,
-        lie: dict[str, object],
-        complaint: str,
-    ) -> None:
+        self, trainer, ingest, old, new, base, lie, complaint
+    ):
         what = f"version 9 comes as a delta of version {base}, which cannot be changed: .*{complaint}.* Push the whole"
         with pytest.raises(DeltaBaseGone, match=what):
             await trainer.begin_delta(9, base, old, new, **lie)
         assert [status.version for status in await ingest.versions()] == [0, 1]
         await trainer.push(9, new)
 
-    async def test_tensors_as_the_base_does_not_store_them_are_refused(
-        self, trainer: DeltaTrainer, old: Stored, new: Stored
-    ) -> None:
+    async def test_tensors_as_the_base_does_not_store_them_are_refused(self, trainer, old, new):
         wide = {name: t.float() if name == NORM else t for name, t in new.items()}
         with pytest.raises(
             DeltaBaseGone, match=rf"{NORM} is announced as float32\[256\], and it holds bfloat16\[256\]"
@@ -317,9 +296,7 @@ class TestBase:
         with pytest.raises(InvalidManifest, match="unknown: other"):
             await trainer.begin_delta(2, 1, {**old, "other": old[NORM]}, {**new, "other": new[NORM]})
 
-    async def test_it_stays_in_the_log_while_a_delta_of_it_is_staged(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
-    ) -> None:
+    async def test_it_stays_in_the_log_while_a_delta_of_it_is_staged(self, trainer, ingest, log, weights, old, new):
         await trainer.push(2, weights)
         plan, parts = await trainer.begin_delta(5, 1, old, new)
         await trainer.push(3, weights)
@@ -330,9 +307,7 @@ class TestBase:
         require_stored(log, 5, new)
         assert log.versions() == [4, 5]
 
-    async def test_a_delta_that_is_dropped_keeps_no_base(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_delta_that_is_dropped_keeps_no_base(self, trainer, ingest, log, weights, old, new):
         await trainer.begin_delta(9, 1, old, new)
         await ingest.discard(9)
         await trainer.push(2, weights)
@@ -340,8 +315,8 @@ class TestBase:
         assert log.versions() == [2, 3]
 
     async def test_one_that_an_operator_removes_is_read_to_the_end_all_the_same(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, weights: Weights, old: Stored, new: Stored
-    ) -> None:
+        self, trainer, ingest, log, weights, old, new
+    ):
         await trainer.push(2, weights)
         plan, parts = await trainer.begin_delta(3, 1, old, new)
         log.drop(1)
@@ -349,9 +324,7 @@ class TestBase:
         await ingest.commit(3, CommitUpload())
         require_stored(log, 3, new)
 
-    async def test_a_damaged_one_fails_the_version_and_all_tensors_mend_it(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_damaged_one_fails_the_version_and_all_tensors_mend_it(self, trainer, ingest, log, old, new):
         stored = next(tensor for tensor in log.manifest(1).tensors if tensor.name == UP_PROJ)
         with (log.folder(1) / stored.file).open("r+b") as file:
             file.seek(stored.offset + 11)
@@ -362,9 +335,7 @@ class TestBase:
         await trainer.push(2, new)
         require_stored(log, 2, new)
 
-    async def test_one_that_is_cut_off_is_told(
-        self, trainer: DeltaTrainer, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_one_that_is_cut_off_is_told(self, trainer, log, old, new):
         last = max(log.manifest(1).tensors, key=lambda tensor: (tensor.file, tensor.offset))
         with (log.folder(1) / last.file).open("r+b") as file:
             file.truncate(last.offset + last.nbytes - 3)
@@ -373,9 +344,7 @@ class TestBase:
         await trainer.push(2, new)
         require_stored(log, 2, new)
 
-    async def test_one_that_was_quantized_otherwise_is_refused(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_one_that_was_quantized_otherwise_is_refused(self, trainer, ingest, log, old, new):
         announced, _ = delta_of(2, 1, old, new)
         other = msgspec.structs.replace(log.manifest(1).recipe, scales="power_of_two")
         with pytest.raises(DeltaBaseGone, match=r"of version 1, .* it was quantized otherwise than versions are now"):
@@ -445,8 +414,8 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 class TestCorrupted:
     async def test_whatever_is_damaged_is_refused_by_name_and_the_version_can_be_pushed_as_a_whole(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+        self, trainer, ingest, log, old, new
+    ):
         one = {**old, UP_PROJ: new[UP_PROJ]}
         announced, changes = delta_of(2, 1, old, one)
         honest = changes[UP_PROJ]
@@ -465,8 +434,8 @@ class TestCorrupted:
 
     @pytest.mark.parametrize("at_fault", ["base", "changes"])
     async def test_damage_that_makes_a_nan_is_told_from_weights_that_are_none(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored, at_fault: str
-    ) -> None:
+        self, trainer, ingest, log, old, new, at_fault
+    ):
         codes = tensor_bytes(new[UP_PROJ])
         at = next(i for i, (a, b) in enumerate(zip(tensor_bytes(old[UP_PROJ]), codes, strict=True)) if a != b)
         announced, changes = delta_of(2, 1, old, {**old, UP_PROJ: new[UP_PROJ]})
@@ -490,9 +459,7 @@ class TestCorrupted:
         require_stored(log, 2, new)
 
     @pytest.mark.parametrize("name", [UP_PROJ, NORM, f"{UP_PROJ}_scale_inv"])
-    async def test_a_result_other_than_announced_fails_the_version_by_name(
-        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored, name: str
-    ) -> None:
+    async def test_a_result_other_than_announced_fails_the_version_by_name(self, trainer, ingest, old, new, name):
         announced, changes = delta_of(2, 1, old, new)
         honest = changes[name]
         await trainer.send_changes(announced, {**changes, name: honest._replace(digest="ab" * 16)})
@@ -501,24 +468,20 @@ class TestCorrupted:
             await ingest.commit(2, CommitUpload())
         assert (await ingest.fleet()).latest_version == 1
 
-    async def test_a_result_that_is_no_number_is_refused_as_any_other(
-        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_result_that_is_no_number_is_refused_as_any_other(self, trainer, ingest, old, new):
         broken = {**new, NORM: new[NORM].clone()}
         broken[NORM][3] = torch.nan
         with pytest.raises(QuantizationError, match=rf"{NORM}\[3\] is nan"):
             await trainer.push_delta(2, 1, old, broken)
 
-    async def test_a_tensor_that_is_told_as_unchanged_is_that_of_the_base(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_tensor_that_is_told_as_unchanged_is_that_of_the_base(self, trainer, ingest, log, old, new):
         announced, changes = delta_of(2, 1, old, new)
         del changes[NORM]
         await trainer.send_changes(announced, changes)
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, {**new, NORM: old[NORM]})
 
-    async def test_announcements_that_cannot_be(self, old: Stored, new: Stored) -> None:
+    async def test_announcements_that_cannot_be(self, old, new):
         known = delta_of(2, 1, old, new)[0].model_dump()
         for lie, complaint in (
             ({"delta": {**known["delta"], "base": 2}}, "version 2 cannot be a delta of version 2"),
@@ -548,16 +511,7 @@ class TestUnsoundParts:
         ],
         ids=["another", "no header", "half a header", "cut off", "longer", "too many", "too large"],
     )
-    async def test_it_is_refused_by_name(
-        self,
-        trainer: DeltaTrainer,
-        ingest: Ingest,
-        log: WeightLog,
-        old: Stored,
-        new: Stored,
-        unsound: Callable[[Sequence[bytes]], bytes],
-        complaint: str,
-    ) -> None:
+    async def test_it_is_refused_by_name(self, trainer, ingest, log, old, new, unsound, complaint):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         reply = await trainer.put(2, 1, unsound(parts))
         assert reply.status_code == 422
@@ -569,9 +523,7 @@ class TestUnsoundParts:
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
-    async def test_more_changes_than_the_tensor_has_bytes(
-        self, trainer: DeltaTrainer, ingest: Ingest, old: Stored, new: Stored
-    ) -> None:
+    async def test_more_changes_than_the_tensor_has_bytes(self, trainer, ingest, old, new):
         announced, _ = delta_of(2, 1, old, new)
         await ingest.begin(announced)
         number, tensors = next((i, part) for i, part in enumerate(announced.delta_parts) if len(part) > 2)
@@ -586,9 +538,7 @@ class TestUnsoundParts:
 
 
 class TestAgain:
-    async def test_the_same_delta_goes_on_and_another_conflicts(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_the_same_delta_goes_on_and_another_conflicts(self, trainer, ingest, log, old, new):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         await trainer.send_parts(plan, parts, plan.missing_parts[:3])
         again, _ = await trainer.begin_delta(2, 1, old, new)
@@ -607,9 +557,7 @@ class TestAgain:
         reply = await trainer.put(2, 1, others[1])
         assert reply.status_code == 409 and "version 2 is committed, and its part 1 hashes to" in reply.text
 
-    async def test_a_delta_of_another_base_conflicts(
-        self, trainer: DeltaTrainer, weights: Weights, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_delta_of_another_base_conflicts(self, trainer, weights, old, new):
         await trainer.push(2, old)
         await trainer.begin_delta(3, 1, old, new)
         with pytest.raises(VersionConflict, match="version 3 is staged with a delta of another base"):
@@ -617,8 +565,8 @@ class TestAgain:
 
     @pytest.mark.parametrize("parts", [0, 3, None], ids=["none", "some", "all"])
     async def test_a_restarted_ingest_goes_on_with_the_parts_that_are_there(
-        self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, old: Stored, new: Stored, parts: int | None
-    ) -> None:
+        self, trainer, restarted, log, old, new, parts
+    ):
         plan, every = await trainer.begin_delta(2, 1, old, new)
         await trainer.send_parts(plan, every, plan.missing_parts[:parts])
         ingest = await restarted()
@@ -631,9 +579,7 @@ class TestAgain:
         require_stored(log, 2, new)
         assert (await other.push(3, new)).digest == (await ingest.status(2)).digest
 
-    async def test_a_restarted_ingest_drops_it_if_the_base_is_gone(
-        self, trainer: DeltaTrainer, restarted: Restart, log: WeightLog, weights: Weights, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_restarted_ingest_drops_it_if_the_base_is_gone(self, trainer, restarted, log, weights, old, new):
         await trainer.push(2, weights)
         plan, parts = await trainer.begin_delta(3, 1, old, new)
         await trainer.send_parts(plan, parts)
@@ -645,9 +591,7 @@ class TestAgain:
         await DeltaTrainer(ingest).push(3, new)
         require_stored(log, 3, new)
 
-    async def test_a_rollback_of_a_version_that_came_as_a_delta(
-        self, trainer: DeltaTrainer, ingest: Ingest, log: WeightLog, old: Stored, new: Stored
-    ) -> None:
+    async def test_a_rollback_of_a_version_that_came_as_a_delta(self, trainer, ingest, log, old, new):
         await trainer.push_delta(2, 1, old, new)
         await trainer.push_delta(3, 2, new, old)
         await ingest.roll_back(RollBack(to=2))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.config import ServiceConfig
 from rollout_service.errors import Asleep, CommitTimeout, InsufficientStorage, LogUnreadable, NotReady, Overtaken
 from rollout_service.fleet.coordinator import FleetCoordinator
 from rollout_service.ingest.ingest import Ingest
@@ -16,7 +15,6 @@ from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
-from tests.support.clock import Clock
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, config_of, order, replica, settle, stream_of
 
 LONG_S = 60.0
@@ -37,9 +35,7 @@ async def versions(ingest: Ingest) -> list[int]:
 
 
 class TestWaiting:
-    async def test_a_waiting_commit_answers_once_every_replica_serves_it(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_waiting_commit_answers_once_every_replica_serves_it(self, ingest, trainer, weights):
         await ingest.report(replica("a", 0))
         await ingest.report(replica("b", 0))
         await trainer.upload(1, weights)
@@ -53,15 +49,13 @@ class TestWaiting:
         status = await asyncio.wait_for(commit, LONG_S)
         assert status.state == "live" and {r.replica_id for r in status.replicas} == {"a", "b"}
 
-    async def test_a_replica_at_a_newer_version_counts_for_the_older_ones(self, ingest: Ingest) -> None:
+    async def test_a_replica_at_a_newer_version_counts_for_the_older_ones(self, ingest):
         await ingest.report(replica("a", 3))
         await asyncio.wait_for(ingest.wait_live(2, timeout_s=LONG_S), LONG_S)
         older = await ingest.status(0)
         assert older.state == "live" and [r.version for r in older.replicas] == [3]
 
-    async def test_a_version_stays_committed_when_its_wait_times_out(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_version_stays_committed_when_its_wait_times_out(self, ingest, trainer, weights):
         await ingest.report(replica("a", 0, state="stale", error="disk on fire"))
         await trainer.upload(1, weights)
         with pytest.raises(CommitTimeout, match=r"version 1 is committed, but after 0\.01 s") as late:
@@ -71,14 +65,14 @@ class TestWaiting:
         assert (await ingest.status(1)).state == "committed"
         assert (await ingest.fleet()).latest_version == 1
 
-    async def test_without_any_replica_nothing_is_live(self, ingest: Ingest) -> None:
+    async def test_without_any_replica_nothing_is_live(self, ingest):
         with pytest.raises(CommitTimeout):
             await ingest.wait_live(0, timeout_s=0.01)
         assert (await ingest.status(0)).state == "committed"
 
 
 class TestWaking:
-    async def test_a_poll_that_has_seen_nothing_is_answered_at_once(self, ingest: Ingest) -> None:
+    async def test_a_poll_that_has_seen_nothing_is_answered_at_once(self, ingest):
         desired = await asyncio.wait_for(ingest.sync(replica("a", None), None), LONG_S)
         assert asked(desired) == (0, False, "keep")
         assert (desired.digest, desired.origin) == (
@@ -87,9 +81,7 @@ class TestWaking:
         )
         assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["a"]
 
-    async def test_a_waiting_poll_is_answered_when_a_version_is_committed(
-        self, model: Path, tmp_path: Path, weights: Weights
-    ) -> None:
+    async def test_a_waiting_poll_is_answered_when_a_version_is_committed(self, model, tmp_path, weights):
         ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": LONG_S, "dead_after_s": 3 * LONG_S}))
         await ingest.start()
         poll = asyncio.create_task(ingest.sync(replica("a", 0), await ingest.sync(replica("a", 0), None)))
@@ -99,27 +91,25 @@ class TestWaking:
         desired = await asyncio.wait_for(poll, LONG_S)
         assert asked(desired) == (1, False, "keep") and desired.digest == (await ingest.status(1)).digest
 
-    async def test_a_poll_is_answered_with_the_same_wish_after_a_while(self, model: Path, tmp_path: Path) -> None:
+    async def test_a_poll_is_answered_with_the_same_wish_after_a_while(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log", weights={"poll_s": 0.01}))
         await ingest.start()
         desired = await ingest.sync(replica("a", 0), None)
         assert await ingest.sync(replica("a", 0), desired) == desired
 
-    async def test_before_version_0_is_made_a_poll_is_told_to_come_back(self, model: Path, tmp_path: Path) -> None:
+    async def test_before_version_0_is_made_a_poll_is_told_to_come_back(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log"))
         with pytest.raises(NotReady, match="version 0 is still being made"):
             await ingest.sync(replica("a", None), None)
         with pytest.raises(NotReady, match="version 0 is still being made"):
             await ingest.fleet()
 
-    async def test_reports_that_were_overtaken_do_not_turn_the_table_back(self, ingest: Ingest) -> None:
+    async def test_reports_that_were_overtaken_do_not_turn_the_table_back(self, ingest):
         await ingest.report(replica("a", 1, sequence=2))
         await ingest.report(replica("a", 0, sequence=1))
         assert (await ingest.fleet()).replicas[0].version == 1
 
-    async def test_a_silent_replica_is_waited_for_no_more(
-        self, ingest: Ingest, config: ServiceConfig, clock: Clock
-    ) -> None:
+    async def test_a_silent_replica_is_waited_for_no_more(self, ingest, config, clock):
         await ingest.report(replica("dead", 0))
         clock.go_on(config.weights.dead_after_s)
         await ingest.report(replica("alive", 1))
@@ -128,7 +118,7 @@ class TestWaking:
 
 
 class TestPausing:
-    async def test_a_pause_answers_when_every_replica_has_obeyed(self, ingest: Ingest) -> None:
+    async def test_a_pause_answers_when_every_replica_has_obeyed(self, ingest):
         await ingest.report(replica("a", 0))
         desired = await ingest.sync(replica("a", 0), None)
         poll = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
@@ -140,7 +130,7 @@ class TestPausing:
         await asyncio.wait_for(pause, LONG_S)
         assert await ingest.is_paused() and (await ingest.fleet()).paused
 
-    async def test_a_resume_answers_when_every_replica_has_obeyed(self, ingest: Ingest) -> None:
+    async def test_a_resume_answers_when_every_replica_has_obeyed(self, ingest):
         await order(ingest, True)
         paused = await told(ingest)
         resume = asyncio.create_task(ingest.set_paused(False, "keep", LONG_S))
@@ -150,10 +140,7 @@ class TestPausing:
         await asyncio.wait_for(resume, LONG_S)
         assert not await ingest.is_paused() and not (await ingest.fleet()).paused
 
-    async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(
-        self,
-        ingest: Ingest,
-    ) -> None:
+    async def test_a_resume_during_a_pause_waits_until_it_is_obeyed_itself(self, ingest):
         running = await told(ingest)
         pause = asyncio.create_task(ingest.set_paused(True, "wait", LONG_S))
         await ingest.sync(replica("a", 0), running)
@@ -165,7 +152,7 @@ class TestPausing:
         await ingest.report(replica("a", 0, sequence=2, obeyed=desired.order))
         await asyncio.wait_for(resume, LONG_S)
 
-    async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(self, ingest: Ingest) -> None:
+    async def test_a_pause_with_another_mode_waits_until_that_is_obeyed(self, ingest):
         await order(ingest, True, "keep")
         keeps = await told(ingest)
         abort = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S))
@@ -174,7 +161,7 @@ class TestPausing:
         await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=desired.order))
         await asyncio.wait_for(abort, LONG_S)
 
-    async def test_several_ranks_may_ask_for_the_same_pause(self, ingest: Ingest) -> None:
+    async def test_several_ranks_may_ask_for_the_same_pause(self, ingest):
         running = await told(ingest)
         ranks = [asyncio.create_task(ingest.set_paused(True, "keep", LONG_S)) for _ in range(3)]
         desired = await ingest.sync(replica("a", 0, sequence=1), running)
@@ -182,7 +169,7 @@ class TestPausing:
         await asyncio.wait_for(asyncio.gather(*ranks), LONG_S)
         assert await ingest.is_paused()
 
-    async def test_dropping_the_cache_of_a_pause_keeps_the_pause(self, ingest: Ingest) -> None:
+    async def test_dropping_the_cache_of_a_pause_keeps_the_pause(self, ingest):
         running = await told(ingest)
         pause = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S, clear_cache=False))
         kept = await ingest.sync(replica("a", 0, sequence=1), running)
@@ -196,7 +183,7 @@ class TestPausing:
         await asyncio.wait_for(ingest.drop_kv_cache(LONG_S), LONG_S)  # it is empty already
         assert await ingest.is_paused()
 
-    async def test_dropping_the_cache_pauses_and_resumes(self, ingest: Ingest) -> None:
+    async def test_dropping_the_cache_pauses_and_resumes(self, ingest):
         desired = await told(ingest)
         drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
         seen = []
@@ -208,14 +195,14 @@ class TestPausing:
         await asyncio.wait_for(drop, LONG_S)
         assert seen == [(True, "keep", True), (False, "keep", True)]
 
-    async def test_a_pause_that_times_out_says_so_and_stays_in_effect(self, ingest: Ingest) -> None:
+    async def test_a_pause_that_times_out_says_so_and_stays_in_effect(self, ingest):
         await ingest.report(replica("deaf", 0))
         with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:
             await ingest.set_paused(True, "keep", timeout_s=0.01)
         assert late.value.detail["replicas"][0]["replica_id"] == "deaf"
         assert (await ingest.fleet()).paused and not await ingest.is_paused()
 
-    async def test_a_pause_outlives_a_commit(self, ingest: Ingest, trainer: Trainer, weights: Weights) -> None:
+    async def test_a_pause_outlives_a_commit(self, ingest, trainer, weights):
         ordered = await order(ingest, True, "abort")
         await trainer.push(1, weights)
         desired = await ingest.sync(replica("a", 0, sequence=1, paused=True), None)
@@ -223,7 +210,7 @@ class TestPausing:
 
 
 class TestAborting:
-    async def test_an_abort_answers_once_every_replica_has_aborted(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_an_abort_answers_once_every_replica_has_aborted(self, ingest, log):
         for name in ("a", "b"):
             await ingest.report(replica(name, 0))
         before = await told(ingest)
@@ -237,7 +224,7 @@ class TestAborting:
         await asyncio.wait_for(abort, LONG_S)
         assert await told(ingest) == before and log.control() == Control()
 
-    async def test_an_abort_whose_caller_leaves_is_over(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_an_abort_whose_caller_leaves_is_over(self, ingest, log):
         await ingest.report(replica("a", 0))
         before = await told(ingest)
         abort = asyncio.create_task(ingest.abort_running(LONG_S))
@@ -246,7 +233,7 @@ class TestAborting:
         await asyncio.wait([abort])
         assert await told(ingest) == before and log.control() == Control()
 
-    async def test_an_abort_that_a_replica_does_not_obey_is_over(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_an_abort_that_a_replica_does_not_obey_is_over(self, ingest, log):
         await ingest.report(replica("a", 0))
         before = await told(ingest)
         with pytest.raises(NotReady, match="nothing is paused") as late:
@@ -254,7 +241,7 @@ class TestAborting:
         assert [status["replica_id"] for status in late.value.detail["replicas"]] == ["a"]
         assert await told(ingest) == before and log.control() == Control()
 
-    async def test_an_abort_overtakes_neither_a_pause_nor_an_abort(self, ingest: Ingest) -> None:
+    async def test_an_abort_overtakes_neither_a_pause_nor_an_abort(self, ingest):
         await ingest.report(replica("a", 0))
         asked = [
             asyncio.create_task(call)
@@ -281,17 +268,13 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestFullDisk:
-    async def test_a_resume_on_a_full_disk_outlives_the_ingest(
-        self, ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_resume_on_a_full_disk_outlives_the_ingest(self, ingest, log, monkeypatch):
         await order(ingest, True)
         fill_disk(monkeypatch)
         await order(ingest, False)
         assert not await ingest.is_paused() and not log.control().paused
 
-    async def test_a_resume_on_a_read_only_disk_is_obeyed(
-        self, ingest: Ingest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_resume_on_a_read_only_disk_is_obeyed(self, ingest, monkeypatch):
         await order(ingest, True)
         fill_disk(monkeypatch)
 
@@ -302,19 +285,17 @@ class TestFullDisk:
         await order(ingest, False)
         assert not await ingest.is_paused()
 
-    async def test_engines_wake_on_a_full_disk(self, ingest: Ingest, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_engines_wake_on_a_full_disk(self, ingest, monkeypatch):
         await asleep(ingest)
         fill_disk(monkeypatch)
         for sequence, tag in ((10, "weights"), (20, "kv_cache")):
             before = await ingest.sync(replica("a", None, sequence, state="asleep"), None)
-            waking = asyncio.create_task(ingest.wake_up([tag], LONG_S))  # type: ignore[list-item]
+            waking = asyncio.create_task(ingest.wake_up([tag], LONG_S))
             desired = await ingest.sync(replica("a", None, sequence + 1, state="asleep"), before)
             await ingest.report(replica("a", None, sequence + 2, state="asleep", obeyed=desired.order))
             assert await waking == (tag == "kv_cache") == (not desired.asleep)
 
-    async def test_a_pause_that_cannot_be_noted_changes_nothing(
-        self, ingest: Ingest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_pause_that_cannot_be_noted_changes_nothing(self, ingest, monkeypatch):
         before = await told(ingest)
         fill_disk(monkeypatch)
         with pytest.raises(InsufficientStorage, match="which is not changed"):
@@ -325,9 +306,7 @@ class TestFullDisk:
 
 
 class TestUnreadableLog:
-    async def test_a_commit_stands_while_the_log_cannot_be_listed(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_commit_stands_while_the_log_cannot_be_listed(self, ingest, trainer, weights, monkeypatch):
         await ingest.report(replica("a", 0))
         await trainer.upload(1, weights)
         with monkeypatch.context() as patch:
@@ -346,17 +325,13 @@ def unreadable(log: WeightLog) -> list[int]:
 
 
 class TestKeeping:
-    async def test_old_versions_are_dropped_beyond_those_to_keep(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_old_versions_are_dropped_beyond_those_to_keep(self, ingest, trainer, weights, log):
         for version in (1, 2, 5):
             await trainer.push(version, weights)
         assert await versions(ingest) == [2, 5]
         assert {path.name for path in log.root.iterdir() if path.name.isdigit()} == {"2", "5"}
 
-    async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_version_that_a_live_replica_serves_or_loads_is_kept(self, ingest, trainer, weights):
         await ingest.report(replica("slow", 0, target=1))
         for version in (1, 2, 3, 4):
             await trainer.push(version, weights)
@@ -365,9 +340,7 @@ class TestKeeping:
         await trainer.push(5, weights)
         assert await versions(ingest) == [4, 5]
 
-    async def test_a_dead_replica_keeps_nothing(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, config: ServiceConfig, clock: Clock
-    ) -> None:
+    async def test_a_dead_replica_keeps_nothing(self, ingest, trainer, weights, config, clock):
         await ingest.report(replica("dead", 0))
         clock.go_on(config.weights.dead_after_s)
         for version in (1, 2):
@@ -376,7 +349,7 @@ class TestKeeping:
 
 
 class TestComingAndGoing:
-    async def test_a_commit_does_not_wait_for_a_replica_that_starts(self, ingest: Ingest) -> None:
+    async def test_a_commit_does_not_wait_for_a_replica_that_starts(self, ingest):
         await ingest.report(replica("old", 1))
         await ingest.report(replica("newcomer", None, state="starting"))
         await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
@@ -385,7 +358,7 @@ class TestComingAndGoing:
             ("old", "ready"),
         ]
 
-    async def test_a_commit_stops_waiting_for_a_replica_that_says_goodbye(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_a_commit_stops_waiting_for_a_replica_that_says_goodbye(self, ingest, log):
         await ingest.report(replica("ends", 0))
         await ingest.report(replica("stays", 1))
         assert log.fleet() == {"ends", "stays"}
@@ -397,16 +370,14 @@ class TestComingAndGoing:
         assert [r.replica_id for r in (await ingest.fleet()).replicas] == ["stays"]
         assert log.fleet() == {"stays"}
 
-    async def test_a_node_without_the_log_is_told_what_is_newest(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_a_node_without_the_log_is_told_what_is_newest(self, ingest, log):
         newest = await ingest.newest()
         assert newest.head == log.head() and newest.origin == log.origin()
         assert {file.name for file in await ingest.files(0)} == {path.name for path in log.folder(0).iterdir()}
 
 
 class TestMetrics:
-    async def test_metrics_state_has_the_fleet_versions_and_commit_times(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_metrics_state_has_the_fleet_versions_and_commit_times(self, ingest, trainer, weights):
         await ingest.report(replica("a", 0))
         await trainer.push(1, weights)
         await ingest.report(replica("a", 1, sequence=1))
@@ -419,7 +390,7 @@ class TestMetrics:
         assert state.log_bytes > sum(status.total_bytes for status in state.versions)
         assert (state.replica_starts, state.replica_failures) == (2, 1)
 
-    async def test_replicas_are_told_what_becomes_of_aborted_completions(self, ingest: Ingest) -> None:
+    async def test_replicas_are_told_what_becomes_of_aborted_completions(self, ingest):
         before = await ingest.sync(replica("a", 0), None)
         assert before.on_abort == "continue"
         pause = asyncio.create_task(ingest.set_paused(True, "abort", LONG_S, "return"))
@@ -445,13 +416,13 @@ async def asleep(ingest: Ingest) -> DesiredState:
 
 
 class TestSleeping:
-    async def test_a_sleep_answers_once_every_replica_sleeps(self, ingest: Ingest) -> None:
+    async def test_a_sleep_answers_once_every_replica_sleeps(self, ingest):
         assert not await ingest.is_sleeping() and await ingest.until_awake()
         desired = await asleep(ingest)
         assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
         assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
 
-    async def test_engines_wake_once_all_their_memory_was_asked_back(self, ingest: Ingest) -> None:
+    async def test_engines_wake_once_all_their_memory_was_asked_back(self, ingest):
         await asleep(ingest)
         sleeping = await ingest.sync(replica("a", None, sequence=3, state="asleep"), None)
         part = asyncio.create_task(ingest.wake_up(["weights"], LONG_S))
@@ -466,12 +437,12 @@ class TestSleeping:
         assert await asyncio.wait_for(rest, LONG_S) is True
         assert not await ingest.is_sleeping() and not await ingest.is_paused()
 
-    async def test_waking_engines_that_do_not_sleep_leaves_a_pause_alone(self, ingest: Ingest) -> None:
+    async def test_waking_engines_that_do_not_sleep_leaves_a_pause_alone(self, ingest):
         ordered = await order(ingest, True, "keep")
         assert await ingest.wake_up(["weights", "kv_cache"], LONG_S) is True
         assert await ingest.is_paused() and (await told(ingest)).order == ordered
 
-    async def test_engines_asleep_are_paused_and_cannot_be_resumed(self, ingest: Ingest) -> None:
+    async def test_engines_asleep_are_paused_and_cannot_be_resumed(self, ingest):
         desired = await asleep(ingest)
         await ingest.set_paused(True, "keep", LONG_S)
         assert (await told(ingest)) == desired
@@ -479,15 +450,13 @@ class TestSleeping:
             await ingest.set_paused(False, "keep", LONG_S)
         assert await ingest.is_sleeping()
 
-    async def test_a_commit_waits_for_no_engine_that_sleeps(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_commit_waits_for_no_engine_that_sleeps(self, ingest, trainer, weights):
         await asleep(ingest)
         await trainer.upload(1, weights)
         status = await ingest.commit(1, CommitUpload(wait="all", timeout_s=LONG_S))
         assert (status.state, (await told(ingest)).version) == ("committed", 1)
 
-    async def test_sleep_outlives_a_restart_of_the_ingest(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_sleep_outlives_a_restart_of_the_ingest(self, ingest, log):
         await asleep(ingest)
         assert log.control().asleep == ("weights", "kv_cache") and log.control().paused
 
@@ -502,14 +471,14 @@ class TestPins:
         yield ingest
         await ingest.stop()
 
-    async def test_group_without_its_version_follows_the_newest(self, pinning: Ingest) -> None:
+    async def test_group_without_its_version_follows_the_newest(self, pinning):
         assert (await pinning.pinned("eval"), await pinning.pinned("old")) == (None, None)
         assert (await pinning.fleet()).groups == {
             "eval": Pin(pinned_to="golden", version=None),
             "old": Pin(pinned_to=1, version=None),
         }
 
-    async def test_push_with_the_label_moves_the_group(self, pinning: Ingest, weights: Weights) -> None:
+    async def test_push_with_the_label_moves_the_group(self, pinning, weights):
         found = []
         for version, label in ((1, "golden"), (2, None), (3, "golden")):
             await push_labelled(pinning, version, weights, label)
@@ -518,12 +487,12 @@ class TestPins:
         assert found[2] is not None and found[2].digest == (await pinning.status(3)).digest
         assert {name: pin.version for name, pin in (await pinning.fleet()).groups.items()} == {"eval": 3, "old": 1}
 
-    async def test_pinned_versions_stay_on_disk(self, pinning: Ingest, weights: Weights) -> None:
+    async def test_pinned_versions_stay_on_disk(self, pinning, weights):
         for version, label in ((1, None), (2, "golden"), (3, None), (4, None), (5, None)):
             await push_labelled(pinning, version, weights, label)
         assert await versions(pinning) == [1, 2, 4, 5]
 
-    async def test_commit_waits_for_no_pinned_replica(self, pinning: Ingest, weights: Weights) -> None:
+    async def test_commit_waits_for_no_pinned_replica(self, pinning, weights):
         await pinning.report(replica("a", 1))
         await pinning.report(replica("pinned", 0, group="eval"))
         await push_labelled(pinning, 1, weights, "golden")

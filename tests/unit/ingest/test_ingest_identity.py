@@ -2,17 +2,15 @@
 
 import shutil
 import uuid
-from pathlib import Path
 
 import pytest
 
-from rollout_service.config import ServiceConfig
 from rollout_service.errors import LogCorrupt
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, replica
 
 
 async def serving(ingest: Ingest, version: int, sequence: int = 0, **fields: object) -> ReplicaStatus:
@@ -26,9 +24,7 @@ async def log_of(ingest: Ingest) -> str:
 
 
 class TestDigest:
-    async def test_a_version_is_live_by_the_digest_and_not_by_the_number(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_version_is_live_by_the_digest_and_not_by_the_number(self, ingest, trainer, weights):
         await trainer.push(1, weights)
         await ingest.report(await serving(ingest, 1, digest="00ff"))
         assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
@@ -38,9 +34,7 @@ class TestDigest:
         await ingest.report(await serving(ingest, 2, sequence=2))
         assert {(await ingest.status(version)).state for version in (1, 2)} == {"live"}
 
-    async def test_a_replica_at_an_unknown_version_makes_nothing_live(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_replica_at_an_unknown_version_makes_nothing_live(self, ingest, trainer, weights):
         await trainer.push(1, weights)
         await ingest.report(await serving(ingest, 1))
         report = await serving(ingest, 1, sequence=1)
@@ -48,9 +42,7 @@ class TestDigest:
         assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
 
     @pytest.mark.parametrize("scales_policy", ["reuse", "calibrate"])
-    async def test_an_unmeasured_version_is_live_by_the_digest_in_latest(
-        self, model: Path, tmp_path: Path, scales_policy: str
-    ) -> None:
+    async def test_an_unmeasured_version_is_live_by_the_digest_in_latest(self, model, tmp_path, scales_policy):
         ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": scales_policy}))
         await ingest.start()
         head = WeightLog(tmp_path / "log").head()
@@ -62,8 +54,8 @@ class TestDigest:
 
 class TestRestoredLog:
     async def test_after_a_log_restore_replicas_are_told_of_the_new_digest(
-        self, config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
-    ) -> None:
+        self, config, ingest, trainer, weights, log, tmp_path
+    ):
         shutil.copytree(log.root, tmp_path / "backup")
         await trainer.push(1, weights)
         old = await serving(ingest, 1)
@@ -85,9 +77,7 @@ class TestRestoredLog:
         assert (await again.status(1)).state == "live"
         await again.stop()
 
-    async def test_a_log_replaced_under_a_running_ingest_is_not_written(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, tmp_path: Path
-    ) -> None:
+    async def test_a_log_replaced_under_a_running_ingest_is_not_written(self, ingest, trainer, weights, log, tmp_path):
         shutil.copytree(log.root, tmp_path / "backup")
         await trainer.upload(1, weights)
         before = log.root / "ORIGIN"
@@ -101,8 +91,8 @@ class TestRestoredLog:
 
 class TestOtherLog:
     async def test_nothing_is_committed_while_replicas_follow_another_log(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, model: Path, tmp_path: Path
-    ) -> None:
+        self, ingest, trainer, weights, model, tmp_path
+    ):
         await trainer.push(7, weights)
         old = await serving(ingest, 7)
         elsewhere = Ingest(config_of(model, tmp_path / "empty"))

@@ -17,7 +17,7 @@ from tests.support.moments import stop_at
 PROJECT = Path(__file__).parents[3]
 
 
-async def test_a_kill_before_the_rename_leaves_the_version_staged(config: ServiceConfig, log: WeightLog) -> None:
+async def test_a_kill_before_the_rename_leaves_the_version_staged(config, log):
     def manifest_written(version: int) -> bool:
         written = any((folder / "manifest.json").is_file() for folder in (log.staging(version), log.folder(version)))
         return written and newest(log) < version
@@ -38,7 +38,7 @@ async def test_a_kill_before_the_rename_leaves_the_version_staged(config: Servic
     assert committed.digest == log.manifest(version).digest
 
 
-async def test_a_kill_after_the_rename_leaves_the_version_committed(config: ServiceConfig, log: WeightLog) -> None:
+async def test_a_kill_after_the_rename_leaves_the_version_committed(config, log):
     version = await killed_in(lambda version: newest(log) == version, config)
     assert newest(log) == version
     successor = Ingest(config)

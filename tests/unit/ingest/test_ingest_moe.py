@@ -1,6 +1,5 @@
 """Mixtures of experts: by the names of a checkpoint, and stacked as transformers holds them in memory."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
 from tests.support.models import make_model
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, folder_weights
+from tests.unit.ingest.trainer import Trainer, changed, config_of, folder_weights
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -41,7 +40,7 @@ def stacked(moe_model: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"])
-async def test_stacked_and_separate_experts_give_the_expected_digest(tmp_path: Path, family: str) -> None:
+async def test_stacked_and_separate_experts_give_the_expected_digest(tmp_path, family):
     model = make_model(tmp_path / family, family)
     ingest, on_disk = await started(model, tmp_path / "log"), folder_weights(model)
     digest = expected.digest(on_disk, ServedModel.load(model).fingerprint)
@@ -52,9 +51,7 @@ async def test_stacked_and_separate_experts_give_the_expected_digest(tmp_path: P
     assert (await Trainer(ingest).push(2, on_disk)).digest == digest
 
 
-async def test_a_version_stores_each_experts_matrices_by_themselves(
-    moe_ingest: Ingest, stacked: Weights, moe_model: Path, tmp_path: Path
-) -> None:
+async def test_a_version_stores_each_experts_matrices_by_themselves(moe_ingest, stacked, moe_model, tmp_path):
     await Trainer(moe_ingest).push(1, stacked)
     stored = {tensor.name: tensor for tensor in WeightLog(tmp_path / "log").manifest(1).tensors}
     assert set(folder_weights(moe_model)) <= set(stored)
@@ -66,16 +63,14 @@ async def test_a_version_stores_each_experts_matrices_by_themselves(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-async def test_stacked_experts_in_wider_dtypes_are_rounded_to_bf16(
-    moe_ingest: Ingest, stacked: Weights, dtype: torch.dtype
-) -> None:
+async def test_stacked_experts_in_wider_dtypes_are_rounded_to_bf16(moe_ingest, stacked, dtype):
     sent = changed({name: tensor.to(dtype) for name, tensor in stacked.items()}, 0.1)
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
     trainer = Trainer(moe_ingest)
     assert (await trainer.push(1, sent)).digest == (await trainer.push(2, rounded)).digest
 
 
-async def test_a_nan_in_a_stacked_tensor_is_named_by_its_expert(moe_ingest: Ingest, stacked: Weights) -> None:
+async def test_a_nan_in_a_stacked_tensor_is_named_by_its_expert(moe_ingest, stacked):
     broken = changed(stacked, 0.0)
     broken[GATE_UP][5, 130, 9] = float("nan")
     with pytest.raises(QuantizationError, match=r"layers\.0\.mlp\.experts\.5\.up_proj\.weight\[2, 9\] is nan"):
@@ -103,18 +98,14 @@ def with_an_expert_twice(weights: dict[str, torch.Tensor]) -> None:
         (with_an_expert_twice, r"1 duplicate: model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight"),
     ],
 )
-async def test_experts_that_do_not_fit_are_refused_by_name(
-    moe_ingest: Ingest, stacked: Weights, mistake: Callable[[dict[str, torch.Tensor]], None], complaint: str
-) -> None:
+async def test_experts_that_do_not_fit_are_refused_by_name(moe_ingest, stacked, mistake, complaint):
     weights = dict(stacked)
     mistake(weights)
     with pytest.raises(InvalidManifest, match=complaint):
         await Trainer(moe_ingest).upload(1, weights)
 
 
-async def test_experts_that_the_recipe_skips_are_stored_in_bf16(
-    moe_model: Path, tmp_path: Path, stacked: Weights
-) -> None:
+async def test_experts_that_the_recipe_skips_are_stored_in_bf16(moe_model, tmp_path, stacked):
     ingest = await started(moe_model, tmp_path / "log", quant={"skip": ["*.layers.0.mlp.experts.*"]})
     await Trainer(ingest).upload(1, stacked)
     await ingest.commit(1, CommitUpload())

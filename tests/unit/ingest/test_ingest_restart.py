@@ -61,9 +61,7 @@ def of_commit(config: ServiceConfig, commit: str | None) -> ServiceConfig:
 
 
 class TestRestart:
-    async def test_a_restart_continues_at_the_same_head(
-        self, restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_restart_continues_at_the_same_head(self, restarted, config, trainer, weights):
         pushed = await trainer.push(3, weights)
         again = await restarted()
         assert (await again.fleet()).latest_version == 3
@@ -71,32 +69,28 @@ class TestRestart:
         assert [status.version for status in await again.versions()] == [0, 3]
         assert (await Trainer(again).push(4, weights)).state == "committed"
 
-    async def test_a_restart_does_not_read_the_models_folder_again(
-        self, restarted: Restart, config: ServiceConfig, ingest: Ingest
-    ) -> None:
+    async def test_a_restart_does_not_read_the_models_folder_again(self, restarted, config, ingest):
         before = await ingest.status(0)
         manifest = config.weights.root / "0" / "manifest.json"
         written = manifest.stat().st_mtime_ns
         assert await (await restarted()).status(0) == before
         assert manifest.stat().st_mtime_ns == written
 
-    async def test_a_pause_outlives_a_restart(self, restarted: Restart, config: ServiceConfig, ingest: Ingest) -> None:
+    async def test_a_pause_outlives_a_restart(self, restarted, config, ingest):
         ordered = await order(ingest, True, "abort")
         again = await restarted()
         assert (await again.fleet()).paused
         desired = await again.sync(replica("a", 0), None)
         assert (desired.paused, desired.pause_mode, desired.order) == (True, "abort", ordered)
 
-    async def test_a_log_of_another_model_is_refused(
-        self, restarted: Restart, ingest: Ingest, config: ServiceConfig, tied_model: Path, tiny_model: Path
-    ) -> None:
+    async def test_a_log_of_another_model_is_refused(self, restarted, ingest, config, tied_model, tiny_model):
         for other in (tiny_model, tied_model):
             with pytest.raises(
                 LogCorrupt, match=r"version 0 of another model or quantization .*name another weights\.root"
             ):
                 await restarted(config_of(other, config.weights.root))
 
-    async def test_a_log_of_another_commit_is_refused(self, restarted: Restart, model: Path, tmp_path: Path) -> None:
+    async def test_a_log_of_another_commit_is_refused(self, restarted, model, tmp_path):
         old, new = "a" * 40, "b" * 40
         config = config_of(model, tmp_path / "of-the-hub")
         await restarted(of_commit(config, old))
@@ -108,7 +102,7 @@ class TestRestart:
         )
         assert (await (await restarted(of_commit(config, old))).fleet()).latest_version == 0
 
-    async def test_a_folder_s_log_is_not_a_repository_s(self, restarted: Restart, model: Path, tmp_path: Path) -> None:
+    async def test_a_folder_s_log_is_not_a_repository_s(self, restarted, model, tmp_path):
         commit, config = "a" * 40, config_of(model, tmp_path / "of-a-folder")
         await restarted(config)
         with pytest.raises(
@@ -123,22 +117,16 @@ class TestRestart:
             await restarted(other)
 
     @pytest.mark.parametrize("quant", [{"weights": "none"}, {"skip": ["*.down_proj"]}, {"scales": "power_of_two"}])
-    async def test_a_log_of_another_quantization_is_refused(
-        self, restarted: Restart, ingest: Ingest, config: ServiceConfig, quant: dict[str, object]
-    ) -> None:
+    async def test_a_log_of_another_quantization_is_refused(self, restarted, ingest, config, quant):
         with pytest.raises(LogCorrupt, match="another model or quantization"):
             await restarted(config_of(config.model.path, config.weights.root, quant=quant))
 
-    async def test_a_log_whose_latest_does_not_parse_is_refused(
-        self, restarted: Restart, ingest: Ingest, config: ServiceConfig
-    ) -> None:
+    async def test_a_log_whose_latest_does_not_parse_is_refused(self, restarted, ingest, config):
         (config.weights.root / "LATEST").write_text("{")
         with pytest.raises(LogCorrupt, match="LATEST does not parse"):
             await restarted()
 
-    async def test_a_log_whose_latest_is_gone_is_not_begun_anew(
-        self, restarted: Restart, config: ServiceConfig, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_log_whose_latest_is_gone_is_not_begun_anew(self, restarted, config, trainer, weights, log):
         await trainer.push(1, weights)
         (log.root / "LATEST").unlink()
         with pytest.raises(LogCorrupt, match=r"holds the versions \[0, 1\] but no LATEST"):
@@ -148,8 +136,8 @@ class TestRestart:
 
 class TestEnd:
     async def test_a_stopping_ingest_finishes_its_commit_and_then_unlocks(
-        self, config: ServiceConfig, ingest: Ingest, trainer: Trainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, config, ingest, trainer, weights, monkeypatch
+    ):
         await trainer.upload(1, weights)
         await trainer.upload(2, weights)
         committing, going, commit = threading.Event(), threading.Event(), WeightLog.commit
@@ -178,9 +166,7 @@ class TestEnd:
         assert (await successor.commit(2, CommitUpload())).state == "committed"
         await successor.stop()
 
-    async def test_callers_of_a_stopping_ingest_are_told_to_retry(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_callers_of_a_stopping_ingest_are_told_to_retry(self, ingest, trainer, weights):
         desired = await ingest.sync(replica("a", 0), None)
         status = await trainer.push(1, weights)
         pausing = asyncio.create_task(ingest.set_paused(True, "keep", LONG_S))
@@ -197,9 +183,7 @@ class TestEnd:
 
 class TestCallersThatGoAway:
     @pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
-    async def test_a_commit_is_finished_after_its_caller_disconnects(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, turns: int, log: WeightLog
-    ) -> None:
+    async def test_a_commit_is_finished_after_its_caller_disconnects(self, ingest, trainer, weights, turns, log):
         await trainer.upload(1, weights)
         commit = asyncio.create_task(ingest.commit(1, CommitUpload()))
         for _ in range(turns):
@@ -211,9 +195,7 @@ class TestCallersThatGoAway:
         assert status.state == "committed" and (await ingest.fleet()).latest_version == 1
         log.verify(log.manifest(1))
 
-    async def test_a_begin_whose_caller_disconnects_leaves_one_upload(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_begin_whose_caller_disconnects_leaves_one_upload(self, ingest, trainer, weights):
         before = open_files()
         begin = asyncio.create_task(ingest.begin(begin_of(1, weights)))
         await asyncio.sleep(0)
@@ -224,7 +206,7 @@ class TestCallersThatGoAway:
         assert (await trainer.push(1, weights)).state == "committed"
         assert open_files() == before
 
-    async def test_a_cancelled_long_poll_does_not_disturb_the_others(self, ingest: Ingest) -> None:
+    async def test_a_cancelled_long_poll_does_not_disturb_the_others(self, ingest):
         desired = await ingest.sync(replica("a", 0), None)
         given_up = asyncio.create_task(ingest.sync(replica("a", 0, sequence=1), desired))
         kept = asyncio.create_task(ingest.sync(replica("b", 0), desired))
@@ -252,9 +234,7 @@ async def unreadable(restarted: Restart, ingest: Ingest, trainer: Trainer, weigh
 
 
 class TestDiskThatFails:
-    async def test_a_commit_that_fails_on_disk_stays_staged_for_a_retry(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_a_commit_that_fails_on_disk_stays_staged_for_a_retry(self, ingest, trainer, weights, log):
         await trainer.upload(1, weights)
         (log.root / ".LATEST.tmp").mkdir()
         with pytest.raises(RolloutServiceError, match=r"version 1 was not committed: .*commit it again"):
@@ -266,14 +246,8 @@ class TestDiskThatFails:
         log.verify(log.manifest(1))
 
     async def test_a_commit_whose_last_fsync_fails_stands_with_a_warning(
-        self,
-        ingest: Ingest,
-        trainer: Trainer,
-        weights: Weights,
-        log: WeightLog,
-        restarted: Restart,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, ingest, trainer, weights, log, restarted, monkeypatch
+    ):
         await trainer.upload(1, weights)
         synced, sync = 0, durable_io.sync_folder
 
@@ -300,8 +274,8 @@ class TestDiskThatFails:
         assert (await Trainer(again).push(2, weights)).error is None
 
     async def test_failing_to_remove_an_old_version_does_not_fail_a_commit(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, ingest, trainer, weights, log, monkeypatch
+    ):
         def busy(*_: object) -> None:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
@@ -316,9 +290,7 @@ class TestDiskThatFails:
         await trainer.push(4, weights)
         assert log.versions() == [2, 3, 4]
 
-    async def test_versions_that_come_and_go_leave_no_file_open(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_versions_that_come_and_go_leave_no_file_open(self, ingest, trainer, weights):
         await trainer.push(1, weights)
         before = open_files()
         broken = changed(weights, float("inf"))
@@ -337,9 +309,7 @@ class TestDiskThatFails:
 
 class TestUnreadableParts:
     @pytest.mark.parametrize("name", [STAGED_FILE, "upload.json", ""], ids=["its file", "its record", "its folder"])
-    async def test_an_upload_that_cannot_be_read_is_dropped(
-        self, unreadable: Path, restarted: Restart, weights: Weights, name: str
-    ) -> None:
+    async def test_an_upload_that_cannot_be_read_is_dropped(self, unreadable, restarted, weights, name):
         path = unreadable.parent / name
         if path == unreadable.parent:
             shutil.rmtree(path)
@@ -352,9 +322,7 @@ class TestUnreadableParts:
             await again.status(1)
         assert (await Trainer(again).push(1, weights)).state == "committed"
 
-    async def test_a_source_that_cannot_be_read_any_more_is_dropped(
-        self, model: Path, tmp_path: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_source_that_cannot_be_read_any_more_is_dropped(self, model, tmp_path, weights, monkeypatch):
         source = tmp_path / "source"
         source.mkdir()
         save_file(dict(weights), source / "model.safetensors")

@@ -35,18 +35,14 @@ async def pushed(config: ServiceConfig, weights: Weights, versions: int) -> tupl
     return digests, inodes
 
 
-async def test_versions_have_the_digests_that_they_have_on_a_disk(
-    model: Path, weights: Weights, root: Path, tmp_path: Path
-) -> None:
+async def test_versions_have_the_digests_that_they_have_on_a_disk(model, weights, root, tmp_path):
     in_memory, _ = await pushed(config_of(model, root), weights, 2)
     on_disk, _ = await pushed(config_of(model, tmp_path / "log"), weights, 2)
     assert in_memory == on_disk
     assert None not in on_disk
 
 
-async def test_a_version_is_written_into_the_files_of_one_that_was_dropped(
-    model: Path, weights: Weights, root: Path
-) -> None:
+async def test_a_version_is_written_into_the_files_of_one_that_was_dropped(model, weights, root):
     digests, inodes = await pushed(config_of(model, root), weights, 6)
     assert len(set(digests)) == 6
     assert len(set.union(*inodes)) == 3 * len(inodes[0])  # two are kept, and one is being written
@@ -59,9 +55,7 @@ class NoBuffers:
         raise AssertionError(f"{nbytes} bytes are made elsewhere")
 
 
-async def test_deltas_are_applied_where_their_versions_lie(
-    model: Path, weights: Weights, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deltas_are_applied_where_their_versions_lie(model, weights, root, tmp_path, monkeypatch):
     digests: dict[Path, list[str | None]] = {}
     for folder in (tmp_path / "log", root):
         config = config_of(model, folder, weights={"part_bytes": 4 << 10})
@@ -81,7 +75,7 @@ async def test_deltas_are_applied_where_their_versions_lie(
     assert digests[root] == digests[tmp_path / "log"]
 
 
-async def test_an_ingest_that_starts_anew_uses_the_files_again(model: Path, weights: Weights, root: Path) -> None:
+async def test_an_ingest_that_starts_anew_uses_the_files_again(model, weights, root):
     _, before = await pushed(config_of(model, root), weights, 4)
     ingest = Ingest(config_of(model, root))
     await ingest.start()

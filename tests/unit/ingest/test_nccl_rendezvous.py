@@ -56,7 +56,7 @@ def serve_object(value: object) -> Callable[[int], object]:
     return serve
 
 
-def test_the_id_of_vllms_rank_0_is_read() -> None:
+def test_the_id_of_vllms_rank_0_is_read():
     def serve(port: int) -> StatelessProcessGroup:
         group = StatelessProcessGroup.create("127.0.0.1", port, rank=0, world_size=2)
         group.broadcast_obj(ncclUniqueId.from_buffer_copy(UNIQUE_ID), src=0)
@@ -65,19 +65,19 @@ def test_the_id_of_vllms_rank_0_is_read() -> None:
     assert asked(serve) == UNIQUE_ID
 
 
-def test_what_an_address_sends_is_not_unpickled(tmp_path: Path) -> None:
+def test_what_an_address_sends_is_not_unpickled(tmp_path):
     with pytest.raises(RuntimeError, match=rf"{NCCL_UNIQUE_ID_KEY} .* no pickled ncclUniqueId.*nothing was joined"):
         asked(serve_object(RunsACommand(tmp_path / "made")))
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_id_is_read_in_every_pickle_protocol(protocol: int) -> None:
+def test_an_id_is_read_in_every_pickle_protocol(protocol):
     assert nccl_unique_id(pickle.dumps(ncclUniqueId.from_buffer_copy(UNIQUE_ID), protocol)) == UNIQUE_ID
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_id_that_is_changed_anywhere_is_refused(protocol: int) -> None:
+def test_an_id_that_is_changed_anywhere_is_refused(protocol):
     """Every byte outside of the id itself counts, as do bytes before and after."""
     whole = pickle.dumps(ncclUniqueId.from_buffer_copy(UNIQUE_ID), protocol)
     start = whole.index(UNIQUE_ID)

@@ -76,9 +76,7 @@ def published(store: Path) -> dict[int, bool]:
 
 @pytest.mark.parametrize("quant", ["fp8_block", "fp8_channel", "none"])
 @pytest.mark.parametrize("kind", ["model", "moe_model", "tied_model"])
-async def test_a_follower_has_the_same_digests(
-    request: pytest.FixtureRequest, store: Path, kind: str, quant: str
-) -> None:
+async def test_a_follower_has_the_same_digests(request, store, kind, quant):
     model: Path = request.getfixturevalue(kind)
     weights = folder_weights(model)
     async with both(model, store, quant) as (leader, follower):
@@ -91,7 +89,7 @@ async def test_a_follower_has_the_same_digests(
         assert published(store) == {1: True, 2: False, 3: False, 4: False}
 
 
-async def test_kv_scales_go_with_their_version(model: Path, store: Path, weights: Weights) -> None:
+async def test_kv_scales_go_with_their_version(model, store, weights):
     layers = ServedModel.load(model).attention
     scales = {f"{layer}.{x}_scale": 0.1 for layer in layers for x in "qkv"}
     async with both(model, store) as (leader, follower):
@@ -100,7 +98,7 @@ async def test_kv_scales_go_with_their_version(model: Path, store: Path, weights
         assert (await follower.status(1)).kv_scales_from == "trainer"
 
 
-async def test_other_weights_are_published_whole(model: Path, store: Path, weights: Weights) -> None:
+async def test_other_weights_are_published_whole(model, store, weights):
     async with both(model, store) as (leader, follower):
         for version in (1, 2):
             torch.manual_seed(version)
@@ -109,9 +107,7 @@ async def test_other_weights_are_published_whole(model: Path, store: Path, weigh
         assert published(store) == {1: True, 2: True}
 
 
-async def test_versions_before_two_whole_ones_are_removed(
-    model: Path, store: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_versions_before_two_whole_ones_are_removed(model, store, weights, monkeypatch):
     monkeypatch.setattr(publisher, "MAX_LINKS", 1)
     async with both(model, store) as (leader, follower):
         for version in range(1, 7):
@@ -123,7 +119,7 @@ async def test_versions_before_two_whole_ones_are_removed(
             await require_same(leader, late)
 
 
-async def test_a_restart_publishes_a_whole_version_next(model: Path, store: Path, weights: Weights) -> None:
+async def test_a_restart_publishes_a_whole_version_next(model, store, weights):
     for version in (1, 2):
         async with both(model, store) as (leader, follower):
             await Trainer(leader).push(version, changed(weights, 0.1 * version))
@@ -131,7 +127,7 @@ async def test_a_restart_publishes_a_whole_version_next(model: Path, store: Path
     assert published(store) == {1: True, 2: True}
 
 
-async def test_a_damaged_base_makes_the_next_version_whole(model: Path, store: Path, weights: Weights) -> None:
+async def test_a_damaged_base_makes_the_next_version_whole(model, store, weights):
     async with both(model, store) as (leader, follower):
         await Trainer(leader).push(1, stepped(weights, 1))
         await require_same(leader, follower)
@@ -144,7 +140,7 @@ async def test_a_damaged_base_makes_the_next_version_whole(model: Path, store: P
         assert published(store) == {1: True, 2: True}
 
 
-async def test_a_published_version_is_not_written_again(model: Path, store: Path, weights: Weights) -> None:
+async def test_a_published_version_is_not_written_again(model, store, weights):
     async with both(model, store) as (leader, follower):
         await Trainer(leader).push(1, stepped(weights, 1))
         await require_same(leader, follower)
@@ -163,7 +159,7 @@ async def problem(leader: Ingest) -> str:
     return str(leader.publisher.problem)
 
 
-async def test_a_store_of_another_run_is_refused(model: Path, store: Path, weights: Weights) -> None:
+async def test_a_store_of_another_run_is_refused(model, store, weights):
     async with both(model, store) as (leader, follower):
         await Trainer(leader).push(7, stepped(weights, 1))
         await require_same(leader, follower)
@@ -173,7 +169,7 @@ async def test_a_store_of_another_run_is_refused(model: Path, store: Path, weigh
     assert published(store) == {7: True}
 
 
-async def test_an_unreachable_store_is_tried_again(model: Path, store: Path, weights: Weights) -> None:
+async def test_an_unreachable_store_is_tried_again(model, store, weights):
     store.rmdir()
     store.write_text("in the way")
     async with running(model, store.parent / "log", publish=str(store)) as leader:
@@ -185,7 +181,7 @@ async def test_an_unreachable_store_is_tried_again(model: Path, store: Path, wei
             await require_same(leader, follower)
 
 
-async def test_a_damaged_whole_version_is_not_followed(model: Path, store: Path, weights: Weights) -> None:
+async def test_a_damaged_whole_version_is_not_followed(model, store, weights):
     async with running(model, store.parent / "log", publish=str(store)) as leader:
         await Trainer(leader).push(1, stepped(weights, 1))
         index = store / "weight_v000001" / "model.safetensors.index.json"

@@ -115,18 +115,14 @@ async def require(ingest: Ingest, version: int, weights: Weights, model: Path) -
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 @pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
-async def test_a_chain_of_deltas_equals_whole_versions(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path, encoding: str, checksum: str
-) -> None:
+async def test_a_chain_of_deltas_equals_whole_versions(ingest, store, steps, model, encoding, checksum):
     for version in range(1, 4):
         publish(store, version, steps[version - 1], steps[version], encoding=encoding, checksum=checksum, files=version)
         assert await pull(ingest, store, version) == version
         await require(ingest, version, steps[version], model)
 
 
-async def test_twenty_steps_have_a_whole_push_s_digests(
-    ingest: Ingest, store: Path, weights: Weights, model: Path
-) -> None:
+async def test_twenty_steps_have_a_whole_push_s_digests(ingest, store, weights, model):
     assert await pull(ingest, store, 0, local_checkpoint_dir="/nvme/checkpoint") == 0
     old = weights
     for version in range(1, 21):
@@ -140,13 +136,13 @@ async def test_twenty_steps_have_a_whole_push_s_digests(
         old = new
 
 
-async def test_a_version_without_a_change_is_served(ingest: Ingest, store: Path, weights: Weights, model: Path) -> None:
+async def test_a_version_without_a_change_is_served(ingest, store, weights, model):
     publish(store, 1, weights, weights)
     assert await pull(ingest, store, 1) == 1
     await require(ingest, 1, weights, model)
 
 
-async def test_missed_versions_are_replayed(ingest: Ingest, store: Path, steps: list[Weights], model: Path) -> None:
+async def test_missed_versions_are_replayed(ingest, store, steps, model):
     for version in range(1, 5):
         publish(store, version, steps[version - 1], steps[version])
     assert await pull(ingest, store, 2) == 2
@@ -154,9 +150,7 @@ async def test_missed_versions_are_replayed(ingest: Ingest, store: Path, steps: 
     await require(ingest, 4, steps[4], model)
 
 
-async def test_more_links_than_allowed_are_refused(
-    ingest: Ingest, store: Path, steps: list[Weights], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_more_links_than_allowed_are_refused(ingest, store, steps, monkeypatch):
     monkeypatch.setattr(trainer_weights, "MAX_LINKS", 2)
     for version in range(1, 4):
         publish(store, version, steps[version - 1], steps[version])
@@ -166,9 +160,7 @@ async def test_more_links_than_allowed_are_refused(
     assert await pull(ingest, store, 3) == 3
 
 
-async def test_a_whole_folder_begins_a_new_chain(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_a_whole_folder_begins_a_new_chain(ingest, store, steps, model):
     save_checkpoint(store / "weight_v000003", steps[3])
     publish(store, 4, steps[3], steps[4])
     assert await pull(ingest, store, 3) == 3
@@ -177,9 +169,7 @@ async def test_a_whole_folder_begins_a_new_chain(
     await require(ingest, 4, steps[4], model)
 
 
-async def test_a_whole_folder_on_the_way_ends_the_replay(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_a_whole_folder_on_the_way_ends_the_replay(ingest, store, steps, model):
     save_checkpoint(store / "weight_v000003", steps[3])
     publish(store, 4, steps[3], steps[4])
     assert await pull(ingest, store, 4) == 4
@@ -187,9 +177,7 @@ async def test_a_whole_folder_on_the_way_ends_the_replay(
 
 
 @pytest.mark.parametrize("checksum", ["adler32", "md5"])
-async def test_a_whole_folder_with_checksums_is_checked(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path, checksum: str
-) -> None:
+async def test_a_whole_folder_with_checksums_is_checked(ingest, store, steps, model, checksum):
     """ModelExpress writes checksums of whole tensors, too."""
     folder = save_checkpoint(store / "weight_v000001", steps[1])
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -207,9 +195,7 @@ async def test_a_whole_folder_with_checksums_is_checked(
         await require(ingest, 2, steps[2], model)
 
 
-async def test_push_path_takes_a_folder_of_changes(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_push_path_takes_a_folder_of_changes(ingest, store, steps, model):
     for version in (1, 2):
         folder = publish(store, version, steps[version - 1], steps[version])
         begin = BeginUpload(version=version, source=PathSource(path=folder))
@@ -218,9 +204,7 @@ async def test_push_path_takes_a_folder_of_changes(
         await require(ingest, version, steps[version], model)
 
 
-async def test_a_repeated_pull_applies_nothing_twice(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_a_repeated_pull_applies_nothing_twice(ingest, store, steps, model):
     for version in (1, 2):
         publish(store, version, steps[version - 1], steps[version])
         assert await asyncio.gather(*(pull(ingest, store, version) for _ in range(3))) == [version] * 3
@@ -228,9 +212,7 @@ async def test_a_repeated_pull_applies_nothing_twice(
     assert [status.version for status in await ingest.versions()] == [1, 2]
 
 
-async def test_another_run_begins_with_the_served_model(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_another_run_begins_with_the_served_model(ingest, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
     shutil.rmtree(store / "weight_v000001")
@@ -241,9 +223,7 @@ async def test_another_run_begins_with_the_served_model(
     await require(ingest, 3, steps[2], model)
 
 
-async def test_a_version_goes_on_after_a_restart(
-    ingest: Ingest, config: ServiceConfig, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_a_version_goes_on_after_a_restart(ingest, config, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
     shutil.rmtree(store / "weight_v000001")
@@ -262,7 +242,7 @@ async def test_a_version_goes_on_after_a_restart(
         await again.stop()
 
 
-async def test_a_missing_link_is_refused_by_name(ingest: Ingest, store: Path, steps: list[Weights]) -> None:
+async def test_a_missing_link_is_refused_by_name(ingest, store, steps):
     publish(store, 3, steps[2], steps[3])
     with pytest.raises(InvalidDelta, match=r"version 3 in .* needs version 2, which is neither kept \(none is kept\)"):
         await pull(ingest, store, 3)
@@ -280,18 +260,14 @@ async def test_a_missing_link_is_refused_by_name(ingest: Ingest, store: Path, st
         ({"base_version": "000002"}, "is version 1, and cannot be a delta of version 2"),
     ],
 )
-async def test_an_unknown_format_is_refused_by_name(
-    ingest: Ingest, store: Path, steps: list[Weights], metadata: dict[str, object], error: str
-) -> None:
+async def test_an_unknown_format_is_refused_by_name(ingest, store, steps, metadata, error):
     publish(store, 1, steps[0], steps[1], **metadata)
     with pytest.raises((InvalidManifest, InvalidDelta), match=error):
         await pull(ingest, store, 1)
     assert (await ingest.fleet()).latest_version == 0
 
 
-async def test_changes_of_other_weights_leave_the_version_before(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_changes_of_other_weights_leave_the_version_before(ingest, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
     wrong = publish(store, 2, steps[0], steps[2])
@@ -304,9 +280,7 @@ async def test_changes_of_other_weights_leave_the_version_before(
     await require(ingest, 2, steps[2], model)
 
 
-async def test_a_failed_verification_stages_nothing_to_serve(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_a_failed_verification_stages_nothing_to_serve(ingest, store, steps, model):
     publish(store, 1, steps[1], steps[2])
     with pytest.raises(InvalidDelta, match="has the checksum"):
         await pull(ingest, store, 1, local_checkpoint_dir="/nvme/checkpoint")
@@ -315,7 +289,7 @@ async def test_a_failed_verification_stages_nothing_to_serve(
     assert (await ingest.fleet()).latest_version == 0
 
 
-def test_the_wrong_length_of_changes_is_refused(tmp_path: Path) -> None:
+def test_the_wrong_length_of_changes_is_refused(tmp_path):
     from rollout_service.ingest.sources.delta_folder import DeltaFolder
 
     old, new = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
@@ -331,16 +305,14 @@ def test_the_wrong_length_of_changes_is_refused(tmp_path: Path) -> None:
         DeltaFolder(tmp_path / "xor" / "weight_v000001").apply("a", memoryview(bytearray(8000)))
 
 
-async def test_a_tensor_that_the_base_lacks_is_refused(ingest: Ingest, store: Path, weights: Weights) -> None:
+async def test_a_tensor_that_the_base_lacks_is_refused(ingest, store, weights):
     more = {**weights, "model.more": torch.zeros(8)}
     publish(store, 1, more, {**more, "model.more": torch.ones(8)})
     with pytest.raises(InvalidDelta, match=r"version 1 in .* changes model\.more, which its base does not have"):
         await pull(ingest, store, 1)
 
 
-async def test_a_changed_tensor_without_a_checksum_is_refused(
-    ingest: Ingest, store: Path, steps: list[Weights]
-) -> None:
+async def test_a_changed_tensor_without_a_checksum_is_refused(ingest, store, steps):
     folder = publish(store, 1, steps[0], steps[1])
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -351,15 +323,13 @@ async def test_a_changed_tensor_without_a_checksum_is_refused(
         await pull(ingest, store, 1)
 
 
-async def test_a_store_outside_the_roots_is_forbidden(ingest: Ingest, tmp_path: Path, steps: list[Weights]) -> None:
+async def test_a_store_outside_the_roots_is_forbidden(ingest, tmp_path, steps):
     publish(tmp_path / "elsewhere", 1, steps[0], steps[1])
     with pytest.raises(Forbidden, match="source_roots"):
         await pull(ingest, tmp_path / "elsewhere", 1)
 
 
-async def test_a_link_out_of_the_roots_is_forbidden(
-    ingest: Ingest, tmp_path: Path, store: Path, steps: list[Weights]
-) -> None:
+async def test_a_link_out_of_the_roots_is_forbidden(ingest, tmp_path, store, steps):
     folder = publish(store, 1, steps[0], steps[1])
     file = folder / "model-00000-of-00001.safetensors"
     file.rename(tmp_path / "secret")
@@ -368,21 +338,15 @@ async def test_a_link_out_of_the_roots_is_forbidden(
         await pull(ingest, store, 1)
 
 
-async def test_a_version_that_is_not_published_is_not_found(ingest: Ingest, store: Path) -> None:
+async def test_a_version_that_is_not_published_is_not_found(ingest, store):
     with pytest.raises(NotFound, match="version 7 is not published"):
         await pull(ingest, store, 7)
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
 async def test_an_interrupted_change_of_the_files_is_finished_once(
-    ingest: Ingest,
-    config: ServiceConfig,
-    store: Path,
-    steps: list[Weights],
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    moved: int,
-) -> None:
+    ingest, config, store, steps, model, monkeypatch, moved
+):
     """The process ends after some of the two files have moved to the next generation."""
     save_checkpoint(store / "weight_v000001", steps[1])
     await pull(ingest, store, 1)
@@ -418,9 +382,7 @@ async def test_an_interrupted_change_of_the_files_is_finished_once(
         await again.stop()
 
 
-async def test_lost_files_need_the_whole_chain_again(
-    ingest: Ingest, config: ServiceConfig, tmp_path: Path, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_lost_files_need_the_whole_chain_again(ingest, config, tmp_path, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
     state = tmp_path / "log" / "trainer" / "STATE"
@@ -436,7 +398,7 @@ async def test_lost_files_need_the_whole_chain_again(
         await again.stop()
 
 
-async def test_the_weights_are_kept_once(ingest: Ingest, tmp_path: Path, store: Path, steps: list[Weights]) -> None:
+async def test_the_weights_are_kept_once(ingest, tmp_path, store, steps):
     for version in range(1, 4):
         publish(store, version, steps[version - 1], steps[version])
         await pull(ingest, store, version)
@@ -444,9 +406,7 @@ async def test_the_weights_are_kept_once(ingest: Ingest, tmp_path: Path, store: 
     assert sorted(path.name for path in kept) == ["STATE", "config.json", "model.safetensors"]
 
 
-async def test_versions_stay_after_a_plain_push(
-    ingest: Ingest, store: Path, steps: list[Weights], model: Path, weights: Weights
-) -> None:
+async def test_versions_stay_after_a_plain_push(ingest, store, steps, model, weights):
     """A push by another way moves the numbers on, and not what the trainer's changes are of."""
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
@@ -458,9 +418,7 @@ async def test_versions_stay_after_a_plain_push(
 
 
 @pytest.mark.parametrize("how", ["a folder", "a URL"])
-async def test_a_watched_store_is_followed(
-    config: ServiceConfig, store: Path, steps: list[Weights], model: Path, how: str, url: str
-) -> None:
+async def test_a_watched_store_is_followed(config, store, steps, model, how, url):
     """The follower serves what another service was told of, with the same digests; damage leaves the version before."""
     watch = str(store) if how == "a folder" else url
     weights = config.weights.model_copy(update={"watch": watch, "source_urls": (url,), "poll_s": 0.02})
@@ -497,9 +455,7 @@ async def pull_url(ingest: Ingest, url: str, version: int) -> int:
     return (await ingest.pull_weights(PullWeights(uri=url, target_version=version, wait="none"))).version
 
 
-async def test_versions_come_from_a_url_in_ranges(
-    remote: Ingest, url: str, store: Path, steps: list[Weights], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_versions_come_from_a_url_in_ranges(remote, url, store, steps, model, monkeypatch):
     monkeypatch.setattr(stores, "_RANGE_BYTES", 10_000)
     save_checkpoint(store / "weight_v000001", steps[1])
     publish(store, 2, steps[1], steps[2])
@@ -514,9 +470,7 @@ async def test_versions_come_from_a_url_in_ranges(
     await require(remote, 4, steps[3], model)
 
 
-async def test_another_run_at_the_same_url_begins_with_0(
-    remote: Ingest, url: str, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_another_run_at_the_same_url_begins_with_0(remote, url, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     assert await pull_url(remote, url, 1) == 1
     shutil.rmtree(store / "weight_v000001")
@@ -526,9 +480,7 @@ async def test_another_run_at_the_same_url_begins_with_0(
     await require(remote, 3, steps[2], model)
 
 
-async def test_a_damaged_transfer_leaves_the_version_before(
-    remote: Ingest, url: str, store: Path, steps: list[Weights], model: Path
-) -> None:
+async def test_a_damaged_transfer_leaves_the_version_before(remote, url, store, steps, model):
     folder = publish(store, 1, steps[0], steps[1])
     file = folder / "model-00000-of-00001.safetensors"
     data = bytearray(file.read_bytes())
@@ -557,12 +509,12 @@ async def test_a_damaged_transfer_leaves_the_version_before(
         ("{url}/../secret", r"is not below weights\.source_urls"),
     ],
 )
-async def test_a_url_elsewhere_is_forbidden(remote: Ingest, url: str, uri: str, error: str) -> None:
+async def test_a_url_elsewhere_is_forbidden(remote, url, uri, error):
     with pytest.raises(Forbidden, match=error):
         await pull_url(remote, uri.format(url=url), 1)
 
 
-async def test_a_store_that_is_not_reached_says_so(remote: Ingest, url: str) -> None:
+async def test_a_store_that_is_not_reached_says_so(remote, url):
     with pytest.raises(NotFound, match="version 7 is not published"):
         await pull_url(remote, url, 7)
     weights = stores.Stores(Path("/nowhere"), ("http://127.0.0.1:1", "unknown://"))
@@ -572,9 +524,7 @@ async def test_a_store_that_is_not_reached_says_so(remote: Ingest, url: str) -> 
         weights.newest("unknown://bucket/run")
 
 
-async def test_a_follower_that_ends_fails_the_health_check(
-    config: ServiceConfig, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_follower_that_ends_fails_the_health_check(config, store, monkeypatch):
     def newest(_: str) -> int:
         raise ZeroDivisionError
 

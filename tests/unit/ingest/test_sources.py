@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,37 +35,37 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestAllowedPath:
-    def test_a_path_below_a_root_is_allowed(self, root: Path) -> None:
+    def test_a_path_below_a_root_is_allowed(self, root):
         assert allowed_path(root / "step-1", (Path("/nowhere"), root)) == root / "step-1"
         assert allowed_path(root, (root,)) == root
 
-    def test_a_link_that_stays_within_the_root_is_allowed(self, root: Path) -> None:
+    def test_a_link_that_stays_within_the_root_is_allowed(self, root):
         (root / "newest").symlink_to(root / "step-1")
         assert allowed_path(root / "newest", (root,)) == root / "step-1"
 
-    def test_a_link_that_leads_out_of_the_root_is_forbidden(self, root: Path) -> None:
+    def test_a_link_that_leads_out_of_the_root_is_forbidden(self, root):
         (root / "innocent").symlink_to(root.parent / "secret")
         with pytest.raises(Forbidden, match=r"innocent is not below weights\.source_roots"):
             allowed_path(root / "innocent", (root,))
 
     @pytest.mark.parametrize("path", ["../secret", "step-1/../../secret", ".."])
-    def test_dots_that_lead_out_of_the_root_are_forbidden(self, root: Path, path: str) -> None:
+    def test_dots_that_lead_out_of_the_root_are_forbidden(self, root, path):
         with pytest.raises(Forbidden, match="source_roots"):
             allowed_path(root / path, (root,))
 
-    def test_a_folder_that_only_shares_a_roots_prefix_is_forbidden(self, root: Path) -> None:
+    def test_a_folder_that_only_shares_a_roots_prefix_is_forbidden(self, root):
         with pytest.raises(Forbidden):
             allowed_path(root.with_name("allowed-not"), (root,))
 
-    def test_without_configured_roots_every_path_is_forbidden(self, root: Path) -> None:
+    def test_without_configured_roots_every_path_is_forbidden(self, root):
         with pytest.raises(Forbidden, match="none is configured"):
             allowed_path(root, ())
 
-    def test_a_path_with_a_null_byte_is_refused(self, root: Path) -> None:
+    def test_a_path_with_a_null_byte_is_refused(self, root):
         with pytest.raises(InvalidRequest, match=r"x\\x00y' cannot be followed"):
             allowed_path(root / "x\0y", (root,))
 
-    def test_links_that_go_in_a_circle_are_refused(self, root: Path) -> None:
+    def test_links_that_go_in_a_circle_are_refused(self, root):
         (root / "circle").symlink_to(root / "circle")
         with pytest.raises(InvalidRequest, match="circle' cannot be followed"):
             allowed_path(root / "circle", (root,))
@@ -86,7 +85,7 @@ CODES = {"a": torch.zeros(2, 2).to(torch.float8_e4m3fn), "a_scale_inv": torch.on
 
 
 class TestFolder:
-    def test_a_folder_lists_and_reads_the_tensors_of_all_its_files(self, folder: Path) -> None:
+    def test_a_folder_lists_and_reads_the_tensors_of_all_its_files(self, folder):
         save_file({"a": WEIGHTS["a"]}, folder / "model-00001-of-00002.safetensors")
         save_file({"b": WEIGHTS["b"]}, folder / "model-00002-of-00002.safetensors")
         (folder / "config.json").write_text("{}")
@@ -101,12 +100,12 @@ class TestFolder:
         assert list(read) == ["b", "a"]
         assert all(torch.equal(read[name], tensor) for name, tensor in WEIGHTS.items())
 
-    def test_a_tensor_in_two_files_is_listed_twice(self, folder: Path) -> None:
+    def test_a_tensor_in_two_files_is_listed_twice(self, folder):
         for file in ("1.safetensors", "2.safetensors"):
             save_file(WEIGHTS, folder / file)
         assert [tensor.name for tensor in FolderSource(folder).table].count("a") == 2
 
-    def test_files_that_the_index_does_not_name_are_not_read(self, folder: Path) -> None:
+    def test_files_that_the_index_does_not_name_are_not_read(self, folder):
         for number, name in enumerate(WEIGHTS):
             save_file({name: WEIGHTS[name]}, folder / f"model-{number}.safetensors")
         save_file({"renamed": WEIGHTS["a"].clone(), **WEIGHTS}, folder / "consolidated.safetensors")
@@ -122,35 +121,35 @@ class TestFolder:
         assert FolderSource(folder).stamp != before.stamp
 
     @pytest.mark.parametrize("path", ["missing", "file", "x" * 300, "file/below"])
-    def test_what_is_no_folder_is_not_found(self, folder: Path, path: str) -> None:
+    def test_what_is_no_folder_is_not_found(self, folder, path):
         (folder / "file").touch()
         with pytest.raises(NotFound, match="folder"):
             FolderSource(folder / path)
 
-    def test_an_empty_folder_is_refused(self, folder: Path) -> None:
+    def test_an_empty_folder_is_refused(self, folder):
         with pytest.raises(InvalidManifest, match=r"must hold \*\.safetensors, but it holds none"):
             FolderSource(folder)
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "weights.pkl", "last.ckpt"])
-    def test_pickles_are_refused_by_name_and_never_opened(self, folder: Path, tmp_path: Path, name: str) -> None:
+    def test_pickles_are_refused_by_name_and_never_opened(self, folder, tmp_path, name):
         (folder / name).write_bytes(pickle.dumps(WouldRun(tmp_path / "trace")))
         with pytest.raises(InvalidManifest, match=rf"holds pickles \({name}\).*safe_serialization=True"):
             FolderSource(folder)
         assert not (tmp_path / "trace").exists()
 
-    def test_a_pickle_named_like_safetensors_is_refused_and_not_run(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_pickle_named_like_safetensors_is_refused_and_not_run(self, folder, tmp_path):
         (folder / "model.safetensors").write_bytes(pickle.dumps(WouldRun(tmp_path / "trace")))
         with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
             FolderSource(folder)
         assert not (tmp_path / "trace").exists()
 
     @pytest.mark.parametrize("content", [b"", b"x" * 100, (2**40).to_bytes(8, "little") + b"{}"])
-    def test_a_file_that_is_no_safetensors_is_refused(self, folder: Path, content: bytes) -> None:
+    def test_a_file_that_is_no_safetensors_is_refused(self, folder, content):
         (folder / "model.safetensors").write_bytes(content)
         with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
             FolderSource(folder)
 
-    def test_a_file_that_was_cut_off_is_refused(self, folder: Path) -> None:
+    def test_a_file_that_was_cut_off_is_refused(self, folder):
         save_file(WEIGHTS, folder / "model.safetensors")
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
         with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
@@ -161,25 +160,25 @@ class TestFolder:
         [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("gone")],
         ids=["folder", "named pipe", "dangling link"],
     )
-    def test_what_is_named_like_a_file_but_is_none_is_refused(self, folder: Path, make: Callable[[Path], None]) -> None:
+    def test_what_is_named_like_a_file_but_is_none_is_refused(self, folder, make):
         make(folder / "model.safetensors")
         with pytest.raises(InvalidManifest, match="is not a file, or a link to nowhere"):
             FolderSource(folder)
 
-    def test_a_file_that_is_a_link_out_of_the_roots_is_forbidden(self, root: Path) -> None:
+    def test_a_file_that_is_a_link_out_of_the_roots_is_forbidden(self, root):
         save_file(WEIGHTS, root.parent / "secret" / "model.safetensors")
         (root / "step-1" / "model.safetensors").symlink_to(root.parent / "secret" / "model.safetensors")
         with pytest.raises(Forbidden, match=r"model\.safetensors is not below"):
             FolderSource(root / "step-1", (root,))
 
-    def test_files_that_are_links_within_the_roots_are_read(self, root: Path) -> None:
+    def test_files_that_are_links_within_the_roots_are_read(self, root):
         save_file(WEIGHTS, root / "blob")
         (root / "step-1" / "model.safetensors").symlink_to("../blob")
         [(name, tensor)] = FolderSource(root / "step-1", (root,)).read(["a"])
         assert name == "a" and torch.equal(tensor, WEIGHTS["a"])
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.float8_e5m2])
-    def test_a_tensor_of_an_unsupported_dtype_is_refused_by_name(self, folder: Path, dtype: torch.dtype) -> None:
+    def test_a_tensor_of_an_unsupported_dtype_is_refused_by_name(self, folder, dtype):
         save_file({"odd.weight": torch.zeros(2).to(dtype)}, folder / "model.safetensors")
         with pytest.raises(
             InvalidManifest, match=r"odd\.weight in model\.safetensors is \w+; the ingest takes BF16, F16, F32, F8_E4M3"
@@ -197,9 +196,7 @@ class TestFolder:
         ],
         ids=["replaced", "replaced by another table", "overwritten in place", "a byte cut off", "emptied"],
     )
-    def test_a_file_that_changes_after_it_was_listed_is_refused(
-        self, folder: Path, change: Callable[[Path], None]
-    ) -> None:
+    def test_a_file_that_changes_after_it_was_listed_is_refused(self, folder, change):
         file = folder / "model.safetensors"
         save_file(WEIGHTS, file)
         os.utime(file, ns=(1, 1))  # long ago: no clock is too coarse for what follows
@@ -208,7 +205,7 @@ class TestFolder:
         with pytest.raises(InvalidManifest, match=r"b was to be read from .*model\.safetensors, which has changed"):
             list(source.read(["b"]))
 
-    def test_a_file_truncated_while_it_is_read_fails_the_version(self, folder: Path) -> None:
+    def test_a_file_truncated_while_it_is_read_fails_the_version(self, folder):
         file = folder / "model.safetensors"
         large = {name: torch.ones(1 << 18) for name in ("a", "b")}  # a map of these would reach beyond what is left
         save_file(large, file)
@@ -220,7 +217,7 @@ class TestFolder:
             next(tensors)
         assert refused.value.detail == {"tensor": "b", "file": str(file)}
 
-    def test_a_source_file_is_never_mapped(self, folder: Path) -> None:
+    def test_a_source_file_is_never_mapped(self, folder):
         save_file(WEIGHTS, folder / "model.safetensors")
         tensors = FolderSource(folder).read(["a", "b"])
         next(tensors)
@@ -239,7 +236,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class TestFolderOfCodes:
-    def test_scales_in_bf16_are_listed_and_read_as_float32(self, folder: Path) -> None:
+    def test_scales_in_bf16_are_listed_and_read_as_float32(self, folder):
         save_file(CODES, folder / "model.safetensors")
         source = FolderSource(folder)
         assert {tensor.name: tensor.dtype for tensor in source.table} == {
@@ -250,25 +247,25 @@ class TestFolderOfCodes:
         assert (read["a"].dtype, read["a_scale_inv"].dtype) == (torch.float8_e4m3fn, torch.float32)
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"quantization_config": "fp8"}', "\xff"])
-    def test_codes_beside_a_malformed_config_are_refused(self, folder: Path, text: str) -> None:
+    def test_codes_beside_a_malformed_config_are_refused(self, folder, text):
         save_file(CODES, folder / "model.safetensors")
         (folder / "config.json").write_text(text, encoding="latin-1")
         with pytest.raises(InvalidManifest, match=r"config\.json does not say how its codes are to be read"):
             FolderSource(folder)
 
-    def test_a_config_that_is_no_file_is_not_opened(self, folder: Path) -> None:
+    def test_a_config_that_is_no_file_is_not_opened(self, folder):
         save_file(CODES, folder / "model.safetensors")
         os.mkfifo(folder / "config.json")
         assert len(FolderSource(folder).table) == 2
 
-    def test_a_config_that_is_a_link_out_of_the_roots_is_forbidden(self, root: Path) -> None:
+    def test_a_config_that_is_a_link_out_of_the_roots_is_forbidden(self, root):
         save_file(CODES, root / "step-1" / "model.safetensors")
         (root.parent / "secret" / "config.json").write_text("{}")
         (root / "step-1" / "config.json").symlink_to(root.parent / "secret" / "config.json")
         with pytest.raises(Forbidden, match=r"config\.json is not below"):
             FolderSource(root / "step-1", (root,))
 
-    def test_unquantized_weights_need_no_sensible_config(self, folder: Path) -> None:
+    def test_unquantized_weights_need_no_sensible_config(self, folder):
         save_file(WEIGHTS, folder / "model.safetensors")
         (folder / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
         assert len(FolderSource(folder).table) == 2
@@ -278,9 +275,9 @@ class TestStream:
     @settings(deadline=None, max_examples=80)
     @given(TABLES, st.integers(1, 64), st.integers(0, 2**32 - 1), st.booleans())
     def test_a_bucket_has_the_tensors_of_its_range(
-        self, tmp_path_factory: pytest.TempPathFactory, table: tuple[UploadTensor, ...], part_bytes: int, seed: int,
-        is_mapped: bool,
-    ) -> None:  # fmt: skip
+        self, tmp_path_factory, table, part_bytes, seed,
+        is_mapped
+    ):  # fmt: skip
         path = tmp_path_factory.mktemp("parts") / "staged"
         stream = torch.randint(0, 256, (sum(t.nbytes for t in table),), generator=torch.Generator().manual_seed(seed))
         data = bytes(stream.tolist())
@@ -302,7 +299,7 @@ class TestStream:
             offset += tensor.nbytes
         assert read == expected
 
-    def test_a_file_that_was_truncated_raises_an_error(self, folder: Path) -> None:
+    def test_a_file_that_was_truncated_raises_an_error(self, folder):
         file = StagedFile(folder / "staged", 16, is_mapped=False)
         os.truncate(folder / "staged", 15)
         [bucket] = stream_buckets((UploadTensor(name="t", dtype="float32", shape=(4,)),), part_bytes=8)

@@ -7,10 +7,9 @@ import pytest
 import xxhash
 
 from rollout_service.errors import RolloutServiceError
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, UPLOAD_KEY_HEADER, listener_proof
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, stream_of
 
 ELSEWHERE = "203.0.113.9"
 """An address for documentation: no machine has it."""
@@ -50,18 +49,16 @@ def told(host: str, reached: str | None) -> str | None:
         ("0.0.0.0", None, "http://10.1.2.3:7000"),
     ],
 )
-def test_a_trainer_is_told_an_address_that_it_can_reach_or_none(
-    host: str, reached: str | None, url: str | None
-) -> None:
+def test_a_trainer_is_told_an_address_that_it_can_reach_or_none(host, reached, url):
     assert told(host, reached) == url
 
 
-def test_a_trainer_is_given_the_address_at_which_it_connected() -> None:
+def test_a_trainer_is_given_the_address_at_which_it_connected():
     reached = own_address()
     assert told("0.0.0.0", reached) == f"http://{reached}:7000"
 
 
-def test_a_trainer_is_told_the_advertised_address_wherever_it_is() -> None:
+def test_a_trainer_is_told_the_advertised_address_wherever_it_is():
     for advertised, url in (
         ("rollouts.example", "https://rollouts.example:7000"),
         ("rollouts.example:30443", "https://rollouts.example:30443"),
@@ -78,7 +75,7 @@ def test_a_trainer_is_told_the_advertised_address_wherever_it_is() -> None:
         assert address.within(1, "head").url == "https://127.0.0.1:7000"
 
 
-def test_a_gateway_gets_a_reachable_address_or_a_helpful_error() -> None:
+def test_a_gateway_gets_a_reachable_address_or_a_helpful_error():
     everywhere = UploadAddress("0.0.0.0", 7000, node_ip="10.1.2.3", node_id="head")
     assert everywhere.within(1, "head").url == "http://127.0.0.1:7000"
     assert everywhere.within(1, "worker").url == "http://10.1.2.3:7000"
@@ -90,7 +87,7 @@ def test_a_gateway_gets_a_reachable_address_or_a_helpful_error() -> None:
         loopback.within(1, "worker")
 
 
-def test_a_key_is_of_one_version_and_of_one_listener() -> None:
+def test_a_key_is_of_one_version_and_of_one_listener():
     address = UploadAddress("127.0.0.1", 7000)
     assert address.opens(1, address.key(1))
     assert not address.opens(2, address.key(1)) and not address.opens(1, None) and not address.opens(1, "ü")
@@ -98,7 +95,7 @@ def test_a_key_is_of_one_version_and_of_one_listener() -> None:
     assert address.proof(1, NONCE) == listener_proof(address.key(1), NONCE) != address.key(1)
 
 
-async def test_a_part_needs_the_upload_key_of_its_version(ingest: Ingest, weights: Weights) -> None:
+async def test_a_part_needs_the_upload_key_of_its_version(ingest, weights):
     ingest.upload_address = UploadAddress("127.0.0.1", 7000)
     remote = Trainer(ingest).http
     plan = await ingest.begin(begin_of(1, weights), "127.0.0.1")
@@ -115,7 +112,7 @@ async def test_a_part_needs_the_upload_key_of_its_version(ingest: Ingest, weight
     assert await put({UPLOAD_KEY_HEADER: plan.upload_key}) == 200
 
 
-async def test_the_listener_proves_its_key_without_revealing_it(ingest: Ingest) -> None:
+async def test_the_listener_proves_its_key_without_revealing_it(ingest):
     ingest.upload_address = UploadAddress("127.0.0.1", 7000)
     anyone: httpx.AsyncClient = Trainer(ingest).http
     reply = await anyone.get("/v1/weights/1/listener", params={"nonce": NONCE})

@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import pytest
@@ -67,9 +66,7 @@ def first_part(log: WeightLog, nbytes: int) -> bytes:
 
 
 class TestPart:
-    async def test_the_table_is_added_up_once_and_not_for_each_part(
-        self, trainer: Trainer, parts: list[bytes], weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_the_table_is_added_up_once_and_not_for_each_part(self, trainer, parts, weights, monkeypatch):
         added = 0
 
         def nbytes(tensor: UploadTensor) -> int:
@@ -84,9 +81,7 @@ class TestPart:
         assert len(parts) > 5
         assert added < len(parts) * len(weights) / 2  # how many parts are converted at once depends on threads
 
-    async def test_a_part_gets_a_receipt_and_is_missing_no_more(
-        self, trainer: Trainer, ingest: Ingest, parts: list[bytes], log: WeightLog
-    ) -> None:
+    async def test_a_part_gets_a_receipt_and_is_missing_no_more(self, trainer, ingest, parts, log):
         reply = await trainer.put(1, 2, parts[2])
         assert reply.status_code == 200
         assert PartReceipt.model_validate(reply.json()) == PartReceipt(
@@ -95,17 +90,15 @@ class TestPart:
         assert 2 not in (await ingest.status(1)).missing_parts
         assert received_files(log) == ["part 2"]
 
-    async def test_the_last_part_is_shorter(self, trainer: Trainer, parts: list[bytes], plan: UploadPlan) -> None:
+    async def test_the_last_part_is_shorter(self, trainer, parts, plan):
         assert len(parts) == plan.num_parts and len(parts[-1]) < plan.part_bytes
         assert (await trainer.put(1, plan.num_parts - 1, parts[-1])).status_code == 200
 
-    async def test_the_digest_may_be_in_capitals(self, trainer: Trainer, parts: list[bytes]) -> None:
+    async def test_the_digest_may_be_in_capitals(self, trainer, parts):
         reply = await trainer.put(1, 0, parts[0], digest=xxhash.xxh3_128_hexdigest(parts[0]).upper())
         assert reply.status_code == 200
 
-    async def test_a_part_sent_twice_is_accepted_once(
-        self, trainer: Trainer, parts: list[bytes], ingest: Ingest, log: WeightLog
-    ) -> None:
+    async def test_a_part_sent_twice_is_accepted_once(self, trainer, parts, ingest, log):
         first = await trainer.put(1, 0, parts[0])
         again = await trainer.put(1, 0, parts[0])
         assert again.status_code == 200 and again.json() == first.json()
@@ -114,9 +107,7 @@ class TestPart:
             assert (await trainer.put(1, number, part)).status_code == 200
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
-    async def test_other_bytes_for_a_part_conflict_and_the_first_ones_stay(
-        self, trainer: Trainer, parts: list[bytes], log: WeightLog
-    ) -> None:
+    async def test_other_bytes_for_a_part_conflict_and_the_first_ones_stay(self, trainer, parts, log):
         await trainer.put(1, 0, parts[0])
         reply = await trainer.put(1, 0, bytes(len(parts[0])))
         assert reply.status_code == 409
@@ -125,9 +116,7 @@ class TestPart:
         assert error["detail"]["digests"][0] == xxhash.xxh3_128_hexdigest(parts[0])
         assert first_part(log, len(parts[0])) == parts[0]
 
-    async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(
-        self, trainer: Trainer, parts: list[bytes], log: WeightLog
-    ) -> None:
+    async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(self, trainer, parts, log):
         replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
         assert {reply.status_code for reply in replies} == {200}
         assert received_files(log) == ["part 0"]
@@ -135,9 +124,7 @@ class TestPart:
 
 
 class TestRefusedPart:
-    async def test_bytes_that_do_not_hash_to_the_digest_are_refused(
-        self, trainer: Trainer, parts: list[bytes], ingest: Ingest, log: WeightLog
-    ) -> None:
+    async def test_bytes_that_do_not_hash_to_the_digest_are_refused(self, trainer, parts, ingest, log):
         reply = await trainer.put(1, 0, b"!" + parts[0][1:], digest=xxhash.xxh3_128_hexdigest(parts[0]))
         assert reply.status_code == 422
         error = reply.json()["error"]
@@ -146,17 +133,13 @@ class TestRefusedPart:
         assert received_files(log) == [] and 0 in (await ingest.status(1)).missing_parts
         assert (await trainer.put(1, 0, parts[0])).status_code == 200
 
-    async def test_a_part_that_is_too_short_is_refused_with_both_sizes(
-        self, trainer: Trainer, parts: list[bytes], log: WeightLog
-    ) -> None:
+    async def test_a_part_that_is_too_short_is_refused_with_both_sizes(self, trainer, parts, log):
         reply = await trainer.put(1, 0, parts[0][:-1])
         assert reply.status_code == 422
         assert f"must have {len(parts[0])} bytes, not {len(parts[0]) - 1}" in reply.json()["error"]["message"]
         assert received_files(log) == []
 
-    async def test_a_part_that_is_too_long_is_refused(
-        self, trainer: Trainer, parts: list[bytes], log: WeightLog
-    ) -> None:
+    async def test_a_part_that_is_too_long_is_refused(self, trainer, parts, log):
         reply = await trainer.put(1, 0, parts[0] + b"!")
         assert reply.status_code == 413
         error = reply.json()["error"]
@@ -165,7 +148,7 @@ class TestRefusedPart:
         assert received_files(log) == []
 
     @pytest.mark.usefixtures("plan")
-    async def test_a_chunked_body_is_refused(self, trainer: Trainer, log: WeightLog) -> None:
+    async def test_a_chunked_body_is_refused(self, trainer, log):
         async def endless() -> AsyncIterator[bytes]:
             while True:
                 yield bytes(1 << 16)
@@ -179,31 +162,27 @@ class TestRefusedPart:
                 assert (await sending).status_code == 411
         assert upload_threads() == [] and received_files(log) == []
 
-    async def test_the_digest_header_must_be_there(self, trainer: Trainer, parts: list[bytes]) -> None:
+    async def test_the_digest_header_must_be_there(self, trainer, parts):
         reply = await trainer.http.put("/v1/weights/1/parts/0", content=parts[0])
         assert reply.status_code == 422
         assert PART_DIGEST_HEADER in reply.json()["error"]["message"]
 
     @pytest.mark.parametrize("number", [-1, 10_000])
-    async def test_a_part_that_the_version_does_not_have_is_not_found(
-        self, trainer: Trainer, parts: list[bytes], number: int
-    ) -> None:
+    async def test_a_part_that_the_version_does_not_have_is_not_found(self, trainer, parts, number):
         reply = await trainer.put(1, number, parts[0])
         assert reply.status_code == 404
         assert f"version 1 has parts 0 to {len(parts) - 1}, not {number}" in reply.json()["error"]["message"]
 
-    async def test_a_part_number_that_is_no_number_is_refused(self, trainer: Trainer) -> None:
+    async def test_a_part_number_that_is_no_number_is_refused(self, trainer):
         reply = await trainer.http.put("/v1/weights/1/parts/first", content=b"")
         assert reply.status_code == 422 and "part" in reply.json()["error"]["message"]
 
-    async def test_a_part_of_a_version_that_is_not_staged_is_not_found(
-        self, trainer: Trainer, plan: UploadPlan
-    ) -> None:
+    async def test_a_part_of_a_version_that_is_not_staged_is_not_found(self, trainer, plan):
         reply = await trainer.put(2, 0, b"")
         assert reply.status_code == 404
         assert "version 2 is not staged (staged: [1])" in reply.json()["error"]["message"]
 
-    async def test_a_version_read_from_a_path_takes_no_parts(self, model: Path, tmp_path: Path) -> None:
+    async def test_a_version_read_from_a_path_takes_no_parts(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model.parent.resolve()]}))
         await ingest.start()
         await ingest.begin(BeginUpload(version=1, source=PathSource(path=model)))
@@ -212,7 +191,7 @@ class TestRefusedPart:
         await ingest.discard(1)
 
     @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
-    async def test_a_part_of_a_version_out_of_bounds_is_refused(self, trainer: Trainer, version: int) -> None:
+    async def test_a_part_of_a_version_out_of_bounds_is_refused(self, trainer, version):
         reply = await trainer.put(version, 0, b"")
         assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
 
@@ -250,26 +229,26 @@ class TestBatchesOfSharedMemory:
         error = reply.json()["error"]
         return reply.status_code, f"{error['type']}: {error['message']}"
 
-    async def test_of_a_version_that_comes_in_parts(self, trainer: Trainer) -> None:
+    async def test_of_a_version_that_comes_in_parts(self, trainer):
         status, message = await self.send(trainer, BATCH.model_dump_json().encode())
         assert status == 409 and f"another push than {BATCH.transfer}" in message
 
-    async def test_of_a_version_that_nobody_began(self, trainer: Trainer) -> None:
+    async def test_of_a_version_that_nobody_began(self, trainer):
         assert (await self.send(trainer, BATCH.model_dump_json().encode(), version=7))[0] == 404
 
     @pytest.mark.parametrize(
         ("body", "status"), [(b"", 400), (b"{", 400), (b"[]", 422), (b'{"transfer": "a", "batch": -1}', 422)]
     )
-    async def test_that_are_none(self, trainer: Trainer, body: bytes, status: int) -> None:
+    async def test_that_are_none(self, trainer, body, status):
         assert (await self.send(trainer, body))[0] == status
 
     @pytest.mark.parametrize("nbytes", [1001, 5000])
-    async def test_that_are_too_large(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    async def test_that_are_too_large(self, trainer, monkeypatch, nbytes):
         monkeypatch.setattr(upload_server, "MOST_JSON_BYTES", 1000)
         status, message = await self.send(trainer, b" " * nbytes)
         assert status == 413 and "1000 bytes" in message
 
-    async def test_by_another_method(self, trainer: Trainer) -> None:
+    async def test_by_another_method(self, trainer):
         reply = await trainer.http.put("/v1/weights/1/shared", content=b"{}")
         assert reply.status_code == 405 and "only POST" in reply.json()["error"]["message"]
 
@@ -310,13 +289,8 @@ def upload_threads() -> list[str]:
 
 class TestBadMoments:
     async def test_a_part_whose_version_is_discarded_midway_is_not_found(
-        self,
-        trainer: Trainer,
-        ingest: Ingest,
-        parts: list[bytes],
-        log: WeightLog,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, trainer, ingest, parts, log, monkeypatch
+    ):
         body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
         sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
         await asyncio.to_thread(begun.wait)
@@ -328,14 +302,7 @@ class TestBadMoments:
         )
         assert list((log.root / "staging").iterdir()) == []
 
-    async def test_a_part_repeated_during_the_commit_gets_its_receipt(
-        self,
-        trainer: Trainer,
-        ingest: Ingest,
-        parts: list[bytes],
-        log: WeightLog,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    async def test_a_part_repeated_during_the_commit_gets_its_receipt(self, trainer, ingest, parts, log, monkeypatch):
         for number, part in enumerate(parts):
             await trainer.put(1, number, part)
         body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
@@ -346,9 +313,7 @@ class TestBadMoments:
         assert (await sending).status_code == 200
         assert list((log.root / "staging").iterdir()) == []
 
-    async def test_a_sender_that_disconnects_leaves_no_file_or_descriptor(
-        self, server: UploadServer, ingest: Ingest, parts: list[bytes], log: WeightLog
-    ) -> None:
+    async def test_a_sender_that_disconnects_leaves_no_file_or_descriptor(self, server, ingest, parts, log):
         before = open_files()
         head = f"PUT /v1/weights/1/parts/0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(parts[0])}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in headers_of(server, "0").items())
@@ -362,9 +327,7 @@ class TestBadMoments:
         assert received_files(log) == [] and open_files() == before
         assert 0 in (await ingest.status(1)).missing_parts
 
-    async def test_a_part_that_is_written_when_the_listener_stops_ends_well(
-        self, server: UploadServer, parts: list[bytes], log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_part_that_is_written_when_the_listener_stops_ends_well(self, server, parts, log, monkeypatch):
         writing, go_on, write = threading.Event(), threading.Event(), Incoming.write
 
         def held(incoming: Incoming, start: int, data: memoryview) -> None:
@@ -385,13 +348,8 @@ class TestBadMoments:
         assert received_files(log) == ["part 0"] and upload_threads() == []
 
     async def test_a_part_that_does_not_end_is_cut_off_when_the_listener_stops(
-        self,
-        server: UploadServer,
-        ingest: Ingest,
-        parts: list[bytes],
-        log: WeightLog,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, server, ingest, parts, log, monkeypatch
+    ):
         monkeypatch.setattr(upload_server, "STOP_S", 0.0)
         body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
         async with httpx.AsyncClient() as http:
@@ -404,7 +362,7 @@ class TestBadMoments:
             with suppress(httpx.TransportError):  # or 400: the reply is sent if it still can be
                 assert (await sending).status_code == 400
 
-    async def test_a_stopped_listener_fails_its_health_check(self, server: UploadServer, parts: list[bytes]) -> None:
+    async def test_a_stopped_listener_fails_its_health_check(self, server, parts):
         headers = headers_of(server, xxhash.xxh3_128_hexdigest(parts[0]))
         async with httpx.AsyncClient() as http:
             assert (await http.put(url_of(server), content=parts[0], headers=headers)).status_code == 200
@@ -416,9 +374,7 @@ class TestBadMoments:
             await server.check_health()
         assert upload_threads() == []
 
-    async def test_a_listener_with_a_certificate_takes_parts_over_tls_only(
-        self, ingest: Ingest, parts: list[bytes], tmp_path: Path
-    ) -> None:
+    async def test_a_listener_with_a_certificate_takes_parts_over_tls_only(self, ingest, parts, tmp_path):
         made = make_certificate(tmp_path / "tls", "127.0.0.1")
         server = UploadServer(ingest, "127.0.0.1", certificate=(made.certfile, made.keyfile))
         server.start()
@@ -432,7 +388,7 @@ class TestBadMoments:
         await server.stop()
         assert server.certificate == made.pem and upload_threads() == []
 
-    def test_a_listener_whose_key_is_another_s_does_not_start(self, tmp_path: Path) -> None:
+    def test_a_listener_whose_key_is_another_s_does_not_start(self, tmp_path):
         made, other = make_certificate(tmp_path / "one", "a"), make_certificate(tmp_path / "two", "a")
         with pytest.raises(ValueError, match=r"^weights\.upload_ssl_certfile and weights\.upload_ssl_keyfile: "):
-            UploadServer(None, "127.0.0.1", certificate=(made.certfile, other.keyfile))  # type: ignore[arg-type]
+            UploadServer(None, "127.0.0.1", certificate=(made.certfile, other.keyfile))

@@ -108,26 +108,20 @@ def from_folder(source: Path, folder: Path, model: Path, executor: ThreadPoolExe
 
 
 class TestTiedEmbedding:
-    async def test_a_tied_model_without_a_head_stores_the_embedding_twice(
-        self, tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_tied_model_without_a_head_stores_the_embedding_twice(self, tied_model, tmp_path, executor):
         weights = folder_weights(tied_model)
         assert LM_HEAD not in weights
         stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
         assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
         assert stored[LM_HEAD].shape == tuple(weights[EMBEDDING].shape)
 
-    async def test_a_tied_model_may_send_its_head_too(
-        self, tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_tied_model_may_send_its_head_too(self, tied_model, tmp_path, executor):
         weights = folder_weights(tied_model)
         weights[LM_HEAD] = weights[EMBEDDING]
         stored = {t.name: t for t in await uploaded(weights, tmp_path / "1", tied_model, executor)}
         assert stored[LM_HEAD].digest == stored[EMBEDDING].digest
 
-    async def test_a_tied_head_that_differs_from_the_embedding_is_refused(
-        self, tied_model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_tied_head_that_differs_from_the_embedding_is_refused(self, tied_model, tmp_path, executor):
         weights = folder_weights(tied_model)
         weights[LM_HEAD] = weights[EMBEDDING] * 2
         with pytest.raises(InvalidManifest, match=f"{LM_HEAD} differs from {EMBEDDING}"):
@@ -135,9 +129,7 @@ class TestTiedEmbedding:
 
 
 class TestFailure:
-    async def test_a_failure_is_known_before_the_commit(
-        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_failure_is_known_before_the_commit(self, model, weights, tmp_path, executor):
         broken = {name: tensor.clone() for name, tensor in weights.items()}
         broken["model.norm.weight"][3] = float("nan")
         staged = staged_version(begin_of(1, broken), tmp_path / "1", model, executor)
@@ -147,8 +139,8 @@ class TestFailure:
         await staged.discard()
 
     async def test_files_that_vanish_before_they_are_read_fail_the_version(
-        self, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
-    ) -> None:
+        self, model, source, tmp_path, executor, gate
+    ):
         staged = from_folder(source, tmp_path / "1", model, executor)
         (source / "model.safetensors").unlink()
         gate.set()
@@ -158,14 +150,8 @@ class TestFailure:
         await staged.discard()
 
     async def test_files_that_change_before_they_are_read_fail_the_version(
-        self,
-        model: Path,
-        weights: Weights,
-        source: Path,
-        tmp_path: Path,
-        executor: ThreadPoolExecutor,
-        gate: threading.Event,
-    ) -> None:
+        self, model, weights, source, tmp_path, executor, gate
+    ):
         staged = from_folder(source, tmp_path / "1", model, executor)
         name = "model.layers.0.mlp.down_proj.weight"
         save_file({**weights, name: weights[name].T.contiguous()}, source / "model.safetensors")
@@ -174,9 +160,7 @@ class TestFailure:
             await staged.finish()
         await staged.discard()
 
-    async def test_a_version_too_large_for_the_disk_leaves_nothing_behind(
-        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_version_too_large_for_the_disk_leaves_nothing_behind(self, model, weights, tmp_path, executor):
         before = open_files()
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -203,9 +187,7 @@ class HeldSource(FolderSource):
 
 
 class TestDiscard:
-    async def test_discarding_closes_and_removes_every_file(
-        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_discarding_closes_and_removes_every_file(self, model, weights, tmp_path, executor):
         before = open_files()
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         assert open_files() > before
@@ -214,17 +196,13 @@ class TestDiscard:
         assert open_files() == before
         assert list(tmp_path.iterdir()) == []
 
-    async def test_discarding_does_not_wait_for_queued_conversions(
-        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor, gate: threading.Event
-    ) -> None:
+    async def test_discarding_does_not_wait_for_queued_conversions(self, model, weights, tmp_path, executor, gate):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         await accept_all(staged, weights)
         await asyncio.wait_for(staged.discard(), 30)
         assert not gate.is_set() and list(tmp_path.iterdir()) == []
 
-    async def test_discarding_waits_for_the_conversion_that_is_running(
-        self, model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_discarding_waits_for_the_conversion_that_is_running(self, model, tmp_path, executor):
         source = HeldSource(model)
         begin = BeginUpload(version=1, source=PathSource(path=model))
         staged = staged_version(begin, tmp_path / "1", model, executor, source)
@@ -237,9 +215,7 @@ class TestDiscard:
         assert still_open and staged.failure is None
         assert list(tmp_path.iterdir()) == []
 
-    async def test_a_part_that_arrives_after_the_discard_is_told_so(
-        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_part_that_arrives_after_the_discard_is_told_so(self, model, weights, tmp_path, executor):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         incoming = staged.parts.begin(0, PART_BYTES, lambda: None)
         await staged.discard()
@@ -248,9 +224,7 @@ class TestDiscard:
         with pytest.raises(NotFound, match="version 1 was discarded before part 0 was complete"):
             await staged.accept(incoming, "digest")
 
-    async def test_what_an_earlier_upload_left_in_the_folder_is_removed(
-        self, model: Path, weights: Weights, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_what_an_earlier_upload_left_in_the_folder_is_removed(self, model, weights, tmp_path, executor):
         for folder in (tmp_path / "1", tmp_path / "1.parts"):
             folder.mkdir()
             (folder / "part-000000").write_bytes(b"old")
@@ -282,17 +256,13 @@ class LateWriter(Converter):
 
 
 class TestSeveralThreads:
-    async def test_several_threads_store_what_one_stores(
-        self, weights: Weights, model: Path, source: Path, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_several_threads_store_what_one_stores(self, weights, model, source, tmp_path, executor):
         by_one = await uploaded(weights, tmp_path / "1", model, executor)
         with ThreadPoolExecutor(4) as several:
             assert await uploaded(weights, tmp_path / "2", model, several) == by_one
             assert await from_folder(source, tmp_path / "3", model, several).finish() == by_one
 
-    async def test_a_replaced_part_is_stored_last(
-        self, model: Path, tmp_path: Path, executor: ThreadPoolExecutor
-    ) -> None:
+    async def test_a_replaced_part_is_stored_last(self, model, tmp_path, executor):
         weights = {name: tensor.clone() for name, tensor in folder_weights(model).items()}
         by_one = await uploaded(weights, tmp_path / "1", model, executor)
         served = ServedModel.load(model)
@@ -314,14 +284,7 @@ class TestSeveralThreads:
             assert await staged.finish() == by_one
         assert converter.order == ["reads", "has written"] * 2
 
-    async def test_a_whole_part_stops_a_sender_of_the_same(
-        self,
-        weights: Weights,
-        model: Path,
-        tmp_path: Path,
-        executor: ThreadPoolExecutor,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    async def test_a_whole_part_stops_a_sender_of_the_same(self, weights, model, tmp_path, executor, monkeypatch):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         monkeypatch.setattr(staged_parts, "GRACE_S", 0.0)
         data, aborted = stream_of(weights)[:PART_BYTES], asyncio.Event()
@@ -339,7 +302,7 @@ class TestSeveralThreads:
         await staged.discard()
 
     @pytest.mark.parametrize(("batches", "threads"), [(0, 4), (1, 4), (7, 1), (7, 3), (8, 4), (100, 8)])
-    def test_threads_take_batches_that_are_far_apart(self, batches: int, threads: int) -> None:
+    def test_threads_take_batches_that_are_far_apart(self, batches, threads):
         given = [[str(i)] for i in range(batches)]
         order = spread(given, threads)
         assert sorted(order) == sorted(given)

@@ -10,9 +10,8 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
-from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import STAGED_FILE
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, stream_of
 
 
 @pytest.fixture
@@ -35,9 +34,7 @@ def open_names(root: Path) -> list[str]:
     return [path.removeprefix(str(root)) for path in opened if path.startswith(str(root))]
 
 
-async def test_the_next_upload_has_the_same_file_and_its_own_bytes(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
+async def test_the_next_upload_has_the_same_file_and_its_own_bytes(ingest, trainer, weights, log):
     staging = log.root / "staging"
     await trainer.upload(1, weights)
     first = inode(staging / "1.parts" / STAGED_FILE)
@@ -53,9 +50,7 @@ async def test_the_next_upload_has_the_same_file_and_its_own_bytes(
         log.verify(log.manifest(version))
 
 
-async def test_what_a_crash_leaves_in_a_reused_file_is_no_part(
-    config: ServiceConfig, weights: Weights, log: WeightLog
-) -> None:
+async def test_what_a_crash_leaves_in_a_reused_file_is_no_part(config, weights, log):
     before = Ingest(config)
     await before.start()
     await Trainer(before).push(1, weights)
@@ -78,9 +73,7 @@ async def test_what_a_crash_leaves_in_a_reused_file_is_no_part(
     await after.stop()
 
 
-async def test_a_discarded_upload_leaves_its_file_to_the_next(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
+async def test_a_discarded_upload_leaves_its_file_to_the_next(ingest, trainer, weights, log):
     await trainer.upload(1, weights, order=[0, 1])
     first = inode(log.root / "staging" / "1.parts" / STAGED_FILE)
     await ingest.discard(1)
@@ -88,9 +81,7 @@ async def test_a_discarded_upload_leaves_its_file_to_the_next(
     assert inode(log.root / "staging" / "2.parts" / STAGED_FILE) == first
 
 
-async def test_a_file_that_a_sender_still_writes_is_not_reused(
-    ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-) -> None:
+async def test_a_file_that_a_sender_still_writes_is_not_reused(ingest, trainer, weights, log):
     await trainer.upload(1, weights, order=[0])
     incoming = ingest.staged(1).parts.begin(1, 64 << 10, lambda: None)
     incoming.open()

@@ -24,7 +24,7 @@ from rollout_service.protocol.upload import CommitUpload
 from tests.support.gloo_trainer import GlooTrainer, update_info
 from tests.unit.ingest import expected
 from tests.unit.ingest.broadcasting import AS_BEFORE, join, push, receive_nothing, send
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
+from tests.unit.ingest.trainer import Trainer, changed, config_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -61,9 +61,7 @@ def fingerprint(model: Path) -> str:
 
 
 class TestWholeUpdates:
-    async def test_each_broadcast_becomes_the_version_of_an_upload(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_each_broadcast_becomes_the_version_of_an_upload(self, ingest, joined, newest, weights, fingerprint):
         for version in (newest + 1, newest + 2):
             sent = changed(weights, version / 8)
             status = await push(ingest, joined, sent)
@@ -71,9 +69,7 @@ class TestWholeUpdates:
             assert status.digest == expected.digest(sent, fingerprint)
         assert ingest.transfer.status().state == "joined"
 
-    async def test_tensors_may_be_broadcast_one_by_one(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_tensors_may_be_broadcast_one_by_one(self, ingest, joined, weights, fingerprint):
         await ingest.transfer.start()
         plain = {**update_info(weights), "packed": False}  # where trainers for vLLM below 0.28 say it
         receiving = asyncio.create_task(ingest.transfer.update(plain))
@@ -81,9 +77,7 @@ class TestWholeUpdates:
         await receiving
         assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
 
-    async def test_tensors_may_come_in_several_requests(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_tensors_may_come_in_several_requests(self, ingest, joined, weights, fingerprint):
         await ingest.transfer.start()
         for name, tensor in weights.items():
             await send(ingest, joined, {name: tensor})
@@ -92,9 +86,7 @@ class TestWholeUpdates:
     @pytest.mark.parametrize(
         ("label", "more"), [("{}", 5), (None, 1), ("0", 1), ("step-9", 1), ("9" * 16, 1), ("-3", 1), ("", 1)]
     )
-    async def test_a_label_that_is_a_newer_integer_is_the_version(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, label: str | None, more: int
-    ) -> None:
+    async def test_a_label_that_is_a_newer_integer_is_the_version(self, ingest, joined, newest, weights, label, more):
         version = newest + more
         status = await push(ingest, joined, weights, None if label is None else label.format(version))
         assert status.version == version == (await ingest.versions())[-1].version
@@ -105,18 +97,14 @@ class TestEmptyTables:
     """vLLM 0.33's trainer sends its table once, and empty ones in the rounds that repeat it."""
 
     @pytest.mark.parametrize("empty", [AS_BEFORE, [AS_BEFORE], [{}]], ids=["vLLM", "a list", "no fields"])
-    async def test_an_empty_table_repeats_the_round_before(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str, empty: object
-    ) -> None:
+    async def test_an_empty_table_repeats_the_round_before(self, ingest, joined, newest, weights, fingerprint, empty):
         await push(ingest, joined, weights)
         for version in (newest + 2, newest + 3):
             sent = changed(weights, version / 8)
             status = await push(ingest, joined, sent, announced=empty)
             assert (status.version, status.digest) == (version, expected.digest(sent, fingerprint))
 
-    async def test_an_empty_table_repeats_the_packing_too(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_an_empty_table_repeats_the_packing_too(self, ingest, joined, weights, fingerprint):
         for announced in ({**update_info(weights), "packed": False}, AS_BEFORE):
             await ingest.transfer.start()
             receiving = asyncio.create_task(ingest.transfer.update(announced))
@@ -124,18 +112,14 @@ class TestEmptyTables:
             await receiving
             assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
 
-    async def test_a_changed_table_takes_the_place_of_the_first(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_a_changed_table_takes_the_place_of_the_first(self, ingest, joined, weights, fingerprint):
         await push(ingest, joined, weights)
         reordered = dict(reversed(weights.items()))
         for announced in (None, AS_BEFORE):
             status = await push(ingest, joined, reordered, announced=announced)
             assert status.digest == expected.digest(weights, fingerprint)
 
-    async def test_requests_of_a_round_repeat_those_of_the_last(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_requests_of_a_round_repeat_those_of_the_last(self, ingest, joined, weights, fingerprint):
         halves = dict([*weights.items()][:5]), dict([*weights.items()][5:])
         for announced in (None, AS_BEFORE):
             await ingest.transfer.start()
@@ -143,9 +127,7 @@ class TestEmptyTables:
                 await send(ingest, joined, half, announced)
             assert (await ingest.transfer.finish(None)).digest == expected.digest(weights, fingerprint)
 
-    async def test_a_failed_round_leaves_the_table_as_it_was(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_a_failed_round_leaves_the_table_as_it_was(self, ingest, joined, weights, fingerprint):
         """vLLM's trainer compares with the last round that it finished."""
         await push(ingest, joined, weights)
         await ingest.transfer.start()
@@ -155,9 +137,7 @@ class TestEmptyTables:
             weights, fingerprint
         )
 
-    async def test_an_empty_table_may_be_sent_again(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_an_empty_table_may_be_sent_again(self, ingest, joined, newest, weights):
         await push(ingest, joined, weights)
         await ingest.transfer.start()
         again = asyncio.create_task(ingest.transfer.update(AS_BEFORE))
@@ -166,9 +146,7 @@ class TestEmptyTables:
         await ingest.transfer.update(AS_BEFORE)  # and after it
         assert (await ingest.transfer.finish(None)).version == newest + 2
 
-    async def test_an_empty_table_without_a_start_is_refused(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_an_empty_table_without_a_start_is_refused(self, ingest, joined, newest, weights):
         await push(ingest, joined, weights)
         with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
             await send(ingest, joined, weights, AS_BEFORE)
@@ -176,9 +154,7 @@ class TestEmptyTables:
 
 
 class TestRepeatedRequests:
-    async def test_an_update_and_a_finish_may_come_again(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, fingerprint: str
-    ) -> None:
+    async def test_an_update_and_a_finish_may_come_again(self, ingest, joined, newest, weights, fingerprint):
         await ingest.transfer.start()
         await ingest.transfer.start()
         again = asyncio.create_task(ingest.transfer.update(update_info(weights)))
@@ -190,18 +166,14 @@ class TestRepeatedRequests:
         assert (await ingest.transfer.finish(None)).version == newest + 1
         assert first.digest == expected.digest(weights, fingerprint)
 
-    async def test_a_caller_that_goes_away_changes_nothing(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_caller_that_goes_away_changes_nothing(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         gone = await receive_nothing(ingest, weights)
         gone.cancel()
         await send(ingest, joined, weights)
         assert (await ingest.transfer.finish(None)).version == newest + 1
 
-    async def test_a_version_that_is_lost_is_in_nobodys_way(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_version_that_is_lost_is_in_nobodys_way(self, ingest, joined, newest, weights):
         """A trainer that was refused may never come back; its version's number is free at once."""
         await ingest.transfer.start()
         with pytest.raises(InvalidManifest, match=r"unknown: model\.extra\.weight"):
@@ -211,9 +183,7 @@ class TestRepeatedRequests:
             await ingest.transfer.finish(None)
         assert (await ingest.fleet()).latest_version == newest + 1
 
-    async def test_an_incomplete_version_fails_by_name_each_time(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_an_incomplete_version_fails_by_name_each_time(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
         for _ in range(2):
@@ -238,9 +208,7 @@ class TestWrongAnnouncements:
         ],
         ids=["name", "shape", "dtype", "no name"],
     )
-    async def test_a_wrong_tensor_is_received_and_then_refused(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights, wrong: Weights, problem: str
-    ) -> None:
+    async def test_a_wrong_tensor_is_received_and_then_refused(self, ingest, joined, newest, weights, wrong, problem):
         await ingest.transfer.start()
         with pytest.raises(InvalidManifest, match=problem):
             await send(ingest, joined, {**weights, **wrong})
@@ -248,26 +216,20 @@ class TestWrongAnnouncements:
             await ingest.transfer.finish(None)
         assert (await push(ingest, joined, weights)).version == newest + 1  # the group is sound still
 
-    async def test_a_tensor_that_comes_twice_is_refused(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_tensor_that_comes_twice_is_refused(self, ingest, joined, weights):
         await ingest.transfer.start()
         await send(ingest, joined, weights)
         with pytest.raises(InvalidManifest, match=f"came twice in one update: {UP_PROJ}"):
             await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
 
-    async def test_a_nan_fails_the_version_by_name(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_nan_fails_the_version_by_name(self, ingest, joined, newest, weights):
         broken = {name: tensor.clone() for name, tensor in weights.items()}
         broken[UP_PROJ][3, 5] = float("nan")
         with pytest.raises(QuantizationError, match=rf"{UP_PROJ}\[3, 5\] is nan"):
             await push(ingest, joined, broken)
         assert (await push(ingest, joined, weights)).version == newest + 1
 
-    async def test_an_update_without_a_start_is_received_and_refused(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_an_update_without_a_start_is_received_and_refused(self, ingest, joined, newest, weights):
         await push(ingest, joined, weights)
         with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
             await send(ingest, joined, weights)
@@ -275,9 +237,7 @@ class TestWrongAnnouncements:
 
 
 class TestOutOfOrder:
-    async def test_while_tensors_come_nothing_else_begins(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_while_tensors_come_nothing_else_begins(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         receiving = await receive_nothing(ingest, weights)
         for request, problem in (
@@ -291,33 +251,25 @@ class TestOutOfOrder:
         await receiving
         assert (await ingest.transfer.finish(None)).version == newest + 1
 
-    async def test_a_start_drops_what_was_not_finished(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_start_drops_what_was_not_finished(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
         assert (await push(ingest, joined, weights)).version == newest + 1
 
-    async def test_a_newer_upload_overtakes_a_broadcast(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_newer_upload_overtakes_a_broadcast(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         await send(ingest, joined, weights)
         assert (await Trainer(ingest).push(newest + 2, weights)).version == newest + 2
         with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 2}"):
             await ingest.transfer.finish(None)
 
-    async def test_a_label_of_a_staged_version_is_refused(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_label_of_a_staged_version_is_refused(self, ingest, joined, newest, weights):
         await Trainer(ingest).upload(newest + 3, weights, order=[0])
         with pytest.raises(VersionConflict, match=f"version {newest + 3} is being uploaded by somebody else"):
             await push(ingest, joined, weights, str(newest + 3))
         await ingest.discard(newest + 3)
 
-    async def test_a_broadcast_is_committed_by_finish_alone(
-        self, ingest: Ingest, joined: GlooTrainer, newest: int, weights: Weights
-    ) -> None:
+    async def test_a_broadcast_is_committed_by_finish_alone(self, ingest, joined, newest, weights):
         await ingest.transfer.start()
         await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
         with pytest.raises(UploadIncomplete, match="POST /finish_weight_update commits it"):

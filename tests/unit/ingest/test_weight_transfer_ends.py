@@ -28,7 +28,7 @@ from tests.unit.ingest.broadcasting import (
     receiver_pid,
     send,
 )
-from tests.unit.ingest.trainer import Weights, config_of, folder_weights
+from tests.unit.ingest.trainer import config_of, folder_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
 PROJECT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ async def joined(ingest: Ingest) -> GlooTrainer:
 
 
 class TestOtherModels:
-    async def test_a_tied_model_may_broadcast_no_output_head(self, tied_model: Path, tmp_path: Path) -> None:
+    async def test_a_tied_model_may_broadcast_no_output_head(self, tied_model, tmp_path):
         ingest = Ingest(config_of(tied_model, tmp_path / "log", scaling={"min_replicas": 0}))
         await ingest.start()
         sent = folder_weights(tied_model)
@@ -60,7 +60,7 @@ class TestOtherModels:
         assert digests[LM_HEAD] == digests[EMBEDDING]
         await ingest.stop()
 
-    async def test_stacked_experts_are_taken_apart(self, moe_model: Path, tmp_path: Path) -> None:
+    async def test_stacked_experts_are_taken_apart(self, moe_model, tmp_path):
         ingest = Ingest(config_of(moe_model, tmp_path / "log", scaling={"min_replicas": 0}))
         await ingest.start()
         model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ class TestOtherModels:
 
 
 class TestNoGroup:
-    async def test_nothing_goes_without_a_group(self, ingest: Ingest) -> None:
+    async def test_nothing_goes_without_a_group(self, ingest):
         for request in (
             ingest.transfer.start(),
             ingest.transfer.update(update_info({"a": torch.zeros(1)})),
@@ -97,11 +97,11 @@ class TestNoGroup:
         ],
         ids=["too large", "no dtype", "another backend", "no rank", "nothing"],
     )
-    async def test_what_cannot_be_received_is_refused(self, ingest: Ingest, announced: object) -> None:
+    async def test_what_cannot_be_received_is_refused(self, ingest, announced):
         with pytest.raises(InvalidRequest, match="POST /update_weights"):
             await ingest.transfer.update(announced)
 
-    async def test_what_cannot_be_received_ends_the_group(self, ingest: Ingest, joined: GlooTrainer) -> None:
+    async def test_what_cannot_be_received_ends_the_group(self, ingest, joined):
         await ingest.transfer.start()
         with pytest.raises(InvalidRequest, match="POST /update_weights: update_info"):
             await ingest.transfer.update({"names": ["a"]})
@@ -110,14 +110,14 @@ class TestNoGroup:
         with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
             await ingest.transfer.start()
 
-    async def test_an_empty_table_in_a_first_round_is_refused(self, ingest: Ingest, joined: GlooTrainer) -> None:
+    async def test_an_empty_table_in_a_first_round_is_refused(self, ingest, joined):
         await ingest.transfer.start()
         with pytest.raises(InvalidRequest, match=r"names is empty.*this group has had none.*POST /init_weight"):
             await ingest.transfer.update(AS_BEFORE)
         with pytest.raises(RuntimeError):  # a trainer that broadcasts all the same is told at once
             await asyncio.to_thread(joined.broadcast_bytes, torch.zeros(1 << 24, dtype=torch.uint8))
 
-    async def test_a_table_ends_with_its_group(self, ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
+    async def test_a_table_ends_with_its_group(self, ingest, joined, weights):
         assert (await push(ingest, joined, weights)).version == 1
         trainer = GlooTrainer()
         await join(ingest, trainer)
@@ -127,30 +127,26 @@ class TestNoGroup:
         with pytest.raises(WeightTransferFailed, match="POST /init_weight_transfer_engine first"):
             await ingest.transfer.update(AS_BEFORE)
 
-    async def test_a_first_round_that_failed_can_be_repeated(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_first_round_that_failed_can_be_repeated(self, ingest, joined, weights):
         broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
         with pytest.raises(QuantizationError):
             await push(ingest, joined, broken)
         assert (await push(ingest, joined, weights, announced=AS_BEFORE)).version == 1
 
-    async def test_a_request_too_many_in_a_round_is_refused(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_request_too_many_in_a_round_is_refused(self, ingest, joined, weights):
         await push(ingest, joined, weights)
         await ingest.transfer.start()
         await send(ingest, joined, weights)
         with pytest.raises(InvalidRequest, match=r"request 2 of this round.*that round had 1"):
             await ingest.transfer.update(AS_BEFORE)
 
-    async def test_an_init_may_come_again(self, ingest: Ingest, joined: GlooTrainer, weights: Weights) -> None:
+    async def test_an_init_may_come_again(self, ingest, joined, weights):
         pid = receiver_pid()
         await ingest.transfer.init(TransferInit.model_validate(joined.init_info))
         assert receiver_pid() == pid
         assert (await push(ingest, joined, weights)).version == 1
 
-    async def test_a_trainer_that_speaks_nccl_is_not_joined(self, ingest: Ingest) -> None:
+    async def test_a_trainer_that_speaks_nccl_is_not_joined(self, ingest):
         trainer = GlooTrainer(speaks_gloo=False)
         with pytest.raises(WeightTransferFailed, match=r"set weights\.ingest_num_gpus.*nothing was joined"):
             await ingest.transfer.init(TransferInit.model_validate(trainer.init_info))
@@ -158,9 +154,7 @@ class TestNoGroup:
 
 
 class TestGoingAway:
-    async def test_a_receiver_that_is_killed_fails_the_update_by_name(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_receiver_that_is_killed_fails_the_update_by_name(self, ingest, joined, weights):
         await ingest.transfer.start()
         receiving = await receive_nothing(ingest, weights)
         os.kill(pid := receiver_pid(), signal.SIGKILL)
@@ -173,9 +167,7 @@ class TestGoingAway:
         await ingest.transfer.shutdown()
         assert [status.version for status in await ingest.versions()] == [0]
 
-    async def test_a_trainer_that_vanishes_fails_the_update_by_name(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_trainer_that_vanishes_fails_the_update_by_name(self, ingest, joined, weights):
         await ingest.transfer.start()
         receiving = await receive_nothing(ingest, weights)
         joined.close()
@@ -183,18 +175,14 @@ class TestGoingAway:
             await receiving
         await another_trainer_pushes(ingest, weights)
 
-    async def test_a_silent_trainer_is_given_up(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_silent_trainer_is_given_up(self, ingest, joined, weights, monkeypatch):
         monkeypatch.setattr("rollout_service.ingest.receiver.receiver.SILENCE_TIMEOUT_S", 0.2)
         await ingest.transfer.start()
         with pytest.raises(WeightTransferFailed, match=r"nothing was broadcast for 0\.2 s"):
             await ingest.transfer.update(update_info(weights))
         assert ingest.transfer.status().state == "no group"
 
-    async def test_a_trainer_started_anew_takes_the_place_of_the_old_one(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_trainer_started_anew_takes_the_place_of_the_old_one(self, ingest, joined, weights):
         await ingest.transfer.start()
         await send(ingest, joined, {UP_PROJ: weights[UP_PROJ]})
         pid = receiver_pid()
@@ -202,9 +190,7 @@ class TestGoingAway:
         assert not psutil.pid_exists(pid)
         assert [status.version for status in await ingest.versions()] == [0, 1]
 
-    async def test_the_same_address_after_a_restart_is_no_repeat(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_the_same_address_after_a_restart_is_no_repeat(self, ingest, joined, weights):
         port = joined.port
         joined.close()
         again = await asyncio.to_thread(GlooTrainer, port)
@@ -212,7 +198,7 @@ class TestGoingAway:
         assert (await push(ingest, again, weights)).version == 1
         again.close()
 
-    async def test_shutdown_leaves_the_group(self, ingest: Ingest, joined: GlooTrainer) -> None:
+    async def test_shutdown_leaves_the_group(self, ingest, joined):
         await ingest.transfer.start()
         pid = receiver_pid()
         await ingest.transfer.shutdown()
@@ -220,9 +206,7 @@ class TestGoingAway:
         assert not psutil.pid_exists(pid)
         assert [status.version for status in await ingest.versions()] == [0]
 
-    async def test_the_receiver_ends_with_the_ingest(
-        self, ingest: Ingest, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_the_receiver_ends_with_the_ingest(self, ingest, joined, weights):
         await ingest.transfer.start()
         receiving = await receive_nothing(ingest, weights)
         pid = receiver_pid()
@@ -231,7 +215,7 @@ class TestGoingAway:
         with pytest.raises(WeightTransferFailed, match="the ingest ends"):
             await receiving
 
-    def test_the_receiver_ends_with_an_ingest_that_is_killed(self) -> None:
+    def test_the_receiver_ends_with_an_ingest_that_is_killed(self):
         code = """
 import asyncio
 from rollout_service.ingest.receiver.receiver import Receiver
@@ -252,13 +236,11 @@ if __name__ == "__main__":
         gone, _ = psutil.wait_procs([receiver], timeout=120)
         assert gone == [receiver]
 
-    async def test_a_broadcast_is_no_source_of_an_upload(self, ingest: Ingest) -> None:
+    async def test_a_broadcast_is_no_source_of_an_upload(self, ingest):
         with pytest.raises(InvalidRequest, match="begun by POST /start_weight_update: give a path or tensors"):
             await ingest.begin(BeginUpload(version=1, source=BroadcastSource(transfer="a")))
 
-    async def test_a_broadcast_is_not_taken_up_after_a_restart(
-        self, ingest: Ingest, config: ServiceConfig, joined: GlooTrainer, weights: Weights
-    ) -> None:
+    async def test_a_broadcast_is_not_taken_up_after_a_restart(self, ingest, config, joined, weights):
         await ingest.transfer.start()
         await send(ingest, joined, weights)
         await ingest.stop()

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import (
@@ -71,14 +70,14 @@ def replica() -> Replica:
 
 
 class TestMeasuring:
-    async def test_a_version_with_scales_is_neither_asked_for_nor_measured(self, replica: Replica) -> None:
+    async def test_a_version_with_scales_is_neither_asked_for_nor_measured(self, replica):
         calibrator = replica.calibrator()
         assert await calibrator.scales_for(BRINGS) is None
         await calibrator.loaded(BRINGS)
         assert replica.engine.calls == [] and replica.coordinator.asked == []
         assert calibrator.status == KVCacheStatus(choice=KNOWN)
 
-    async def test_scales_that_another_replica_measured_are_just_loaded(self, replica: Replica) -> None:
+    async def test_scales_that_another_replica_measured_are_just_loaded(self, replica):
         replica.coordinator.has_published(1, OTHERS)
         calibrator = replica.calibrator()
         assert await calibrator.scales_for(AWAITING) == OTHERS
@@ -86,7 +85,7 @@ class TestMeasuring:
         assert replica.engine.calls == [] and replica.coordinator.asked == [("measured_kv_scales", 1, AWAITING.digest)]
         assert calibrator.status is not None and calibrator.status.measured_version is None
 
-    async def test_a_version_without_scales_is_measured_on_every_rank(self, replica: Replica) -> None:
+    async def test_a_version_without_scales_is_measured_on_every_rank(self, replica):
         replica.engine.keys = {layer: [ordinary(), loud()] for layer in LAYERS}
         replica.coordinator.publishes(1, FOURS)
         await replica.load(replica.calibrator(), AWAITING)
@@ -104,9 +103,7 @@ class TestMeasuring:
         ],
         ids=["all is within the new scales", "some keys are beyond them", "the old ones were unfit"],
     )
-    async def test_it_measures_again_only_where_their_cost_is_not_known(
-        self, replica: Replica, keys: torch.Tensor, published: dict[str, float], calls: list[str]
-    ) -> None:
+    async def test_it_measures_again_only_where_their_cost_is_not_known(self, replica, keys, published, calls):
         replica.engine.keys = {layer: [keys] for layer in LAYERS}
         replica.coordinator.publishes(1, published)
         calibrator = replica.calibrator()
@@ -116,7 +113,7 @@ class TestMeasuring:
         expected = {layer: (error.k_saturated, error.v_saturated) for layer, error in now.errors.items()}
         assert calibrator.status is not None and calibrator.status.saturated == expected
 
-    async def test_a_first_measurement_that_failed_leaves_the_scales_of_1(self, replica: Replica) -> None:
+    async def test_a_first_measurement_that_failed_leaves_the_scales_of_1(self, replica):
         replica.coordinator.publishes(1, None)
         await replica.load(replica.calibrator(), AWAITING)
         assert replica.engine.calls == ["measure"] and replica.engine.scales is None
@@ -124,7 +121,7 @@ class TestMeasuring:
 
 class TestAccuracy:
     @pytest.mark.parametrize("awaits", [True, False], ids=["measured by another", "brings its scales"])
-    async def test_while_nobody_has_chosen_it_measures_with_any_scales(self, replica: Replica, awaits: bool) -> None:
+    async def test_while_nobody_has_chosen_it_measures_with_any_scales(self, replica, awaits):
         replica.coordinator.has_published(1, OTHERS)
         calibrator = replica.calibrator(None)
         assert calibrator.status is None
@@ -135,7 +132,7 @@ class TestAccuracy:
         assert replica.coordinator.asked[-1] == ("choose_kv_cache", choice)
         assert calibrator.status is not None and calibrator.status.choice == choice
 
-    async def test_it_is_judged_with_the_best_scales_and_not_those_it_has(self, replica: Replica) -> None:
+    async def test_it_is_judged_with_the_best_scales_and_not_those_it_has(self, replica):
         replica.engine.keys[LAYERS[1]] = [loud()]
         calibrator = replica.calibrator(None)
         await replica.load(calibrator, version(1, kv_scales=None, kv_scales_from="unit"))
@@ -144,12 +141,12 @@ class TestAccuracy:
         assert list(status.unfit) == [LAYERS[1]] and "k_saturated 1 is above 0.001" in status.unfit[LAYERS[1]]
         assert status.saturated == {LAYERS[0]: (0, 0), LAYERS[1]: (1, 0)}
 
-    async def test_it_is_judged_by_the_rank_that_is_worst(self, replica: Replica) -> None:
+    async def test_it_is_judged_by_the_rank_that_is_worst(self, replica):
         replica.engine.keys = {layer: [ordinary(), uneven(), ordinary()] for layer in LAYERS}
         with pytest.raises(KVCacheUnfit, match="2 of 2 layers"):
             await replica.load(replica.calibrator(None), BRINGS)
 
-    async def test_keys_that_no_scale_saves_are_refused_with_the_reasons(self, replica: Replica) -> None:
+    async def test_keys_that_no_scale_saves_are_refused_with_the_reasons(self, replica):
         replica.engine.keys[LAYERS[1]] = [uneven()]
         replica.coordinator.publishes(1, OTHERS)
         calibrator = replica.calibrator(None)
@@ -160,14 +157,14 @@ class TestAccuracy:
         assert refused.value.detail["judged_by"] == "r1, version 1"
         assert "choose_kv_cache" not in replica.coordinator.names() and calibrator.status is None
 
-    async def test_once_it_has_chosen_it_does_not_choose_again(self, replica: Replica) -> None:
+    async def test_once_it_has_chosen_it_does_not_choose_again(self, replica):
         calibrator = replica.calibrator(None)
         await replica.load(calibrator, BRINGS)
         replica.engine.keys[LAYERS[1]] = [uneven()]
         await replica.load(calibrator, BRINGS)
         assert replica.engine.calls == ["measure", "judge"] and replica.coordinator.names() == ["choose_kv_cache"]
 
-    async def test_a_model_that_becomes_unfit_is_served_and_says_why(self, replica: Replica) -> None:
+    async def test_a_model_that_becomes_unfit_is_served_and_says_why(self, replica):
         replica.engine.keys[LAYERS[1]] = [uneven()]
         replica.coordinator.publishes(1, OTHERS)
         calibrator = replica.calibrator(KNOWN)
@@ -175,7 +172,7 @@ class TestAccuracy:
         assert calibrator.status is not None and list(calibrator.status.unfit) == [LAYERS[1]]
         assert calibrator.status.choice == KNOWN
 
-    async def test_keys_that_are_zero_tell_nothing_and_that_is_noted(self, replica: Replica) -> None:
+    async def test_keys_that_are_zero_tell_nothing_and_that_is_noted(self, replica):
         replica.engine.keys[LAYERS[1]] = [ordinary() * 0]
         calibrator = replica.calibrator(None)
         await replica.load(calibrator, BRINGS)
@@ -192,7 +189,7 @@ class TestFailures:
         [NotReady("it died"), DeploymentFailed("a bug there"), InsufficientStorage("make room"), TimeoutError()],
         ids=lambda why: type(why).__name__,
     )
-    async def test_what_the_ingest_does_not_take_is_published_later(self, replica: Replica, why: Exception) -> None:
+    async def test_what_the_ingest_does_not_take_is_published_later(self, replica, why):
         replica.engine.keys[LAYERS[0]] = [loud()]
         replica.coordinator.answers["publish_kv_scales"] = [why, why]
         replica.coordinator.publishes(1, FOURS)
@@ -211,15 +208,13 @@ class TestFailures:
         assert await calibrator.loaded(AWAITING) == FOURS
         assert len(replica.coordinator.asked) == 4 and replica.engine.calls == ["measure"]
 
-    async def test_an_ingest_that_does_not_answer_is_not_waited_for(
-        self, replica: Replica, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_an_ingest_that_does_not_answer_is_not_waited_for(self, replica, monkeypatch):
         monkeypatch.setattr("rollout_service.kv_scales.calibrator.PUBLISH_S", 0)
         replica.coordinator.publishes(1, FOURS)
         with pytest.raises(NotReady, match="not stored yet: the ingest does not answer"):
             await replica.load(replica.calibrator(), AWAITING)
 
-    async def test_scales_of_a_version_overtaken_are_not_published(self, replica: Replica) -> None:
+    async def test_scales_of_a_version_overtaken_are_not_published(self, replica):
         replica.coordinator.answers["publish_kv_scales"] = [NotReady("it died")]
         calibrator = replica.calibrator()
         with pytest.raises(NotReady):
@@ -228,7 +223,7 @@ class TestFailures:
         assert await calibrator.scales_for(version(2)) == FOURS
         assert replica.coordinator.names() == ["measured_kv_scales", "publish_kv_scales", "measured_kv_scales"]
 
-    async def test_it_returns_the_scales_that_the_version_has(self, replica: Replica) -> None:
+    async def test_it_returns_the_scales_that_the_version_has(self, replica):
         replica.coordinator.publishes(1, FOURS)
         calibrator = replica.calibrator()
         await calibrator.scales_for(AWAITING)
@@ -239,7 +234,7 @@ class TestFailures:
         await calibrator.scales_for(BRINGS)
         assert await calibrator.loaded(BRINGS) is None
 
-    async def test_it_does_not_serve_in_fp8_before_that_is_noted_for_all(self, replica: Replica) -> None:
+    async def test_it_does_not_serve_in_fp8_before_that_is_noted_for_all(self, replica):
         replica.coordinator.answers["choose_kv_cache"] = [NotReady("it died"), InsufficientStorage("make room")]
         calibrator = replica.calibrator(None)
         await replica.load(calibrator, BRINGS)
@@ -249,7 +244,7 @@ class TestFailures:
         assert replica.coordinator.names() == ["choose_kv_cache"] * 3
 
     @pytest.mark.parametrize("measured", [True, False], ids=["it found FP8 accurate enough", "it could not measure"])
-    async def test_fp8_gives_way_to_what_another_replica_found_before(self, replica: Replica, measured: bool) -> None:
+    async def test_fp8_gives_way_to_what_another_replica_found_before(self, replica, measured):
         held = KVCacheChoice(dtype="bfloat16", why="not for 1 of 2 layers", judged_by="r0, version 0")
         replica.coordinator.answers["choose_kv_cache"] = [held]
         replica.engine.fail = None if measured else "its attention has attention sinks"
@@ -258,7 +253,7 @@ class TestFailures:
             await replica.load(calibrator, BRINGS)
         assert refused.value.detail["judged_by"] == "r0, version 0" and calibrator.status is None
 
-    async def test_a_version_that_was_removed_meanwhile_is_not_found(self, replica: Replica) -> None:
+    async def test_a_version_that_was_removed_meanwhile_is_not_found(self, replica):
         replica.coordinator.answers["publish_kv_scales"] = [
             NotFound("version 1 is not in the log any more", {"version": 1})
         ]
@@ -266,12 +261,12 @@ class TestFailures:
             await replica.load(replica.calibrator(), AWAITING)
         assert replica.engine.calls == ["measure"]
 
-    async def test_any_other_answer_to_a_measurement_fails_the_engine(self, replica: Replica) -> None:
+    async def test_any_other_answer_to_a_measurement_fails_the_engine(self, replica):
         replica.coordinator.answers["publish_kv_scales"] = [LogCorrupt("kv_scales.json does not hash")]
         with pytest.raises(EngineFailed, match=r"^version 1 has no KV scales: kv_scales.json does not hash$"):
             await replica.load(replica.calibrator(), AWAITING)
 
-    async def test_an_engine_that_cannot_measure_says_what_instead(self, replica: Replica) -> None:
+    async def test_an_engine_that_cannot_measure_says_what_instead(self, replica):
         calibrator = replica.calibrator(KNOWN)
         replica.engine.fail = "its attention has attention sinks"
         words = r"^its attention has attention sinks; kv_cache.scales_policy: reuse needs no measurement$"
@@ -279,7 +274,7 @@ class TestFailures:
             await replica.load(calibrator, AWAITING)
         assert "choose_kv_cache" not in replica.coordinator.names()
 
-    async def test_scales_that_fp8_was_not_measured_with_are_served(self, replica: Replica) -> None:
+    async def test_scales_that_fp8_was_not_measured_with_are_served(self, replica):
         replica.engine.fail = "its attention has attention sinks"
         calibrator = replica.calibrator(None)
         await replica.load(calibrator, BRINGS)
@@ -291,9 +286,7 @@ class TestFailures:
 
 
 class TestStatus:
-    async def test_the_status_is_of_the_version_that_was_measured_last(
-        self, replica: Replica, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_the_status_is_of_the_version_that_was_measured_last(self, replica, monkeypatch):
         counts = Counts()
         monkeypatch.setattr(process, "sink", counts)
         calibrator, seconds = replica.calibrator(), []
@@ -310,7 +303,7 @@ class TestStatus:
         assert calibrator.status == status
         assert counts.values == {(table.KV_CALIBRATION_SECONDS.name,): seconds}
 
-    async def test_keys_that_are_not_numbers_leave_a_status_to_be_read(self, replica: Replica) -> None:
+    async def test_keys_that_are_not_numbers_leave_a_status_to_be_read(self, replica):
         replica.engine.keys[LAYERS[1]] = [ordinary() * math.nan]
         replica.coordinator.publishes(1, OTHERS)
         calibrator = replica.calibrator()
@@ -319,11 +312,11 @@ class TestStatus:
         assert calibrator.status.saturated[LAYERS[0]] == (0, 0)
         assert KVCacheStatus.model_validate_json(calibrator.status.model_dump_json()) == calibrator.status
 
-    async def test_a_bf16_cache_needs_nothing(self, replica: Replica) -> None:
+    async def test_a_bf16_cache_needs_nothing(self, replica):
         bf16 = KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
         nothing = NoKVScales(bf16)
         await nothing.loaded(AWAITING)
-        assert await nothing.scales_for(AWAITING) is None  # type: ignore[func-returns-value]
+        assert await nothing.scales_for(AWAITING) is None
         assert nothing.status == KVCacheStatus(choice=bf16) and NoKVScales().status is None
 
 
@@ -352,35 +345,29 @@ class TestCacheDtype:
             ("fp8_e4m3", FOUND_BF16, None),
         ],
     )
-    def test_it_starts_with_what_was_found_before_or_finds_out(
-        self, models: dict[str, ServedModel], dtype: str, known: KVCacheChoice | None, expected: KVCacheChoice | None
-    ) -> None:
+    def test_it_starts_with_what_was_found_before_or_finds_out(self, models, dtype, known, expected):
         assert starting_choice(dtype, models["keys and values"], known) == expected
 
     @pytest.mark.parametrize("known", [None, FOUND_FP8, FOUND_BF16])
     @pytest.mark.parametrize("attention", ["keys and values", "latent", "multimodal"])
-    def test_bf16_holds_where_it_is_asked_for(
-        self, models: dict[str, ServedModel], attention: str, known: KVCacheChoice | None
-    ) -> None:
+    def test_bf16_holds_where_it_is_asked_for(self, models, attention, known):
         expected = KVCacheChoice(dtype="bfloat16", why="kv_cache.dtype says so")
         assert starting_choice("bfloat16", models[attention], known) == expected
 
     @pytest.mark.parametrize("known", [None, FOUND_FP8, FOUND_BF16])
     @pytest.mark.parametrize(("dtype", "expected"), [("auto", "bfloat16"), ("fp8_e4m3", "fp8_e4m3")])
-    def test_latent_attention_gets_fp8_by_name_alone_unmeasured(
-        self, models: dict[str, ServedModel], dtype: str, expected: str, known: KVCacheChoice | None
-    ) -> None:
+    def test_latent_attention_gets_fp8_by_name_alone_unmeasured(self, models, dtype, expected, known):
         choice = starting_choice(dtype, models["latent"], known)
         assert choice is not None and choice.dtype == expected
         assert "latent attention" in choice.why and choice.judged_by == ""
 
-    def test_a_multimodal_model_keeps_bf16_and_fp8_by_name_is_refused(self, models: dict[str, ServedModel]) -> None:
+    def test_a_multimodal_model_keeps_bf16_and_fp8_by_name_is_refused(self, models):
         choice = starting_choice("auto", models["multimodal"], None)
         assert choice is not None and choice.dtype == "bfloat16" and "multimodal" in choice.why
         with pytest.raises(ValueError, match="multimodal is multimodal, whose KV scales are not known here: set it to"):
             starting_choice("fp8_e4m3", models["multimodal"], None)
 
-    async def test_bf16_holds_for_all_unless_another_choice_was_first(self) -> None:
+    async def test_bf16_holds_for_all_unless_another_choice_was_first(self):
         coordinator = FakeCoordinator()
         coordinator.answers["choose_kv_cache"] = [NotReady("it died"), FOUND_FP8]
         judged = "not for 1 of 2 layers", "r1, version 3"
@@ -391,7 +378,7 @@ class TestCacheDtype:
         assert held == KVCacheChoice(dtype="bfloat16", why=judged[0], judged_by=judged[1])
         assert coordinator.asked[-1] == ("choose_kv_cache", held)
 
-    async def test_a_processor_without_fp8_is_noted_unless_a_choice_is(self) -> None:
+    async def test_a_processor_without_fp8_is_noted_unless_a_choice_is(self):
         coordinator = FakeCoordinator()
         alone = KVCacheChoice(dtype="bfloat16", why="it has no AVX-512", judged_by="r1")
         assert await without_fp8(coordinator, None, "it has no AVX-512", "r1") == alone
@@ -405,7 +392,7 @@ class TestCacheDtype:
 
     @pytest.mark.parametrize("policy", ["calibrate", "reuse", "unit"])
     @pytest.mark.parametrize("choice", [FOUND_FP8, FOUND_BF16], ids=lambda choice: choice.dtype)
-    def test_an_engine_is_configured_with_it_and_nothing_else(self, choice: KVCacheChoice, policy: str) -> None:
+    def test_an_engine_is_configured_with_it_and_nothing_else(self, choice, policy):
         config = ServiceConfig.model_validate(
             {"kv_cache": {"scales_policy": policy, "calibration_prompts": Path("p")}, "model": {"path": Path("m")}}
         )

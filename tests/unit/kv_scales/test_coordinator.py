@@ -15,7 +15,7 @@ from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
+from tests.unit.ingest.trainer import Trainer, changed, config_of
 from tests.unit.kv_scales.measured import measured, scales_of
 
 RANKS = (measured((224, 448, 112)),)
@@ -39,13 +39,13 @@ async def stored(ingest: Ingest, version: int) -> KVScaleResult | None:
 
 
 class TestPublish:
-    async def test_replicas_that_measured_side_by_side_get_the_same_scales(self, ingest: Ingest) -> None:
+    async def test_replicas_that_measured_side_by_side_get_the_same_scales(self, ingest):
         assert await stored(ingest, 0) is None
         measurements = publish(ingest, 0, "a", *RANKS), publish(ingest, 0, "b", measured((1, 1, 1)))
         first, second = await asyncio.gather(*measurements)
         assert first == second == await stored(ingest, 0)
 
-    async def test_a_result_is_kept_although_its_replica_dies_meanwhile(self, ingest: Ingest, log: WeightLog) -> None:
+    async def test_a_result_is_kept_although_its_replica_dies_meanwhile(self, ingest, log):
         publishing = asyncio.create_task(ingest.kv.publish_result(0, "a", RANKS, log.manifest(0).digest))
         await asyncio.sleep(0)
         publishing.cancel()
@@ -58,9 +58,7 @@ class TestPublish:
         ("code", "instead"),
         [(errno.ENOSPC, "make room there"), (errno.EIO, "it is tried again until the disk takes it")],
     )
-    async def test_scales_that_the_disk_refuses_are_not_given_to_anyone(
-        self, code: int, instead: str, ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_scales_that_the_disk_refuses_are_not_given_to_anyone(self, code, instead, ingest, log, monkeypatch):
         def refuse(*_: Any) -> None:
             raise OSError(code, "the disk says so")
 
@@ -74,9 +72,7 @@ class TestPublish:
 
 
 class TestStatus:
-    async def test_the_digest_stays_when_scales_are_measured(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_the_digest_stays_when_scales_are_measured(self, ingest, trainer, weights, log):
         awaiting = await trainer.push(1, changed(weights, 1.0))
         assert awaiting.kv_scales_from == "calibrate" and awaiting.digest == log.manifest(1).digest
         assert await ingest.status(1) == awaiting
@@ -88,15 +84,13 @@ class TestStatus:
         sent = await trainer.push(2, changed(weights, 1.0), SCALES)
         assert sent.digest == log.manifest(1).replace(kv_scales=SCALES).digest != status.digest
 
-    async def test_after_a_failed_measurement_scales_are_those_of_unit(self, ingest: Ingest) -> None:
+    async def test_after_a_failed_measurement_scales_are_those_of_unit(self, ingest):
         awaiting = await ingest.status(0)
         await publish(ingest, 0, "a", measured((0, 0, 0)))
         status = await ingest.status(0)
         assert (status.kv_scales_from, status.digest) == ("unit", awaiting.digest)
 
-    async def test_it_is_the_same_for_every_version_after_a_restart(
-        self, ingest: Ingest, config: ServiceConfig, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_it_is_the_same_for_every_version_after_a_restart(self, ingest, config, trainer, weights):
         first = await publish(ingest, 0, "a", *RANKS)
         await trainer.push(1, changed(weights, 1.0))
         second = await publish(ingest, 1, "a", measured((448, 448, 448)))
@@ -108,9 +102,7 @@ class TestStatus:
         assert (await stored(again, 0), await stored(again, 1)) == (first, second)
         await again.stop()
 
-    async def test_an_ingest_does_not_start_on_scales_that_are_torn(
-        self, ingest: Ingest, config: ServiceConfig, log: WeightLog
-    ) -> None:
+    async def test_an_ingest_does_not_start_on_scales_that_are_torn(self, ingest, config, log):
         await publish(ingest, 0, "a", *RANKS)
         await ingest.stop()
         path = log.folder(0) / KV_SCALES_FILE
@@ -120,9 +112,7 @@ class TestStatus:
 
 
 class TestCacheDtype:
-    async def test_the_first_choice_holds_for_all_and_over_a_restart(
-        self, ingest: Ingest, config: ServiceConfig
-    ) -> None:
+    async def test_the_first_choice_holds_for_all_and_over_a_restart(self, ingest, config):
         assert ingest.kv.kv_cache_choice() is None
         answers = await asyncio.gather(ingest.kv.choose_kv_cache(FP8), ingest.kv.choose_kv_cache(BF16))
         assert answers == [FP8, FP8] and ingest.kv.kv_cache_choice() == FP8
@@ -132,7 +122,7 @@ class TestCacheDtype:
         assert again.kv.kv_cache_choice() == FP8 and await again.kv.choose_kv_cache(BF16) == FP8
         await again.stop()
 
-    async def test_fp8_asked_for_by_name_takes_the_place_of_bf16(self, config: ServiceConfig, log: WeightLog) -> None:
+    async def test_fp8_asked_for_by_name_takes_the_place_of_bf16(self, config, log):
         by_name = config.kv_cache.model_copy(update={"dtype": "fp8_e4m3"})
         ingest = Ingest(config.model_copy(update={"kv_cache": by_name}))
         await ingest.start()
@@ -140,9 +130,7 @@ class TestCacheDtype:
         assert await ingest.kv.choose_kv_cache(FP8) == FP8 and log.kv_cache() == FP8
         await ingest.stop()
 
-    async def test_a_choice_that_the_disk_refuses_holds_for_nobody(
-        self, ingest: Ingest, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_choice_that_the_disk_refuses_holds_for_nobody(self, ingest, log, monkeypatch):
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -154,7 +142,7 @@ class TestCacheDtype:
 
 
 class TestOtherWeights:
-    async def test_their_replica_neither_gets_nor_publishes_scales(self, ingest: Ingest) -> None:
+    async def test_their_replica_neither_gets_nor_publishes_scales(self, ingest):
         digest = (await ingest.status(0)).digest
         with pytest.raises(NotReady, match=f"version 0 has digest {digest} in the ingest's log, not 00ff"):
             await ingest.kv.measured(0, "00ff")
@@ -163,9 +151,7 @@ class TestOtherWeights:
         assert await stored(ingest, 0) is None
 
     @pytest.mark.parametrize(("dtype", "awaits"), [("auto", False), ("fp8_e4m3", True)])
-    async def test_versions_await_no_scales_once_auto_came_to_bf16(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog, dtype: str, awaits: bool
-    ) -> None:
+    async def test_versions_await_no_scales_once_auto_came_to_bf16(self, config, weights, log, dtype, awaits):
         kv_cache = config.kv_cache.model_copy(update={"dtype": dtype})
         config = config.model_copy(update={"kv_cache": kv_cache})
         for version in (1, 2):

@@ -35,12 +35,12 @@ def calibrated_errors(model: PreTrainedModel) -> dict[str, LayerError]:
 
 
 class TestErrorSums:
-    def test_e4m3_keeps_what_it_can_and_clamps_the_rest(self) -> None:
+    def test_e4m3_keeps_what_it_can_and_clamps_the_rest(self):
         x = torch.tensor([1.0, 1.0625, 17.0, 448.0, 500.0, -1000.0])
         assert fp8_round_trip(x, 1.0).tolist() == [1.0, 1.0, 16.0, 448.0, 448.0, -448.0]
         assert fp8_round_trip(x, 2.0)[-1] == -896
 
-    def test_the_logit_error_is_that_of_all_pairs(self) -> None:
+    def test_the_logit_error_is_that_of_all_pairs(self):
         q, k, v = (torch.randn(2, heads, 12, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 3))
         counts = ALL.clone()
         counts[0, 7:] = False
@@ -58,7 +58,7 @@ class TestErrorSums:
 
 class TestUnfitLayers:
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-    def test_fp8_is_accurate_enough_for_ordinary_models(self, family: str) -> None:
+    def test_fp8_is_accurate_enough_for_ordinary_models(self, family):
         errors = calibrated_errors(small_model(family))
         assert unfit_layers(errors) == {}
         for error in errors.values():
@@ -66,7 +66,7 @@ class TestUnfitLayers:
             assert 0.015 < error.k_relative < 0.04
             assert 0.015 < error.v_channel_relative < 0.04
 
-    def test_keys_beyond_448_saturate_with_unit_scales_alone(self) -> None:
+    def test_keys_beyond_448_saturate_with_unit_scales_alone(self):
         k = 300 * torch.randn(2, 2, 12, 16, generator=torch.Generator().manual_seed(0))
         amax = float(k.abs().max())
         unit, calibrated = ErrorSums(UNIT), ErrorSums(LayerScales(q=1, k=amax / 448, v=1))
@@ -76,7 +76,7 @@ class TestUnfitLayers:
         assert list(unfit_layers({"l": unit.result()})) == ["l"]
         assert unfit_layers({"l": calibrated.result()}) == {}
 
-    def test_tiny_channels_beside_huge_ones_are_lost_with_any_scale(self) -> None:
+    def test_tiny_channels_beside_huge_ones_are_lost_with_any_scale(self):
         k = 1e-4 * torch.randn(2, 2, 12, 16, generator=torch.Generator().manual_seed(0))
         k[..., 0] = 500
         for scale in (500 / 448, 1.0, 0.1):
@@ -85,7 +85,7 @@ class TestUnfitLayers:
             assert sums.result().k_channel_relative > 0.5
             assert "k_channel_relative" in unfit_layers({"model.layers.7": sums.result()})["model.layers.7"]
 
-    def test_a_large_bias_without_qk_norm_is_refused_by_its_logits(self) -> None:
+    def test_a_large_bias_without_qk_norm_is_refused_by_its_logits(self):
         model = small_model("qwen2")
         with torch.no_grad():
             attention = model.model.layers[1].self_attn
@@ -95,13 +95,13 @@ class TestUnfitLayers:
         assert list(unfit_layers(errors)) == ["model.layers.1.self_attn"]
         assert errors["model.layers.1.self_attn"].k_relative < 0.04  # which would not have told
 
-    def test_errors_need_scales(self) -> None:
+    def test_errors_need_scales(self):
         with observe_qkv(small_model("llama")) as observation:
             pass
         with pytest.raises(InvalidRequest, match="measured_with"):
             observation.errors()
 
-    def test_five_layers_are_named_and_the_others_counted(self) -> None:
+    def test_five_layers_are_named_and_the_others_counted(self):
         unfit = {f"l.{number}": "why" for number in range(7)}
         words = why_unfit(unfit, len(unfit) + 1)
         assert words.startswith(
@@ -124,18 +124,18 @@ def rank(*errors: float, layer: str = "l.0") -> KVMeasurement:
 
 
 class TestRanks:
-    def test_each_error_is_that_of_the_rank_where_it_is_largest(self) -> None:
+    def test_each_error_is_that_of_the_rank_where_it_is_largest(self):
         rising, falling = rank(*range(7)), rank(*reversed(range(7)))
         [(layer, worst)] = worst_errors([rising, falling]).items()
         assert layer == "l.0" and [getattr(worst, name) for name in FIELDS] == [6, 5, 4, 3, 4, 5, 6]
         assert worst_errors([rising]) == rising.errors
 
     @pytest.mark.parametrize("order", list(permutations([0.1, math.nan, 0.2])), ids=str)
-    def test_an_error_that_is_nan_on_one_rank_is_not_passed_over(self, order: tuple[float, ...]) -> None:
+    def test_an_error_that_is_nan_on_one_rank_is_not_passed_over(self, order):
         worst = worst_errors([rank(error, *[0.0] * 6) for error in order])["l.0"]
         assert math.isnan(worst.k_saturated) and worst.v_saturated == 0
 
-    def test_a_measurement_survives_the_way_out_of_a_worker(self) -> None:
+    def test_a_measurement_survives_the_way_out_of_a_worker(self):
         measured = rank(math.nan, math.inf, *[0.5] * 5)
         again = KVMeasurement.model_validate(measured.model_dump(mode="json"))
         assert repr(again) == repr(measured)
@@ -144,9 +144,7 @@ class TestRanks:
         ("amax", "scale", "nothing"),
         [((1e9, 448, 448), 1.0, True), ((0, 449, 0), 1.0, False), ((0, 0, 900), 2.0, False)],
     )
-    def test_saturation_is_of_k_and_v_of_any_rank_and_pass(
-        self, amax: tuple[float, float, float], scale: float, nothing: bool
-    ) -> None:
+    def test_saturation_is_of_k_and_v_of_any_rank_and_pass(self, amax, scale, nothing):
         fits = rank(*[0.0] * 7)
         seen = fits.model_copy(update={"amax": {"l.0": ((1.0, 1.0, 1.0), amax)}})
         scales = {"l.0.k_scale": scale, "l.0.v_scale": scale}

@@ -9,7 +9,7 @@ from tests.unit.kv_scales.small import small_model, tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_keys_grow_by_the_factor_and_no_bit_of_a_logit_changes(family: str) -> None:
+def test_keys_grow_by_the_factor_and_no_bit_of_a_logit_changes(family):
     model, logits, keys = small_model(family), [], []
     for factor in (1.0, LOUD):
         model.load_state_dict(with_key_factors(model.state_dict(), torch.full((64,), factor)))

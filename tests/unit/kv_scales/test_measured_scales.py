@@ -18,14 +18,14 @@ def ingest(model: Path, tmp_path: Path) -> Calibrating:
     return Calibrating(tmp_path / "log", model)
 
 
-def test_the_largest_of_all_ranks_and_passes_counts(ingest: Calibrating) -> None:
+def test_the_largest_of_all_ranks_and_passes_counts(ingest):
     ranks = measured((224, 1, 1), (1, 448, 1)), measured((1, 1, 1), (2, 2, 896))
     assert ingest.measure(0, *ranks).scales == scales_of(1, 2, 4)
 
 
 @given(st.lists(st.tuples(*[st.floats(1e-6, 1e9)] * 3), min_size=1, max_size=5))
 @settings(max_examples=50, deadline=None)
-def test_no_value_saturates_with_the_scales_made_of_it(passes: list[tuple[float, float, float]]) -> None:
+def test_no_value_saturates_with_the_scales_made_of_it(passes):
     scales = scales_from_amax([{LAYER: passes}]).named()
     for values, scale in zip(zip(*passes, strict=True), scales.values(), strict=True):
         assert max(values) <= 448 * scale <= 2 * 1.05 * max(values)
@@ -42,21 +42,19 @@ class TestFailedMeasurement:
         ],
         ids=["nan", "infinity", "zero", "subnormal"],
     )
-    def test_it_leaves_the_scales_of_before_and_says_why(
-        self, ingest: Calibrating, passes: tuple[float, float, float], why: str
-    ) -> None:
+    def test_it_leaves_the_scales_of_before_and_says_why(self, ingest, passes, why):
         ingest.measure(0, measured((448, 448, 448)))
         failed = ingest.measure(1, measured((448, 0, 448), passes))
         assert failed.scales == scales_of(2, 2, 2)
         assert failed.error is not None and re.search(why, failed.error)
         assert ingest.measure(2, measured((224, 224, 224))).scales == scales_of(1, 1, 1)
 
-    def test_the_first_one_leaves_the_version_without_scales(self, ingest: Calibrating) -> None:
+    def test_the_first_one_leaves_the_version_without_scales(self, ingest):
         failed = ingest.measure(0, measured((0, 0, 0)))
         assert failed.error is not None and failed.scales is None
         assert ingest.scales.published(0) == failed
 
-    def test_a_layer_that_the_model_does_not_have_is_named(self, ingest: Calibrating) -> None:
+    def test_a_layer_that_the_model_does_not_have_is_named(self, ingest):
         stranger = measured((448, 448, 448))
         elsewhere = "model.layers.7.self_attn"
         amax, errors = {elsewhere: stranger.amax[LAYER]}, {elsewhere: stranger.errors[LAYER]}

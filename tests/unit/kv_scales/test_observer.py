@@ -71,7 +71,7 @@ def closeness(observed: dict, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_it_sees_q_and_k_rotated_and_normed_and_v_as_projected(family: str, kernel: str) -> None:
+def test_it_sees_q_and_k_rotated_and_normed_and_v_as_projected(family, kernel):
     model, ids = small_model(family, kernel), tokens(0)
     with observe_qkv(model) as observation, torch.no_grad():
         model(ids)
@@ -80,7 +80,7 @@ def test_it_sees_q_and_k_rotated_and_normed_and_v_as_projected(family: str, kern
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_masked_positions_do_not_count(kernel: str) -> None:
+def test_masked_positions_do_not_count(kernel):
     model, ids = small_model("llama", kernel), tokens(0)
     mask = torch.ones_like(ids)
     mask[0, 4:] = 0
@@ -101,7 +101,7 @@ def test_masked_positions_do_not_count(kernel: str) -> None:
     torch.testing.assert_close(torch.as_tensor(masked).float(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_keys_and_values_are_those_that_a_cache_gets() -> None:
+def test_keys_and_values_are_those_that_a_cache_gets():
     model, ids, cache = small_model("qwen3", "sdpa"), tokens(1), DynamicCache()
     with observe_qkv(model) as observation, torch.no_grad():
         model(ids, past_key_values=cache)
@@ -111,7 +111,7 @@ def test_keys_and_values_are_those_that_a_cache_gets() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_counts_nothing_twice(reentrant: bool) -> None:
+def test_gradient_checkpointing_counts_nothing_twice(reentrant):
     model, ids = small_model("qwen3", "sdpa").train(), tokens(0)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with observe_qkv(model) as observation:
@@ -122,7 +122,7 @@ def test_gradient_checkpointing_counts_nothing_twice(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_model_computes_the_same_and_is_left_as_it_was(kernel: str) -> None:
+def test_the_model_computes_the_same_and_is_left_as_it_was(kernel):
     model, other, ids = small_model("llama", kernel), small_model("qwen3", kernel), tokens(0)
     before = dict(ALL_ATTENTION_FUNCTIONS), model(ids).logits, other(ids).logits
     with observe_qkv(model) as observation:
@@ -133,14 +133,14 @@ def test_the_model_computes_the_same_and_is_left_as_it_was(kernel: str) -> None:
     assert [len(amax) for amax in observation.amax().values()] == [1, 1]
 
 
-def test_the_backbone_alone_has_the_names_of_the_checkpoint() -> None:
+def test_the_backbone_alone_has_the_names_of_the_checkpoint():
     model = small_model("llama")
     with observe_qkv(model.model) as observation, torch.no_grad():
         model.model(tokens(0))
     assert list(observation.amax()) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 
-def test_two_ranks_of_fsdp2_agree_on_the_larger_of_each(tmp_path: Path) -> None:
+def test_two_ranks_of_fsdp2_agree_on_the_larger_of_each(tmp_path):
     command = [sys.executable, "-m", "tests.unit.kv_scales.two_ranks", str(tmp_path / "store")]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as other:
         mine = scales_of(0, str(tmp_path / "store"))
@@ -157,7 +157,7 @@ def test_two_ranks_of_fsdp2_agree_on_the_larger_of_each(tmp_path: Path) -> None:
         assert mine.named()[name] == pytest.approx(value, rel=1e-4)
 
 
-def test_what_cannot_be_observed_is_refused() -> None:
+def test_what_cannot_be_observed_is_refused():
     with pytest.raises(InvalidRequest, match="no transformers model"), observe_qkv(torch.nn.Linear(2, 2)):
         pass
     from transformers import AutoModelForCausalLM

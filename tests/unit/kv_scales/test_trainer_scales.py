@@ -1,8 +1,5 @@
 """KV scales are content of a version like its tensors: checked, digested, resumed with, and in conflict with others."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from rollout_service.client import RolloutClient
@@ -11,11 +8,10 @@ from rollout_service.errors import InvalidManifest, VersionConflict
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales import KVScales, LayerScales
 from rollout_service.protocol.upload import CommitUpload, upload_digest, with_kv_scales
-from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.upload_record import read_record
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, stream_of
 
 LAYER = "model.layers.0.self_attn"
 SCALES = {f"{LAYER}.q_scale": 0.5, f"{LAYER}.k_scale": 2.5, f"{LAYER}.v_scale": 0.125}
@@ -62,9 +58,7 @@ class TestCheck:
             "subnormal",
         ],
     )
-    async def test_scales_that_do_not_fit_are_refused_by_name(
-        self, ingest: Ingest, weights: Weights, scales: dict[str, float], what: str, names: list[str]
-    ) -> None:
+    async def test_scales_that_do_not_fit_are_refused_by_name(self, ingest, weights, scales, what, names):
         with pytest.raises(InvalidManifest, match=f"KV scales do not fit the served model.*{what}") as refused:
             await ingest.begin(begin_of(1, weights, scales))
         assert refused.value.detail == {what: names}
@@ -72,9 +66,7 @@ class TestCheck:
 
 
 class TestCommit:
-    async def test_scales_are_in_the_manifest_and_its_digest(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_scales_are_in_the_manifest_and_its_digest(self, ingest, trainer, weights, log):
         digests, manifests = [], []
         for version, scales in enumerate([None, SCALES, OTHERS, SCALES], start=1):
             digests.append((await trainer.push(version, weights, scales)).digest)
@@ -86,9 +78,7 @@ class TestCommit:
             (OTHERS, "trainer"),
         ]
 
-    async def test_without_any_it_has_those_of_before_after_a_restart_too(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_without_any_it_has_those_of_before_after_a_restart_too(self, config, weights, log):
         ingest = await start(config)
         await Trainer(ingest).push(1, weights, SCALES)
         await Trainer(ingest).push(2, changed(weights, 1.0))
@@ -101,9 +91,7 @@ class TestCommit:
     @pytest.mark.parametrize(
         "later", [{"kv_cache": {"scales_policy": "unit"}}, {"kv_cache": {"dtype": "bfloat16"}}], ids=["unit", "bf16"]
     )
-    async def test_without_any_it_has_none_by_policy_or_with_a_bf16_cache(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog, later: dict[str, Any]
-    ) -> None:
+    async def test_without_any_it_has_none_by_policy_or_with_a_bf16_cache(self, config, weights, log, later):
         ingest = await start(config)
         await Trainer(ingest).push(1, weights, SCALES)
         await ingest.stop()
@@ -115,9 +103,7 @@ class TestCommit:
 
 class TestAgain:
     @pytest.mark.parametrize("committed", [False, True], ids=["staged", "committed"])
-    async def test_the_same_scales_are_the_same_and_others_conflict(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights, committed: bool
-    ) -> None:
+    async def test_the_same_scales_are_the_same_and_others_conflict(self, ingest, trainer, weights, committed):
         await trainer.upload(1, weights, kv_scales=SCALES)
         if committed:
             await ingest.commit(1, CommitUpload())
@@ -127,9 +113,7 @@ class TestAgain:
                 await ingest.begin(begin_of(1, weights, others))
             assert len(set(refused.value.detail["digests"])) == 2
 
-    async def test_a_commit_that_means_other_scales_is_refused(
-        self, ingest: Ingest, trainer: Trainer, weights: Weights
-    ) -> None:
+    async def test_a_commit_that_means_other_scales_is_refused(self, ingest, trainer, weights):
         plan = await trainer.upload(1, weights, kv_scales=SCALES)
         of_parts = upload_digest(ingest.staged(1).digests[part] for part in range(plan.num_parts))
         for meant in (of_parts, with_kv_scales(of_parts, OTHERS)):
@@ -140,9 +124,7 @@ class TestAgain:
         with pytest.raises(VersionConflict, match="push a newer version"):
             await ingest.commit(1, CommitUpload(upload_digest=of_parts))
 
-    async def test_an_upload_keeps_its_scales_over_a_restart(
-        self, config: ServiceConfig, weights: Weights, log: WeightLog
-    ) -> None:
+    async def test_an_upload_keeps_its_scales_over_a_restart(self, config, weights, log):
         before = await start(config)
         plan = await Trainer(before).upload(1, weights, order=[0, 2], kv_scales=SCALES)
         await before.stop()
@@ -162,9 +144,7 @@ def observed(**scales: float) -> KVScales:
 
 
 class TestClient:
-    async def test_it_pushes_scales_with_weights_and_with_a_path(
-        self, model: Path, tmp_path: Path, weights: Weights
-    ) -> None:
+    async def test_it_pushes_scales_with_weights_and_with_a_path(self, model, tmp_path, weights):
         async with real_ingest(model, tmp_path / "log", weights={"source_roots": [model]}) as service:
             async with RolloutClient(service.url) as client:
                 first = await client.push_weights(

@@ -97,20 +97,20 @@ def full() -> tuple[ServiceState, MismatchRow]:
 
 
 class TestServiceState:
-    def test_exactly_the_declared_metrics_and_labels_are_exported(self) -> None:
+    def test_exactly_the_declared_metrics_and_labels_are_exported(self):
         declared = {metric.name: set(metric.labels) for metric in OURS if metric.source == "service"}
         of, row = full()
         assert {
             sample.name: set(sample.labels) for sample in samples(of, row, truncated=(not_judged(9, "a"),))
         } == declared
 
-    def test_every_family_has_its_type_and_its_help(self) -> None:
+    def test_every_family_has_its_type_and_its_help(self):
         families = {f.name: f for f in text_string_to_metric_families(exposition(full()[0]).decode())}
         for metric in (metric for metric in OURS if metric.source == "service"):
             family = families[metric.name.removesuffix("_total")]
             assert (family.type, family.documentation) == (metric.kind, metric.description)
 
-    def test_staleness_counts_from_the_first_version_a_replica_lacks(self) -> None:
+    def test_staleness_counts_from_the_first_version_a_replica_lacks(self):
         found = samples(state(replica("new", 9), replica("old", 5), replica("starting", None, state="starting")))
         assert values(found, "rollout_replica_version") == {("new",): 9, ("old",): 5}
         assert values(found, "rollout_replica_staleness_versions") == {("new",): 0, ("old",): 4}
@@ -118,20 +118,20 @@ class TestServiceState:
         states = values(found, "rollout_replicas")
         assert states[("ready",)] == 2 and states[("starting",)] == 1 and states[("failed",)] == 0
 
-    def test_adapters_are_summed_over_the_replicas_that_hold_them(self) -> None:
+    def test_adapters_are_summed_over_the_replicas_that_hold_them(self):
         held = HeldAdapter(name="run-a", version=3, digest="d", running=2)
         failed = held.model_copy(update={"version": 4, "error": "it hashes to another digest"})
         found = samples(state(replica("a", 9, adapters=(held, failed)), replica("b", 9, adapters=(held,))))
         assert values(found, "rollout_adapter_replicas") == {("run-a", "3"): 2}
         assert values(found, "rollout_adapter_rollouts") == {("run-a", "3"): 4}
 
-    def test_pinned_replica_has_a_version_and_no_staleness(self) -> None:
+    def test_pinned_replica_has_a_version_and_no_staleness(self):
         found = samples(state(replica("new", 9), replica("pinned", 5, group="eval")))
         assert values(found, "rollout_replica_version") == {("new",): 9, ("pinned",): 5}
         assert values(found, "rollout_replica_staleness_versions") == {("new",): 0}
         assert values(found, "rollout_replica_staleness_seconds") == {("new",): 0}
 
-    def test_dead_replicas_and_removed_versions_are_not_exported(self) -> None:
+    def test_dead_replicas_and_removed_versions_are_not_exported(self):
         before = state(replica("a", 8), replica("b", 9), versions=(WeightStatus(version=8, state="committed"),))
         after = state(replica("b", 9), versions=(WeightStatus(version=9, state="live"),))
         rows = [row(9, "a"), row(9, "b")]
@@ -139,7 +139,7 @@ class TestServiceState:
         assert {s.labels["replica"] for s in samples(after, *rows) if "replica" in s.labels} == {"b"}
         assert set(values(samples(after), "rollout_version_bytes")) == {("9",)}
 
-    def test_truncated_tokens_cover_live_replicas_and_new_versions(self) -> None:
+    def test_truncated_tokens_cover_live_replicas_and_new_versions(self):
         truncated = (*(not_judged(version, "a") for version in range(100)), not_judged(99, "gone"))
         found = samples(state(replica("a", 99)), truncated=truncated)
         shown = {
@@ -149,13 +149,13 @@ class TestServiceState:
         }
         assert shown == {(str(version), "a"): 5 for version in range(100 - MEASURED_VERSIONS, 100)}
 
-    def test_of_ever_growing_versions_the_newest_measured_are_shown(self) -> None:
+    def test_of_ever_growing_versions_the_newest_measured_are_shown(self):
         rows = [row(version) for version in range(100)]
         found = samples(state(replica("a", 99)), *rows)
         versions = {s.labels["version"] for s in found if s.name == "rollout_mismatch_k3"}
         assert versions == {str(version) for version in range(100 - MEASURED_VERSIONS, 100)}
 
-    def test_ages_of_keys_are_joined_over_versions_and_replicas(self) -> None:
+    def test_ages_of_keys_are_joined_over_versions_and_replicas(self):
         def aged(version: int, *ages: tuple[int, int, float]) -> MismatchRow:
             kv_ages = tuple(KVAgeRow(age=age, tokens=n, k3=k3, prob_error=1 + k3) for age, n, k3 in ages)
             return row(version).model_copy(update={"kv_ages": kv_ages})
@@ -169,11 +169,11 @@ class TestServiceState:
         assert shown["k3"] == pytest.approx({"0": 0.2, "2": 0.25})
         assert shown["prob_error"] == pytest.approx({"0": 1.2, "2": 1.25})
 
-    def test_rows_merged_over_replicas_are_not_exported(self) -> None:
+    def test_rows_merged_over_replicas_are_not_exported(self):
         found = samples(state(replica("a", 9)), row(9), row(9, replica_id=None))
         assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]
 
-    def test_a_version_is_suspect_on_the_replica_that_is(self) -> None:
+    def test_a_version_is_suspect_on_the_replica_that_is(self):
         rows = [row(9, "a", suspect_since=960.0), row(9, "b"), row(8, "a", suspect_since=910.0)]
         found = samples(state(replica("a", 9), replica("b", 9)), *rows)
         flags = {
@@ -184,20 +184,20 @@ class TestServiceState:
         assert sorted(since) == [910.0, 960.0]
 
     @pytest.mark.parametrize(("error", "failed"), [(None, 0), (Failure(type="QuantizationError", message="NaN"), 1)])
-    def test_a_staged_version_shows_missing_parts_and_failure(self, error: Failure | None, failed: int) -> None:
+    def test_a_staged_version_shows_missing_parts_and_failure(self, error, failed):
         staged = WeightStatus(version=10, state="staged", missing_parts=(3, 4, 7), error=error)
         found = samples(state(versions=(staged,)))
         assert values(found, "rollout_staged_uploads") == {(): 1}
         assert values(found, "rollout_staged_missing_parts") == {("10",): 3}
         assert values(found, "rollout_staged_failed") == {("10",): failed}
 
-    def test_names_that_replicas_give_themselves_are_escaped(self) -> None:
+    def test_names_that_replicas_give_themselves_are_escaped(self):
         odd = 'a"b\\c\nd'
         assert values(samples(state(replica(odd, 9))), "rollout_replica_version") == {(odd,): 9}
 
 
 class TestKVCache:
-    def test_only_the_newest_versions_kv_measurements_are_exported(self) -> None:
+    def test_only_the_newest_versions_kv_measurements_are_exported(self):
         found = samples(
             state(
                 replica("a", 9, kv_cache=kv_cache(8, 0.5, **{LAYER: "k_saturated"})),
@@ -213,11 +213,11 @@ class TestKVCache:
         assert [(s.labels["replica"], s.labels["layer"]) for s in shares] == [("b", LAYER)] * 2
         assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.001, "v": 0.0}
 
-    def test_unfit_layers_are_counted_at_version_0_too(self) -> None:
+    def test_unfit_layers_are_counted_at_version_0_too(self):
         one = replica("a", 0, kv_cache=kv_cache(0, 0.02, **{LAYER: "k_saturated"}))
         assert values(samples(state(one)), "rollout_kv_unfit_layers") == {("a",): 1}
 
-    def test_bf16_caches_and_starting_replicas_show_no_measurement(self) -> None:
+    def test_bf16_caches_and_starting_replicas_show_no_measurement(self):
         bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))
         found = samples(state(replica("a", 9, kv_cache=bf16), replica("b", None, state="starting")))
         shown = {s.name: s.value for s in found if s.name.startswith("rollout_kv_")}

@@ -1,7 +1,6 @@
 """What one process counts, and under which labels."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import ray
@@ -22,7 +21,6 @@ from rollout_service.metrics.process import (
     record,
     set_load,
 )
-from rollout_service.metrics.table import Metric
 from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.weights import UploadTimings
@@ -44,13 +42,13 @@ def completion(index: int, *versions: int, end: str = "length") -> Completion:
         index=index,
         token_ids=(1, 2) * len(versions),
         logprobs=(-0.5, -0.5) * len(versions),
-        finish_reason=end,  # type: ignore[arg-type]
+        finish_reason=end,
         spans=tuple(Span(version=v, start=2 * i, end=2 * i + 2) for i, v in enumerate(versions)),
     )
 
 
 class TestCounted:
-    async def test_a_rollout_counts_its_tokens_finish_reasons_and_time(self, counts: Counts) -> None:
+    async def test_a_rollout_counts_its_tokens_finish_reasons_and_time(self, counts):
         completions = (completion(0, 1), completion(1, 1, 2), completion(2, 1, end="stop"))
         rollout = Rollout(request_id="x", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
 
@@ -66,7 +64,7 @@ class TestCounted:
         assert counts.total(table.MIXED_COMPLETIONS) == 1
         assert len(counts.values[(table.TIME_TO_LAST_TOKEN.name,)]) == 1
 
-    async def test_a_completion_of_one_version_on_two_replicas_is_not_mixed(self, counts: Counts) -> None:
+    async def test_a_completion_of_one_version_on_two_replicas_is_not_mixed(self, counts):
         first, second = completion(0, 1, 1).spans
         moved = completion(0, 1, 1).model_copy(update={"spans": (first, second.model_copy(update={"replica_id": "b"}))})
         completions = (moved, completion(1, 1, 2))
@@ -79,7 +77,7 @@ class TestCounted:
         await roll_out()
         assert counts.total(table.MIXED_COMPLETIONS) == 1
 
-    async def test_a_rollout_that_failed_counts_its_error_and_no_time(self, counts: Counts) -> None:
+    async def test_a_rollout_that_failed_counts_its_error_and_no_time(self, counts):
         @counted_rollout
         async def roll_out() -> Rollout:
             raise Overloaded("full")
@@ -88,7 +86,7 @@ class TestCounted:
             await roll_out()
         assert counts.values == {(table.REQUESTS.name, "Overloaded"): [1.0]}
 
-    async def test_a_rollout_that_was_cancelled_counts_as_that(self, counts: Counts) -> None:
+    async def test_a_rollout_that_was_cancelled_counts_as_that(self, counts):
         @counted_rollout
         async def roll_out() -> Rollout:
             await asyncio.Event().wait()
@@ -101,7 +99,7 @@ class TestCounted:
             await task
         assert counts.values == {(table.REQUESTS.name, "cancelled"): [1.0]}
 
-    async def test_commits_count_by_outcome_and_only_successes_are_timed(self, counts: Counts) -> None:
+    async def test_commits_count_by_outcome_and_only_successes_are_timed(self, counts):
         @counted_commit
         async def commit(version: int) -> int:
             if version == 2:
@@ -114,7 +112,7 @@ class TestCounted:
         assert counts.total(table.COMMITS, "ok") == counts.total(table.COMMITS, "InvalidManifest") == 1
         assert len(counts.values[(table.COMMIT_SECONDS.name,)]) == 1
 
-    def test_a_conversion_counts_its_input_bytes_when_it_is_finished(self, counts: Counts) -> None:
+    def test_a_conversion_counts_its_input_bytes_when_it_is_finished(self, counts):
         tensors = [("a", torch.zeros(4, dtype=torch.bfloat16)), ("b", torch.zeros(8, dtype=torch.bfloat16))]
         converted = counted_conversion(lambda given: ((name, tensor.float()) for name, tensor in given), tensors)
         assert next(converted)[0] == "a" and not counts.values
@@ -122,7 +120,7 @@ class TestCounted:
         assert counts.total(table.QUANTIZE_BYTES) == 24
         assert counts.total(table.QUANTIZE_SECONDS) > 0
 
-    def test_an_update_counts_its_bytes_and_the_time_of_each_stage(self, counts: Counts, tmp_path: Path) -> None:
+    def test_an_update_counts_its_bytes_and_the_time_of_each_stage(self, counts, tmp_path):
         (tmp_path / "model-1.safetensors").write_bytes(bytes(100))
         (tmp_path / "model-2.safetensors").write_bytes(bytes(11))
         (tmp_path / "manifest.json").write_bytes(bytes(1000))
@@ -131,12 +129,12 @@ class TestCounted:
         assert counts.total(table.UPDATE_BYTES) == 111
         assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
 
-    def test_parts_count_with_their_bytes(self, counts: Counts) -> None:
+    def test_parts_count_with_their_bytes(self, counts):
         count_part(10)
         count_part(5)
         assert counts.total(table.UPLOAD_PARTS) == 2 and counts.total(table.UPLOAD_BYTES) == 15
 
-    def test_versions_count_by_how_they_came_with_their_bytes_and_those_that_came(self, counts: Counts) -> None:
+    def test_versions_count_by_how_they_came_with_their_bytes_and_those_that_came(self, counts):
         count_received("delta", 10, 1000, TIMINGS)
         count_received("delta", 0, 1000, TIMINGS)  # nothing had changed
         count_received("parts", 1000, 1000, TIMINGS)
@@ -148,7 +146,7 @@ class TestCounted:
         seconds = {stage: counts.total(table.RECEIVED_SECONDS, "delta", stage) for stage in ("receive", "finish")}
         assert seconds == {"receive": 2.0, "finish": 8.0}
 
-    def test_an_idle_engine_shows_zeros_and_not_nothing(self, counts: Counts) -> None:
+    def test_an_idle_engine_shows_zeros_and_not_nothing(self, counts):
         set_load(0.0, 0.0, 0.0)
         assert counts.values == {
             (table.SEQUENCES.name, "running"): [0.0],
@@ -158,7 +156,7 @@ class TestCounted:
 
 
 class TestRecord:
-    def test_an_outcome_is_a_class_of_the_error_tree_or_one_word(self) -> None:
+    def test_an_outcome_is_a_class_of_the_error_tree_or_one_word(self):
         from_another_process = RayTaskError("generate", "", Overloaded("full")).as_instanceof_cause()
         assert outcome_of(from_another_process) == "Overloaded"
         assert outcome_of(asyncio.CancelledError()) == "cancelled"
@@ -166,16 +164,16 @@ class TestRecord:
         assert all(outcome_of(cls("x")) == name for name, cls in error_classes().items())
 
     @pytest.mark.parametrize("labels", [{}, {"outcome": "ok", "version": "3"}, {"version": "3"}])
-    def test_labels_that_were_not_declared_are_refused(self, labels: dict[str, str]) -> None:
+    def test_labels_that_were_not_declared_are_refused(self, labels):
         with pytest.raises(ValueError, match="has the labels"):
             record(table.REQUESTS, **labels)
 
-    def test_a_process_cannot_record_a_metric_of_the_services_state(self) -> None:
+    def test_a_process_cannot_record_a_metric_of_the_services_state(self):
         with pytest.raises(ValueError, match="of a service"):
             record(table.LATEST_VERSION, 3)
 
     @pytest.mark.parametrize("metric", [table.REQUESTS, table.SEQUENCES, table.UPDATE_SECONDS], ids=lambda m: m.kind)
-    def test_without_a_ray_cluster_recording_does_nothing(self, metric: Metric) -> None:
+    def test_without_a_ray_cluster_recording_does_nothing(self, metric):
         assert not ray.is_initialized()
         RaySink().record(metric, 1.0, dict.fromkeys(metric.labels, "x"))
         assert not ray.is_initialized()

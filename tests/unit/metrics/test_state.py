@@ -29,7 +29,7 @@ async def counts(history: FleetHistory) -> tuple[int, int]:
     return state.replica_starts, state.replica_failures
 
 
-async def test_each_replica_starts_once_however_often_it_reports(tmp_path: Path) -> None:
+async def test_each_replica_starts_once_however_often_it_reports(tmp_path):
     seen = history(tmp_path)
     seen.saw(live("a"))
     seen.saw(live("a", "b"))
@@ -37,7 +37,7 @@ async def test_each_replica_starts_once_however_often_it_reports(tmp_path: Path)
     assert await counts(seen) == (2, 0)
 
 
-async def test_a_replica_fails_once_whether_it_says_so_or_falls_silent(tmp_path: Path) -> None:
+async def test_a_replica_fails_once_whether_it_says_so_or_falls_silent(tmp_path):
     seen = history(tmp_path)
     seen.saw(live("a", "b", "c"))
     seen.saw(live("b", "c", a="failed"))
@@ -46,7 +46,7 @@ async def test_a_replica_fails_once_whether_it_says_so_or_falls_silent(tmp_path:
     assert await counts(seen) == (3, 2)
 
 
-async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Path) -> None:
+async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path):
     seen = history(tmp_path)
     seen.saw(live("a", "b"))
     seen.saw(live("b", a="draining"))
@@ -56,7 +56,7 @@ async def test_a_replica_that_drained_or_said_goodbye_did_not_fail(tmp_path: Pat
     assert await counts(seen) == (2, 0)
 
 
-async def test_replicas_known_before_an_ingest_restart_are_not_new(tmp_path: Path) -> None:
+async def test_replicas_known_before_an_ingest_restart_are_not_new(tmp_path):
     seen = history(tmp_path)
     seen.add_known(frozenset({"a", "b"}))
     seen.saw(live("a", "c"))
@@ -72,7 +72,7 @@ def commit(root: Path, version: int, at: float) -> WeightStatus:
     return WeightStatus(version=version, state="live")
 
 
-async def test_the_commit_time_of_a_removed_version_is_remembered(tmp_path: Path) -> None:
+async def test_the_commit_time_of_a_removed_version_is_remembered(tmp_path):
     seen = history(tmp_path)
     staged = WeightStatus(version=3, state="staged")
     await seen.state(FLEET, (commit(tmp_path, 1, at=100.0), commit(tmp_path, 2, at=200.0), staged))
@@ -81,14 +81,14 @@ async def test_the_commit_time_of_a_removed_version_is_remembered(tmp_path: Path
     assert state.committed_at == {1: 100.0, 2: 200.0}
 
 
-async def test_only_so_many_times_are_remembered(tmp_path: Path) -> None:
+async def test_only_so_many_times_are_remembered(tmp_path):
     seen = history(tmp_path)
     versions = tuple(commit(tmp_path, version, at=float(version)) for version in range(1030))
     state = await seen.state(FLEET, versions)
     assert len(state.committed_at) == 1024 and min(state.committed_at) == 6
 
 
-async def test_the_log_is_as_large_as_its_files(tmp_path: Path) -> None:
+async def test_the_log_is_as_large_as_its_files(tmp_path):
     seen = history(tmp_path)
     commit(tmp_path, 1, at=1.0)
     (tmp_path / "staging").mkdir()

@@ -24,12 +24,12 @@ BOUNDED = {
 }
 
 
-def test_each_name_is_declared_once() -> None:
+def test_each_name_is_declared_once():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
 
 
-def test_metrics_follow_the_conventions() -> None:
+def test_metrics_follow_the_conventions():
     for metric in OURS:
         assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
         assert metric.name.startswith({"process": "ray_rollout_", "service": "rollout_"}[metric.source])
@@ -42,7 +42,7 @@ def test_metrics_follow_the_conventions() -> None:
         assert bool(metric.buckets) == (metric.kind == "histogram"), metric.name
 
 
-def test_labels_are_bounded() -> None:
+def test_labels_are_bounded():
     for metric in OURS:
         assert set(metric.labels) <= BOUNDED.keys(), metric.name
         # Ray keeps a process's labels for ever, and adds the replica by itself

@@ -21,7 +21,7 @@ def vllm_samples(*replicas: object) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_each_engine_s_load_has_vllm_s_names_and_a_number() -> None:
+def test_each_engine_s_load_has_vllm_s_names_and_a_number():
     found = vllm_samples(replica("b", 9, load=BUSY), replica("a", 9, load=IDLE))
     assert found == {
         ("vllm:num_requests_running", "0"): 0,
@@ -39,5 +39,5 @@ def test_each_engine_s_load_has_vllm_s_names_and_a_number() -> None:
     }
 
 
-def test_replicas_that_do_not_serve_yet_are_no_engines() -> None:
+def test_replicas_that_do_not_serve_yet_are_no_engines():
     assert vllm_samples(replica("a", None, state="starting", load=BUSY), replica("b", 9)) == {}

@@ -1,7 +1,6 @@
 """Stacked experts are taken apart into exactly what a checkpoint holds."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +21,7 @@ LAYER = "model.layers.0."
 @pytest.mark.parametrize("naming", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
 @pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
 @given(experts=st.integers(1, 6), half=st.integers(1, 5), columns=st.integers(1, 5))
-def test_every_number_of_stacked_experts_is_in_exactly_one_piece(
-    naming: ExpertNaming, leaf: str, experts: int, half: int, columns: int
-) -> None:
+def test_every_number_of_stacked_experts_is_in_exactly_one_piece(naming, leaf, experts, half, columns):
     shape = (experts, 2 * half, columns)
     numbers = torch.arange(math.prod(shape)).view(shape)
     taken = pieces(f"{LAYER}mlp.experts.{leaf}", shape, naming)
@@ -38,7 +35,7 @@ def test_every_number_of_stacked_experts_is_in_exactly_one_piece(
 @pytest.mark.parametrize(
     "family", [family for family, naming in FAMILIES.items() if naming and family != "deepseek_v2"]
 )
-def test_pieces_are_the_tensors_that_transformers_saves(family: str, tmp_path: Path) -> None:
+def test_pieces_are_the_tensors_that_transformers_saves(family, tmp_path):
     saved = load_file(make_model(tmp_path, family) / "model.safetensors")
     held = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     taken = {
@@ -50,7 +47,7 @@ def test_pieces_are_the_tensors_that_transformers_saves(family: str, tmp_path: P
     assert [name for name in saved if not torch.equal(taken[name], saved[name])] == []
 
 
-def test_gate_lies_above_up() -> None:
+def test_gate_lies_above_up():
     gate, up = pieces(f"{LAYER}mlp.experts.gate_up_proj", (1, 6, 2), QWEN)
     assert gate == Piece(f"{LAYER}mlp.experts.0.gate_proj.weight", (3, 2), (0, slice(0, 3)))
     assert up == Piece(f"{LAYER}mlp.experts.0.up_proj.weight", (3, 2), (0, slice(3, 6)))
@@ -67,17 +64,17 @@ def test_gate_lies_above_up() -> None:
         (f"{LAYER}block_sparse_moe.gate.weight", MIXTRAL),
     ],
 )
-def test_what_has_its_name_on_disk_already_is_stored_as_it_is(name: str, naming: ExpertNaming | None) -> None:
+def test_what_has_its_name_on_disk_already_is_stored_as_it_is(name, naming):
     assert pieces(name, (2, 4), naming) == (Piece(name, (2, 4)),)
 
 
-def test_mixtral_s_router_is_renamed_only() -> None:
+def test_mixtral_s_router_is_renamed_only():
     assert pieces(f"{LAYER}mlp.gate.weight", (8, 4), MIXTRAL) == (
         Piece(f"{LAYER}block_sparse_moe.gate.weight", (8, 4)),
     )
 
 
-def test_stacked_experts_that_do_not_split_are_refused_by_name() -> None:
+def test_stacked_experts_that_do_not_split_are_refused_by_name():
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj \[2, 5, 4\] cannot be gate and up.*odd"):
         pieces(f"{LAYER}mlp.experts.gate_up_proj", (2, 5, 4), QWEN)
     for leaf in ("gate_up_proj", "down_proj"):

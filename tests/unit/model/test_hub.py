@@ -97,7 +97,7 @@ def same_files(here: Path, there: Path, names: list[str]) -> bool:
 
 
 class TestFiles:
-    def test_a_node_without_the_log_gets_no_weights(self, hub: HubServer, node: Node, tiny_model: Path) -> None:
+    def test_a_node_without_the_log_gets_no_weights(self, hub, node, tiny_model):
         hub.publish(REPO, tiny_model)
         fetched = node.fetch({"path": REPO})
         small = sorted(path.name for path in tiny_model.iterdir() if path.suffix != ".safetensors")
@@ -106,7 +106,7 @@ class TestFiles:
         model = ServedModel.load(Path(fetched["path"]), fetched["served_name"], fetched["revision"])
         assert model.has_tokenizer and model.shapes == ServedModel.load(tiny_model).shapes
 
-    def test_of_weights_only_what_the_index_names(self, hub: HubServer, node: Node, sharded_model: Path) -> None:
+    def test_of_weights_only_what_the_index_names(self, hub, node, sharded_model):
         hub.publish(REPO, sharded_model)
         shards = sorted(path.name for path in sharded_model.glob("model-*.safetensors"))
         assert len(shards) > 2
@@ -115,7 +115,7 @@ class TestFiles:
         assert same_files(folder, sharded_model, shards)
         assert {"consolidated.safetensors", "pytorch_model.bin", "README.md"}.isdisjoint(hub.downloaded())
 
-    async def test_version_0_is_made_from_them(self, hub: HubServer, node: Node, sharded_model: Path) -> None:
+    async def test_version_0_is_made_from_them(self, hub, node, sharded_model):
         hub.publish(REPO, sharded_model)
         fetched = node.fetch({"path": REPO}, "--weights")
         here = {"path": Path(fetched["path"]), "revision": fetched["revision"], "served_name": REPO}
@@ -127,7 +127,7 @@ class TestFiles:
         fingerprint = WeightLog(node.cwd / "log").manifest(0).fingerprint
         assert fingerprint == f"{ServedModel.load(sharded_model).fingerprint}@{fetched['revision']}"
 
-    def test_a_folder_of_that_name_comes_first(self, hub: HubServer, node: Node, tiny_model: Path) -> None:
+    def test_a_folder_of_that_name_comes_first(self, hub, node, tiny_model):
         (node.cwd / REPO).parent.mkdir()
         (node.cwd / REPO).symlink_to(tiny_model)
         assert node.fetch({"path": REPO}, "--weights")["path"] == str(node.cwd / REPO)
@@ -135,9 +135,7 @@ class TestFiles:
 
 
 class TestRevisions:
-    def test_a_commit_stays_when_the_branch_moves(
-        self, hub: HubServer, node: Node, tiny_model: Path, sharded_model: Path
-    ) -> None:
+    def test_a_commit_stays_when_the_branch_moves(self, hub, node, tiny_model, sharded_model):
         old = hub.publish(REPO, tiny_model, "main", "v1")
         pinned = node.fetch({"path": REPO})
         new = hub.publish(REPO, sharded_model)
@@ -147,21 +145,19 @@ class TestRevisions:
         assert node.fetch({"path": REPO, "revision": "v1"})["revision"] == old
         assert node.fetch({"path": REPO})["revision"] == new
 
-    def test_a_revision_that_is_not_there_is_named(self, hub: HubServer, node: Node, tiny_model: Path) -> None:
+    def test_a_revision_that_is_not_there_is_named(self, hub, node, tiny_model):
         hub.publish(REPO, tiny_model)
         said = node.refused({"path": REPO, "revision": "v2"})
         assert f"{REPO} has no revision v2: set model.revision" in said
 
-    def test_a_revision_needs_a_repository(self, tmp_path: Path) -> None:
+    def test_a_revision_needs_a_repository(self, tmp_path):
         for model in ({"path": tmp_path}, {"path": "a/b/c"}, {"path": "models/tiny", "create": "tiny-qwen3"}):
             with pytest.raises(ValueError, match=r"model\.revision is main, but model\.path=.* is no repository"):
                 ServiceConfig.model_validate({"model": {**model, "revision": "main"}})
 
 
 class TestInterruptions:
-    def test_a_broken_connection_goes_on_where_it_was(
-        self, hub: HubServer, node: Node, tiny_model: Path, tmp_path: Path
-    ) -> None:
+    def test_a_broken_connection_goes_on_where_it_was(self, hub, node, tiny_model, tmp_path):
         large = tmp_path / "large"
         large.mkdir()
         (large / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
@@ -173,7 +169,7 @@ class TestInterruptions:
         # huggingface_hub writes 10 MiB at a time
         assert first.endswith(f"{WEIGHTS} ") and second.endswith(f"{WEIGHTS} bytes={10 << 20}-")
 
-    def test_files_that_came_whole_are_not_fetched_again(self, hub: HubServer, node: Node, sharded_model: Path) -> None:
+    def test_files_that_came_whole_are_not_fetched_again(self, hub, node, sharded_model):
         hub.publish(REPO, sharded_model)
         last = sorted(path.name for path in sharded_model.glob("model-*.safetensors"))[-1]
         hub.held[last] = threading.Event()
@@ -196,9 +192,7 @@ class TestInterruptions:
         here = {path.name for path in node.cache.rglob("model-*.safetensors")}
         return here == {path.name for path in model.glob("model-*.safetensors")} - {last}
 
-    def test_progress_is_logged_where_there_is_no_terminal(
-        self, hub: HubServer, node: Node, sharded_model: Path
-    ) -> None:
+    def test_progress_is_logged_where_there_is_no_terminal(self, hub, node, sharded_model):
         hub.publish(REPO, sharded_model)
         nbytes = sum(path.stat().st_size for path in sharded_model.glob("model-*.safetensors"))
         log = node.fetch({"path": REPO}, "--weights", "--log-every", "0")["log"].splitlines()
@@ -211,7 +205,7 @@ class TestInterruptions:
 
 class TestOffline:
     @pytest.mark.parametrize("how", ["the hub is away", "HF_HUB_OFFLINE"])
-    def test_what_is_in_the_cache_is_served(self, hub: HubServer, node: Node, tiny_model: Path, how: str) -> None:
+    def test_what_is_in_the_cache_is_served(self, hub, node, tiny_model, how):
         commit = hub.publish(REPO, tiny_model)
         folder = node.download(REPO)
         before = len(hub.requests)
@@ -221,13 +215,13 @@ class TestOffline:
         assert len(hub.requests) == before
 
     @pytest.mark.parametrize("how", ["the hub is away", "HF_HUB_OFFLINE"])
-    def test_what_is_not_there_is_said(self, hub: HubServer, node: Node, tiny_model: Path, how: str) -> None:
+    def test_what_is_not_there_is_said(self, hub, node, tiny_model, how):
         away = {"HF_HUB_OFFLINE": "1"} if how == "HF_HUB_OFFLINE" else {"HF_ENDPOINT": nowhere(hub)}
         said = node.refused({"path": REPO}, **away)
         assert f"{REPO} at main is not, or not all, in {node.cache}/hub on {os.uname().nodename}" in said
         assert ("HF_HUB_OFFLINE" in said) is (how == "HF_HUB_OFFLINE")
 
-    def test_weights_that_are_not_there_are_said(self, hub: HubServer, node: Node, tiny_model: Path) -> None:
+    def test_weights_that_are_not_there_are_said(self, hub, node, tiny_model):
         hub.publish(REPO, tiny_model)
         node.fetch({"path": REPO})
         said = node.refused({"path": REPO}, "--weights", HF_HUB_OFFLINE="1")
@@ -235,23 +229,23 @@ class TestOffline:
 
 
 class TestRefusals:
-    def test_what_is_neither_folder_nor_repository(self, node: Node) -> None:
+    def test_what_is_neither_folder_nor_repository(self, node):
         said = node.refused({"path": "models/Qwen3-8B"})
         assert f"model.path=models/Qwen3-8B is no folder in {node.cwd}, and http://127.0.0.1" in said
         assert "no repository of that name" in said
 
-    def test_what_no_repository_can_be_called(self, hub: HubServer, node: Node) -> None:
+    def test_what_no_repository_can_be_called(self, hub, node):
         assert "cannot be a repository" in node.refused({"path": "models/a--b"})
         assert hub.requests == []
 
-    def test_a_gated_repository_needs_a_token(self, hub: HubServer, node: Node, tiny_model: Path) -> None:
+    def test_a_gated_repository_needs_a_token(self, hub, node, tiny_model):
         hub.publish(REPO, tiny_model)
         hub.repositories[REPO].gated = True
         said = node.refused({"path": REPO})
         assert f"{REPO} is gated: ask for access at {hub.url}/{REPO}, and set HF_TOKEN" in said
         assert node.fetch({"path": REPO}, HF_TOKEN=hub.token)["revision"]
 
-    def test_pickles_are_no_weights(self, hub: HubServer, node: Node, tiny_model: Path, tmp_path: Path) -> None:
+    def test_pickles_are_no_weights(self, hub, node, tiny_model, tmp_path):
         folder = tmp_path / "pickled"
         folder.mkdir()
         (folder / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
@@ -261,14 +255,14 @@ class TestRefusals:
         assert "no weights in safetensors, but pytorch_model.bin: pickles are never opened" in said
         assert "pytorch_model.bin" not in hub.downloaded()
 
-    def test_a_repository_without_a_model(self, hub: HubServer, node: Node, tmp_path: Path) -> None:
+    def test_a_repository_without_a_model(self, hub, node, tmp_path):
         folder = tmp_path / "data"
         folder.mkdir()
         (folder / "README.md").write_text("a data set")
         hub.publish(REPO, folder)
         assert "has no config.json: it is no model to serve" in node.refused({"path": REPO})
 
-    def test_a_disk_that_is_too_small(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_a_disk_that_is_too_small(self, monkeypatch, tmp_path):
         monkeypatch.setattr(hub_module.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
         free = hub_module.shutil.disk_usage(tmp_path).free
         require_free: Callable[[ModelConfig, int], None] = hub_module._require_free
@@ -276,7 +270,7 @@ class TestRefusals:
         with pytest.raises(hub_module.ModelNotDownloaded, match=rf"{REPO} needs 1.0YB more in .*set HF_HOME"):
             require_free(ModelConfig(path=Path(REPO)), 10**24)
 
-    def test_a_disk_that_gets_full(self) -> None:
+    def test_a_disk_that_gets_full(self):
         with (
             pytest.raises(hub_module.ModelNotDownloaded, match=r"the disk of .* is full: make room, or set HF_HOME"),
             hub_module._explain_errors(ModelConfig(path=Path(REPO))),

@@ -34,20 +34,20 @@ NAMES = st.builds(
 
 
 @given(st.sets(NAMES) | st.just({"lm_head", "model.norm"}))
-def test_a_collapsed_list_stands_for_exactly_the_names_given(names: set[str]) -> None:
+def test_a_collapsed_list_stands_for_exactly_the_names_given(names):
     assert sorted(name for line in collapse(sorted(names)) for name in expanded(line)) == sorted(names)
 
 
-def test_every_expert_of_every_layer_is_one_line() -> None:
+def test_every_expert_of_every_layer_is_one_line():
     names = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(48) for e in range(128)]
     assert collapse(names) == ["model.layers.{0-47}.mlp.experts.{0-127}.up_proj"]
 
 
-def test_a_single_name_keeps_its_form() -> None:
+def test_a_single_name_keeps_its_form():
     assert collapse(["model.layers.3.mlp.up_proj"]) == ["model.layers.3.mlp.up_proj"]
 
 
-def test_numbers_inside_of_words_are_left_alone() -> None:
+def test_numbers_inside_of_words_are_left_alone():
     assert collapse(["a.w1", "a.w2"]) == ["a.w1", "a.w2"]
 
 
@@ -60,10 +60,10 @@ def test_numbers_inside_of_words_are_left_alone() -> None:
         ("lm_head", "lm_head"),
     ],
 )
-def test_the_kind_of_a_module_leaves_out_layer_and_expert(name: str, expected: str) -> None:
+def test_the_kind_of_a_module_leaves_out_layer_and_expert(name, expected):
     assert kind(name) == expected
 
 
-def test_ranges_join_neighbours() -> None:
+def test_ranges_join_neighbours():
     assert ranges([7, 0, 1, 3, 2, 9, 10]) == "0-3,7,9-10"
     assert ranges([]) == ""

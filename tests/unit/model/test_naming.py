@@ -1,7 +1,5 @@
 """Names on disk of families that no table knows are those of the files that transformers writes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +17,7 @@ ALIKE = ["glm4_moe", "gpt2", "gpt_oss", "olmoe"]
 
 
 @pytest.mark.parametrize("family", [*RENAMED, *ALIKE])
-def test_what_a_trainer_holds_becomes_what_transformers_saves(tmp_path: Path, family: str) -> None:
+def test_what_a_trainer_holds_becomes_what_transformers_saves(tmp_path, family):
     folder = families.make_family(tmp_path, family)
     saved = load_file(folder / "model.safetensors")
     held = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
@@ -36,7 +34,7 @@ def test_what_a_trainer_holds_becomes_what_transformers_saves(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "deepseek_v3"])
-def test_what_the_table_says_is_what_transformers_says(family: str) -> None:
+def test_what_the_table_says_is_what_transformers_says(family):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(models.FAMILIES[family]())
     expected = {"mixtral": ExpertNaming(gate="w1", up="w3", down="w2", block="block_sparse_moe"), "llama": None}

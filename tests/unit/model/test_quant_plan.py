@@ -50,13 +50,13 @@ def moe(intermediate: int = 256, hidden: int = 256, experts: int = 3, layers: in
 
 
 class TestSkipped:
-    def test_without_skip_patterns_every_linear_module_is_quantized(self) -> None:
+    def test_without_skip_patterns_every_linear_module_is_quantized(self):
         assert plan(LINEARS, QuantConfig()) == QuantPlan(frozenset(f"{name}.weight" for name in LINEARS), ())
 
-    def test_nothing_is_quantized_in_bf16_and_no_shape_is_refused(self) -> None:
+    def test_nothing_is_quantized_in_bf16_and_no_shape_is_refused(self):
         assert plan({"odd": (3, 5)}, QuantConfig(weights="none")) == QuantPlan(frozenset())
 
-    def test_skipped_modules_stay_in_bf16_and_vllm_is_told(self) -> None:
+    def test_skipped_modules_stay_in_bf16_and_vllm_is_told(self):
         decided = plan(LINEARS, QuantConfig(skip=("*.mlp.down_proj", "*.o_proj")))
         assert decided.not_converted == (f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj")
         assert f"{LAYER}mlp.down_proj.weight" not in decided.quantized
@@ -66,15 +66,15 @@ class TestSkipped:
             f"{LAYER}self_attn.o_proj": "quant.skip *.o_proj",
         }
 
-    def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11(self) -> None:
+    def test_a_pattern_for_layer_1_does_not_match_layers_10_and_11(self):
         linears = {f"model.layers.{layer}.mlp.down_proj": (128, 128) for layer in (1, 10, 11)}
         assert plan(linears, QuantConfig(skip=("*.layers.1.*",))).not_converted == ("model.layers.1.mlp.down_proj",)
 
-    def test_patterns_tell_upper_from_lower_case(self) -> None:
+    def test_patterns_tell_upper_from_lower_case(self):
         with pytest.raises(ValueError, match=r"\*\.Down_Proj matches no linear module"):
             plan(LINEARS, QuantConfig(skip=("*.Down_Proj",)))
 
-    def test_a_pattern_that_matches_nothing_is_refused(self) -> None:
+    def test_a_pattern_that_matches_nothing_is_refused(self):
         with pytest.raises(
             ValueError, match=r"\*\.layer\.9\.\* matches no linear module; their names are like model\.layers"
         ):
@@ -84,25 +84,25 @@ class TestSkipped:
         ("pattern", "torn"),
         [("*.q_proj", ["k_proj", "v_proj"]), ("*.up_proj", ["gate_proj"])],
     )
-    def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(self, pattern: str, torn: list[str]) -> None:
+    def test_a_part_of_a_fused_layer_is_not_skipped_without_the_rest(self, pattern, torn):
         with pytest.raises(ValueError, match="fuses into one layer") as refused:
             plan(LINEARS, QuantConfig(skip=(pattern,)))
         assert all(f".{name}" in str(refused.value) for name in torn)
         assert "down_proj" not in str(refused.value)
 
     @pytest.mark.parametrize("pattern", ["*.experts.1.*", "*.down_proj", "model.layers.1.mlp.experts.[01].*"])
-    def test_experts_of_a_layer_are_not_skipped_without_the_rest(self, pattern: str) -> None:
+    def test_experts_of_a_layer_are_not_skipped_without_the_rest(self, pattern):
         with pytest.raises(ValueError, match=r"fuses into one layer.*layers\.\{?(0-)?1\}?\.mlp\.experts\."):
             plan(moe(), QuantConfig(skip=(pattern,)))
 
     @pytest.mark.parametrize("pattern", ["*.[qkv]_proj", "*.qkv_proj"])
-    def test_a_fused_layer_is_skipped_as_a_whole(self, pattern: str) -> None:
+    def test_a_fused_layer_is_skipped_as_a_whole(self, pattern):
         decided = plan(LINEARS, QuantConfig(skip=(pattern,)))
         assert decided.kept.keys() == {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
         assert decided.quantized == {f"{name}.weight" for name in LINEARS.keys() - decided.kept.keys()}
 
     @pytest.mark.parametrize("pattern", ["model.layers.1.*", "*.layers.1.mlp.experts", "*.layers.1.mlp.experts.*"])
-    def test_the_experts_of_a_layer_are_skipped_as_a_whole(self, pattern: str) -> None:
+    def test_the_experts_of_a_layer_are_skipped_as_a_whole(self, pattern):
         decided = plan(moe(), QuantConfig(skip=(pattern,)))
         assert decided.not_converted == ("model.layers.1.mlp.experts",)
         assert decided.quantized == {f"{name}.weight" for name in moe() if ".layers.0." in name}
@@ -113,7 +113,7 @@ MIXED |= {f"model.layers.1.mlp.shared_experts.{x}_proj": (128, 128) for x in ("g
 
 
 class TestIndivisible:
-    def test_every_indivisible_module_is_named_with_its_shard(self) -> None:
+    def test_every_indivisible_module_is_named_with_its_shard(self):
         linears = LINEARS | {f"{LAYER}mlp.down_proj": (256, 700), f"{LAYER}self_attn.o_proj": (200, 512)}
         with pytest.raises(ValueError, match=r"2 linear modules do not divide into 128×128 blocks") as refused:
             plan(linears, QuantConfig())
@@ -121,7 +121,7 @@ class TestIndivisible:
         assert f"{LAYER}mlp.down_proj [256, 700]" in message and f"{LAYER}self_attn.o_proj [200, 512]" in message
         assert "up_proj" not in message and "quant.indivisible: keep_bf16" in message and "lower" not in message
 
-    def test_channels_need_no_blocks_but_gpus_whole_rows_and_heads(self) -> None:
+    def test_channels_need_no_blocks_but_gpus_whole_rows_and_heads(self):
         linears = {"a.gate_proj": (130, 100), "a.up_proj": (130, 100)}
         for form in (FP8_CHANNEL, INT8_CHANNEL):
             config = QuantConfig(weights=form.name)
@@ -131,10 +131,10 @@ class TestIndivisible:
             with pytest.raises(ValueError, match="dimension of 130 cannot be divided between 4 GPUs"):
                 plan(linears, config, 4)
 
-    def test_a_module_that_does_not_divide_may_be_skipped(self) -> None:
+    def test_a_module_that_does_not_divide_may_be_skipped(self):
         assert plan({"a.o_proj": (130, 128)}, QuantConfig(skip=("a.o_proj",))).not_converted == ("a.o_proj",)
 
-    def test_thousands_of_indivisible_experts_get_a_short_message(self) -> None:
+    def test_thousands_of_indivisible_experts_get_a_short_message(self):
         with pytest.raises(ValueError, match="18432 linear modules do not divide") as refused:
             plan(moe(768, 2048, experts=128, layers=48), QuantConfig(), tensor_parallel_size=8)
         message = str(refused.value)
@@ -156,14 +156,12 @@ class TestIndivisible:
         ],
         ids=["experts", "whole experts", "also others", "others alone"],
     )  # fmt: skip
-    def test_a_refusal_says_what_would_divide(
-        self, linears: Linears, ways: int, expert_parallel: bool, ways_out: str
-    ) -> None:
+    def test_a_refusal_says_what_would_divide(self, linears, ways, expert_parallel, ways_out):
         with pytest.raises(ValueError, match="do not divide") as refused:
             plan(linears, QuantConfig(), ways, expert_parallel=expert_parallel)
         assert f": set {ways_out}, which leaves them in BF16" in str(refused.value)
 
-    def test_whole_experts_need_no_shards_that_divide(self) -> None:
+    def test_whole_experts_need_no_shards_that_divide(self):
         linears = LINEARS | moe(768)
         assert len(plan(linears, QuantConfig(), 2, expert_parallel=True).quantized) == len(linears)
         assert len(plan(moe(768), QuantConfig(), 8, expert_parallel=True).quantized) == len(moe())
@@ -173,19 +171,19 @@ class TestIndivisible:
     @pytest.mark.parametrize(
         ("name", "shape"), [("mlp.up_proj", (256, 128)), ("x.o_proj", (128, 256)), ("x.down_proj", (128, 256))]
     )
-    def test_a_shard_must_divide_and_not_only_the_whole(self, name: str, shape: tuple[int, int]) -> None:
+    def test_a_shard_must_divide_and_not_only_the_whole(self, name, shape):
         assert plan({name: shape}, QuantConfig(), tensor_parallel_size=2).quantized == {f"{name}.weight"}
         with pytest.raises(ValueError, match=rf"tensor_parallel_size=4; .*{name} \["):
             plan({name: shape}, QuantConfig(), tensor_parallel_size=4)
 
-    def test_kv_heads_that_are_repeated_still_divide(self) -> None:
+    def test_kv_heads_that_are_repeated_still_divide(self):
         heads = Heads(query=8, kv=2)
         linears = {f"a.{leaf}_proj": (rows, 128) for leaf, rows in (("q", 1024), ("k", 256), ("v", 256))}
         assert len(plan(linears, QuantConfig(), 8, heads).quantized) == 3
         with pytest.raises(ValueError, match=r"a\.k_proj \[32, 128\]"):
             plan(linears, QuantConfig(), 8)
 
-    def test_deepseek_s_last_fused_projection_may_end_mid_block(self) -> None:
+    def test_deepseek_s_last_fused_projection_may_end_mid_block(self):
         linears = {"a.q_a_proj": (1536, 7168), "a.kv_a_proj_with_mqa": (576, 7168)}
         assert len(plan(linears, QuantConfig(), 8).quantized) == 2
         assert len(plan({"a.kv_a_proj_with_mqa": (576, 2048)}, QuantConfig(), 8).quantized) == 1
@@ -194,7 +192,7 @@ class TestIndivisible:
         with pytest.raises(ValueError, match=r"a\.kv_a_proj_with_mqa \[576, 7000\]"):
             plan({"a.kv_a_proj_with_mqa": (576, 7000)}, QuantConfig())
 
-    def test_an_indivisible_module_keeps_its_fused_layer_in_bf16(self) -> None:
+    def test_an_indivisible_module_keeps_its_fused_layer_in_bf16(self):
         decided = plan(LINEARS, KEEP, 4, Heads(query=4, kv=4))
         attention = {f"{LAYER}self_attn.{x}_proj" for x in "qkv"}
         mlp = {f"{LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
@@ -203,7 +201,7 @@ class TestIndivisible:
         assert "[64, 256]" in decided.kept[f"{LAYER}self_attn.k_proj"]
         assert "self_attn.k_proj" in decided.kept[f"{LAYER}self_attn.q_proj"]
 
-    def test_indivisible_experts_are_kept_in_bf16_layer_by_layer(self) -> None:
+    def test_indivisible_experts_are_kept_in_bf16_layer_by_layer(self):
         linears = moe(256) | {"model.layers.1.mlp.experts.2.down_proj": (256, 200)}
         decided = plan(linears, KEEP)
         assert decided.not_converted == ("model.layers.1.mlp.experts",)
@@ -238,7 +236,7 @@ def vllm_accepts(shape: tuple[int, int], cut: tuple[int, int], outputs: list[int
 
 class TestAsInVllm:
     @given(st.sets(st.sampled_from([module.name for module in engine_modules(MIXED)])), st.booleans())
-    def test_vllm_leaves_in_bf16_exactly_what_the_plan_keeps(self, kept: set[str], mapped: bool) -> None:
+    def test_vllm_leaves_in_bf16_exactly_what_the_plan_keeps(self, kept, mapped):
         decided = plan(MIXED, QuantConfig(skip=tuple(sorted(kept))))
         fused = {name: list(parts) for name, parts in FUSED.items()} if mapped else {}  # Qwen3-MoE may lack an entry
         for module in engine_modules(MIXED):
@@ -247,25 +245,25 @@ class TestAsInVllm:
             )
             assert {f"{part}.weight" in decided.quantized for part in module.parts} == {module.name not in kept}
 
-    def test_experts_that_the_plan_accepts_are_accepted_by_vllm(self, ways: int) -> None:
+    def test_experts_that_the_plan_accepts_are_accepted_by_vllm(self, ways):
         ours = {size: accepts(plan, moe(size), QuantConfig(), ways) for size in SIZES}
         vllms = {size: accepts(validate_fp8_block_shape_moe, size // ways, [BLOCK, BLOCK]) for size in SIZES}
         assert ours == vllms and set(ours.values()) == {True, False}
 
-    def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(self, ways: int) -> None:
+    def test_fused_layers_that_the_plan_accepts_are_accepted_by_vllm(self, ways):
         for size in SIZES:
             linears = {"mlp.gate_proj": (size, 256), "mlp.up_proj": (size, 256)}
             theirs = vllm_accepts((2 * size, 256), (2 * size // ways, 256), [size // ways] * 2, ways)
             assert accepts(plan, linears, QuantConfig(), ways) is theirs, size
 
-    def test_vllm_accepts_every_row_parallel_layer_the_plan_accepts(self, ways: int) -> None:
+    def test_vllm_accepts_every_row_parallel_layer_the_plan_accepts(self, ways):
         for size in SIZES:
             theirs = vllm_accepts((256, size), (256, size // ways), [256], ways)
             ours = accepts(plan, {"mlp.down_proj": (256, size)}, QuantConfig(), ways)
             assert ours <= theirs, size
             assert ways == 1 or ours is theirs, size  # alone on a GPU vLLM takes any size; here the rule is one for all
 
-    def test_deepseek_s_fused_projections_are_accepted_as_in_vllm(self, ways: int) -> None:
+    def test_deepseek_s_fused_projections_are_accepted_as_in_vllm(self, ways):
         for query, latent in product(SIZES, SIZES):
             linears = {"a.q_a_proj": (query, 256), "a.kv_a_proj_with_mqa": (latent, 256)}
             theirs = vllm_accepts((query + latent, 256), (query + latent, 256), [query, latent], 1)

@@ -57,29 +57,29 @@ def refusal(model: ServedModel, table: Iterable[UploadTensor], plan: QuantPlan) 
 
 
 class TestShapes:
-    def test_names_and_shapes_are_those_of_the_trainers_state_dict(self, served: ServedModel, tiny_model: Path) -> None:
+    def test_names_and_shapes_are_those_of_the_trainers_state_dict(self, served, tiny_model):
         trained = Qwen3ForCausalLM.from_pretrained(tiny_model)
         assert served.shapes == {name: tuple(tensor.shape) for name, tensor in trained.state_dict().items()}
 
-    def test_linears_are_the_projections_and_not_the_output_head(self, served: ServedModel) -> None:
+    def test_linears_are_the_projections_and_not_the_output_head(self, served):
         assert len(served.linears) == served.config.num_hidden_layers * 7
         assert served.linears["model.layers.3.mlp.down_proj"] == (256, 768)
         assert not any("lm_head" in name or "embed" in name or "norm" in name for name in served.linears)
 
-    def test_facts_that_the_gateway_needs(self, served: ServedModel, model: Path) -> None:
+    def test_facts_that_the_gateway_needs(self, served, model):
         assert served.vocab_size == 128 and not served.tied
         assert served.has_tokenizer
         assert not ServedModel.load(model).has_tokenizer
 
 
 class TestTable:
-    def test_order_and_dtype_are_free_but_every_tensor_is_required(self, served: ServedModel) -> None:
+    def test_order_and_dtype_are_free_but_every_tensor_is_required(self, served):
         table = [t.model_copy(update={"dtype": "float32"}) for t in reversed(table_of(served).values())]
         served.check_table(table, BF16)
         for left_out in table:
             assert refusal(served, [t for t in table if t is not left_out], BF16) == {"missing": [left_out.name]}
 
-    def test_every_difference_is_reported_at_once(self, served: ServedModel) -> None:
+    def test_every_difference_is_reported_at_once(self, served):
         table = table_of(served)
         del table["model.norm.weight"], table["model.layers.0.mlp.up_proj.weight"]
         name = "model.layers.1.mlp.up_proj.weight"
@@ -96,9 +96,7 @@ class TestTable:
         for what in ("1 duplicate", "1 unknown", "2 missing", "1 wrong_shape"):
             assert what in refused.value.message
 
-    def test_the_output_head_is_optional_where_the_embedding_is_tied(
-        self, tied_model: Path, served: ServedModel
-    ) -> None:
+    def test_the_output_head_is_optional_where_the_embedding_is_tied(self, tied_model, served):
         tied = ServedModel.load(tied_model)
         table = table_of(tied)
         tied.check_table(table.values(), BF16)
@@ -109,15 +107,13 @@ class TestTable:
 
 
 class TestLoading:
-    def test_the_fingerprint_tells_models_apart_and_not_folders(
-        self, model: Path, tied_model: Path, tiny_model: Path, tmp_path: Path
-    ) -> None:
+    def test_the_fingerprint_tells_models_apart_and_not_folders(self, model, tied_model, tiny_model, tmp_path):
         (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
         assert ServedModel.load(tmp_path).fingerprint == ServedModel.load(tiny_model).fingerprint
         fingerprints = {ServedModel.load(path).fingerprint for path in (tiny_model, model, tied_model)}
         assert len(fingerprints) == 3
 
-    def test_loading_leaves_the_default_device_as_it_was(self, tiny_model: Path) -> None:
+    def test_loading_leaves_the_default_device_as_it_was(self, tiny_model):
         ServedModel.load(tiny_model)
         assert torch.zeros(1).device.type == "cpu"
 
@@ -142,21 +138,21 @@ def of_family(tmp_path_factory: pytest.TempPathFactory) -> OfFamily:
 
 class TestFamilies:
     @pytest.mark.parametrize("family", OF_EACH_CLASS)
-    def test_shapes_are_what_transformers_saves(self, family: str, tmp_path: Path) -> None:
+    def test_shapes_are_what_transformers_saves(self, family, tmp_path):
         model = ServedModel.load(make_model(tmp_path, family))
         stored = stored_shapes(tmp_path)
         assert model.shapes == stored | ({LM_HEAD: stored[EMBEDDING]} if model.tied else {})
         assert model.tied is (LM_HEAD not in stored)
 
     @pytest.mark.parametrize("family", MULTIMODAL)
-    def test_shapes_of_a_multimodal_model_are_what_transformers_saves(self, family: str, tmp_path: Path) -> None:
+    def test_shapes_of_a_multimodal_model_are_what_transformers_saves(self, family, tmp_path):
         model = ServedModel.load(make_family(tmp_path / family, family))
         stored = stored_shapes(tmp_path / family)
         assert model.shapes == stored | ({model.head: stored[model.embedding]} if model.tied else {})
         assert model.is_multimodal and model.attention == ()
         assert (model.vocab_size, model.heads) == (128, Heads(query=4, kv=2))
 
-    def test_shapes_of_deepseek_v2_are_what_transformers_saves(self, tmp_path: Path) -> None:
+    def test_shapes_of_deepseek_v2_are_what_transformers_saves(self, tmp_path):
         config = FAMILIES["deepseek_v3"]().to_dict()
         for query in (None, 128):
             v2 = DeepseekV2Config(**{**config, "model_type": "deepseek_v2", "q_lora_rank": query})
@@ -166,7 +162,7 @@ class TestFamilies:
             assert ("model.layers.1.self_attn.q_a_proj" in model.linears) is (query is not None)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_only_projections_are_quantized_and_all_of_them_are(self, family: str, of_family: OfFamily) -> None:
+    def test_only_projections_are_quantized_and_all_of_them_are(self, family, of_family):
         model = of_family(family)
         matrices = {name.removesuffix(".weight") for name, shape in model.shapes.items() if len(shape) == 2}
         never = {
@@ -177,11 +173,11 @@ class TestFamilies:
         assert model.plan(QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_layers_with_keys_and_values_are_named(self, family: str, of_family: OfFamily) -> None:
+    def test_layers_with_keys_and_values_are_named(self, family, of_family):
         expected = () if family == "deepseek_v3" else ("model.layers.0.self_attn", "model.layers.1.self_attn")
         assert of_family(family).attention == expected
 
-    def test_the_routers_are_those_of_the_layers_with_experts(self, of_family: OfFamily) -> None:
+    def test_the_routers_are_those_of_the_layers_with_experts(self, of_family):
         blocks = {
             "qwen3": set(),
             "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
@@ -194,19 +190,19 @@ class TestFamilies:
         assert of_family("deepseek_v3").routers == {"model.layers.1.mlp.gate"}  # its first layer is dense
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(self, family: str, of_family: OfFamily) -> None:
+    def test_a_layer_s_tensors_lie_together_and_so_do_an_expert_s(self, family, of_family):
         names = list(of_family(family).shapes)
         for depth in ("layers", "experts"):
             groups = [name.partition(f".{depth}.")[0::2] for name in names if f".{depth}." in name]
             order = [(before, after.partition(".")[0]) for before, after in groups]
             assert [b for a, b in zip([None, *order], order, strict=False) if a != b] == list(dict.fromkeys(order))
 
-    def test_a_tensor_that_bf16_is_too_coarse_for_is_named(self, of_family: OfFamily) -> None:
+    def test_a_tensor_that_bf16_is_too_coarse_for_is_named(self, of_family):
         assert of_family("deepseek_v3").keep_float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
         assert of_family("qwen3_moe").keep_float32 == frozenset()
 
     @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"])
-    def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(self, family: str, of_family: OfFamily) -> None:
+    def test_a_mixture_of_experts_state_dict_is_accepted_as_it_is(self, family, of_family):
         with torch.device("meta"):
             held = AutoModelForCausalLM.from_config(FAMILIES[family]()).state_dict()
         assert any(tensor.dim() == 3 for tensor in held.values())
@@ -219,7 +215,7 @@ class TestFamilies:
             assert len(matrices) == NUM_EXPERTS * (2 if "gate_up" in stacked.name else 1)
             assert refusal(model, [t for t in table if t is not stacked], plan) == {"missing": sorted(matrices)}
 
-    def test_the_plan_knows_how_many_kv_heads_there_are(self, tmp_path: Path) -> None:
+    def test_the_plan_knows_how_many_kv_heads_there_are(self, tmp_path):
         config = FAMILIES["qwen3"]()
         config.head_dim, config.num_attention_heads, config.num_key_value_heads = 128, 8, 2
         config.intermediate_size = 1024
@@ -229,25 +225,25 @@ class TestFamilies:
         with pytest.raises(ValueError, match="cannot share out 8 attention heads and 2 KV heads"):
             model.plan(QuantConfig(), 3)
 
-    def test_experts_are_shared_out_over_no_more_gpus_than_there_are(self, moe: ServedModel) -> None:
+    def test_experts_are_shared_out_over_no_more_gpus_than_there_are(self, moe):
         assert moe.num_experts == NUM_EXPERTS
         assert moe.plan(QuantConfig(indivisible="keep_bf16"), 2, expert_parallel=True).quantized
         for quant in (QuantConfig(), QuantConfig(weights="none")):
             with pytest.raises(ValueError, match=r"8 experts.*engine\.tensor_parallel_size=16 .*set it to 8 at most"):
                 moe.plan(quant, 16, expert_parallel=True)
 
-    def test_a_dense_model_has_no_experts_to_share_out(self, of_family: OfFamily) -> None:
+    def test_a_dense_model_has_no_experts_to_share_out(self, of_family):
         with pytest.raises(ValueError, match=r"engine\.expert_parallel is true.*is a dense model.*set it to false"):
             of_family("llama").plan(QuantConfig(weights="none"), 2, expert_parallel=True)
 
 
 class TestExperts:
-    def test_an_expert_sent_both_stacked_and_alone_is_a_duplicate(self, moe: ServedModel) -> None:
+    def test_an_expert_sent_both_stacked_and_alone_is_a_duplicate(self, moe):
         table = table_of(moe)
         table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=moe.in_memory[STACKED])
         assert EXPERT in refusal(moe, table.values(), BF16)["duplicate"]
 
-    def test_stacked_experts_of_wrong_shape_are_named_and_not_split(self, moe: ServedModel) -> None:
+    def test_stacked_experts_of_wrong_shape_are_named_and_not_split(self, moe):
         table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
         down = STACKED.replace("gate_up", "down")
         table[STACKED] = UploadTensor(name=STACKED, dtype="bfloat16", shape=(4, 256, 256))
@@ -258,7 +254,7 @@ class TestExperts:
 
 
 class TestCodes:
-    def test_codes_are_accepted_with_their_scales(self, moe: ServedModel) -> None:
+    def test_codes_are_accepted_with_their_scales(self, moe):
         plan, table = moe.plan(QuantConfig()), table_of(moe)
         for name in (EXPERT, "model.layers.1.self_attn.q_proj.weight"):
             table[name] = table[name].model_copy(update={"dtype": "float8_e4m3fn"})
@@ -269,7 +265,7 @@ class TestCodes:
         del table[scales]
         assert refusal(moe, table.values(), plan) == {"missing": [scales]}
 
-    def test_scales_with_wrong_shape_dtype_or_no_codes_are_refused(self, moe: ServedModel) -> None:
+    def test_scales_with_wrong_shape_dtype_or_no_codes_are_refused(self, moe):
         table, scales = table_of(moe), f"{EXPERT}_scale_inv"
         table[scales] = UploadTensor(name=scales, dtype="bfloat16", shape=(1, 1))
         assert refusal(moe, table.values(), moe.plan(QuantConfig())) == {
@@ -281,7 +277,7 @@ class TestCodes:
         }
 
     @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.gate.weight", EXPERT])
-    def test_codes_of_what_is_not_quantized_are_refused(self, moe: ServedModel, name: str) -> None:
+    def test_codes_of_what_is_not_quantized_are_refused(self, moe, name):
         table = table_of(moe)
         table[name] = table[name].model_copy(update={"dtype": "float8_e4m3fn"})
         plan = moe.plan(QuantConfig(skip=("*.layers.0.mlp.experts",)))
@@ -289,7 +285,7 @@ class TestCodes:
             "wrong_dtype": [f"{name} is float8_e4m3fn, but it is not quantized in this service: send it in bfloat16"]
         }
 
-    def test_stacked_codes_are_refused_with_what_to_send_instead(self, moe: ServedModel) -> None:
+    def test_stacked_codes_are_refused_with_what_to_send_instead(self, moe):
         table = {name: tensor for name, tensor in table_of(moe).items() if ".layers.0.mlp.experts." not in name}
         for name in (STACKED, STACKED.replace("gate_up", "down")):
             table[name] = UploadTensor(name=name, dtype="float8_e4m3fn", shape=moe.in_memory[name])
@@ -297,7 +293,7 @@ class TestCodes:
         assert first.startswith(f"{STACKED} is float8_e4m3fn") and "each expert's by themselves" in first
         assert "down_proj" in second
 
-    def test_scales_are_unknown_where_nothing_is_quantized(self, moe: ServedModel) -> None:
+    def test_scales_are_unknown_where_nothing_is_quantized(self, moe):
         table, scales = table_of(moe), f"{EXPERT}_scale_inv"
         table[scales] = UploadTensor(name=scales, dtype="float32", shape=(1, 2))
         assert refusal(moe, table.values(), BF16) == {"unknown": [scales]}
@@ -315,15 +311,13 @@ class TestRefusedModels:
             ('{"model_type": "qwen2", "hidden_size": -1}', "negative dimension"),
         ],
     )
-    def test_a_config_of_no_language_model_is_refused_in_one_line(
-        self, tmp_path: Path, config: str, reason: str
-    ) -> None:
+    def test_a_config_of_no_language_model_is_refused_in_one_line(self, tmp_path, config, reason):
         (tmp_path / "config.json").write_text(config)
         with pytest.raises(ValueError, match=f"config.json describes no causal language model.*{reason}") as refused:
             ServedModel.load(tmp_path)
         assert "\n" not in str(refused.value)
 
-    def test_a_folder_without_a_model_says_what_to_do(self, tmp_path: Path) -> None:
+    def test_a_folder_without_a_model_says_what_to_do(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"has no config\.json: name a folder.*model\.create"):
             ServedModel.load(tmp_path / "missing")
 
@@ -355,23 +349,23 @@ class TestIgnored:
             ("qwen3", "model.rotary_emb.cos_cached"),
         ],
     )
-    def test_what_the_class_leaves_out_is_ignored(self, family: str, name: str, tmp_path: Path) -> None:
+    def test_what_the_class_leaves_out_is_ignored(self, family, name, tmp_path):
         model = described(tmp_path / family, family)
         tensor = UploadTensor(name=name, dtype="float16", shape=(3,))
         model.check_table([*table_of(model).values(), tensor], BF16)
 
     @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-    def test_no_tensor_of_the_model_is_ignored(self, family: str, tmp_path: Path) -> None:
+    def test_no_tensor_of_the_model_is_ignored(self, family, tmp_path):
         model = described(tmp_path / family, family)
         assert [name for name in model.stored if name in model.ignored] == []  # "attn.bias" is found in c_attn.bias
 
     @pytest.mark.parametrize("family", NEXT_TOKEN)
-    def test_layers_behind_the_last_are_ignored_if_config_says(self, family: str, tmp_path: Path) -> None:
+    def test_layers_behind_the_last_are_ignored_if_config_says(self, family, tmp_path):
         model = described(tmp_path / family, family, **{NEXT_TOKEN[family]: 2})
         assert all(f"model.layers.{layer}.mlp.up_proj.weight" in model.ignored for layer in (2, 3))
         assert "model.layers.4.mlp.up_proj.weight" not in model.ignored
 
-    def test_a_layer_of_the_model_is_never_ignored(self, tmp_path: Path) -> None:
+    def test_a_layer_of_the_model_is_never_ignored(self, tmp_path):
         model = described(tmp_path / "m", "glm4_moe", num_hidden_layers=48)
         assert "model.layers.92.mlp.up_proj.weight" in model.ignored
         for name in (*model.shapes, *model.in_memory, "model.layers.46.stranger", "model.layers.46.x_scale_inv"):
@@ -380,13 +374,13 @@ class TestIgnored:
     @pytest.mark.parametrize(
         "name", ["model.layers.4.mlp.up_proj.weight", "model.layers.61.eh_proj.weight", "mtp.fc.weight", "lm_head.bias"]
     )
-    def test_what_no_class_leaves_out_is_refused_by_name(self, served: ServedModel, name: str) -> None:
+    def test_what_no_class_leaves_out_is_refused_by_name(self, served, name):
         stranger = UploadTensor(name=name, dtype="bfloat16", shape=(1,))
         ignored = UploadTensor(name="rotary_emb.inv_freq", dtype="float32", shape=(1,))
         table = [*table_of(served).values(), stranger, ignored]
         assert refusal(served, table, BF16) == {"unknown": [name]}
 
-    def test_the_summary_counts_tensors_by_pattern(self) -> None:
+    def test_the_summary_counts_tensors_by_pattern(self):
         ignored = IgnoredTensors(patterns=("^mtp", r"inv_freq$"), kept=("mtp.kept",))
         assert "2 × ^mtp, 1 × inv_freq$" in ignored.summary(["mtp.a", "mtp.b", "x.inv_freq", "mtp.kept", "y"])
         assert ignored.summary(["mtp.kept", "y"]) == ""

@@ -20,13 +20,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_transformers_loads_it_and_it_generates(folder: Path) -> None:
+def test_transformers_loads_it_and_it_generates(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16 and 1e6 < model.num_parameters() < 1e7
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 5)
 
 
-def test_text_survives_the_tokenizer(folder: Path) -> None:
+def test_text_survives_the_tokenizer(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "12+34= a\tB\n(ü)"
     ids = tokenizer.encode(text)
@@ -34,12 +34,12 @@ def test_text_survives_the_tokenizer(folder: Path) -> None:
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_every_linear_module_divides_into_blocks(folder: Path) -> None:
+def test_every_linear_module_divides_into_blocks(folder):
     model = ServedModel.load(folder)
     assert plan(model.linears, QuantConfig()).quantized == {f"{name}.weight" for name in model.linears}
 
 
-def test_a_seed_makes_the_same_bytes_and_another_seed_does_not(folder: Path, tmp_path: Path) -> None:
+def test_a_seed_makes_the_same_bytes_and_another_seed_does_not(folder, tmp_path):
     make_tiny_qwen3(tmp_path / "same")
     make_tiny_qwen3(tmp_path / "other", seed=1)
     weights = {name: load_file(path / "model.safetensors") for name, path in _folders(folder, tmp_path).items()}
@@ -48,7 +48,7 @@ def test_a_seed_makes_the_same_bytes_and_another_seed_does_not(folder: Path, tmp
     assert not torch.equal(weights["first"][name], weights["other"][name])
 
 
-def test_a_model_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_model_that_is_there_is_left_as_it_is(tmp_path):
     make_tiny_qwen3(tmp_path / "tiny")
     before = (tmp_path / "tiny/model.safetensors").stat().st_mtime_ns
     make_tiny_qwen3(tmp_path / "tiny", seed=1)

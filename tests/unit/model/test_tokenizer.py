@@ -21,7 +21,7 @@ def bare(tiny_model: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_vocab_and_merges_are_a_tokenizer(bare: Path) -> None:
+def test_vocab_and_merges_are_a_tokenizer(bare):
     (bare / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(WORDS)}))
     (bare / "merges.txt").write_text("#version: 0.2\n")
     named = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -30,7 +30,7 @@ def test_vocab_and_merges_are_a_tokenizer(bare: Path) -> None:
     assert tokenizer is not None and tokenizer.encode(TEXT) == AutoTokenizer.from_pretrained(bare).encode(TEXT)
 
 
-def test_tokenizer_json_needs_no_configuration(bare: Path, tiny_model: Path) -> None:
+def test_tokenizer_json_needs_no_configuration(bare, tiny_model):
     (bare / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
     tokenizer = load_tokenizer(bare)
     assert tokenizer is not None and tokenizer.encode(TEXT) == AutoTokenizer.from_pretrained(bare).encode(TEXT)
@@ -40,17 +40,17 @@ def test_tokenizer_json_needs_no_configuration(bare: Path, tiny_model: Path) -> 
     "name",
     ["tokenizer.model", "tokenizer.model.v3", "tekken.json", "qwen.tiktoken", "tiktoken.model", "spiece.model"],
 )
-def test_files_of_other_formats_are_found(bare: Path, name: str) -> None:
+def test_files_of_other_formats_are_found(bare, name):
     (bare / name).touch()
     assert vocabulary_files(bare) == [name]
 
 
-def test_a_folder_without_vocabulary_has_no_tokenizer(bare: Path) -> None:
+def test_a_folder_without_vocabulary_has_no_tokenizer(bare):
     (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     assert not ServedModel.load(bare).has_tokenizer
 
 
-def test_what_cannot_be_loaded_is_named(bare: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_loaded_is_named(bare, caplog):
     (bare / "tokenizer.model").write_bytes(b"no vocabulary")
     (bare / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with caplog.at_level(logging.WARNING):
@@ -58,7 +58,7 @@ def test_what_cannot_be_loaded_is_named(bare: Path, caplog: pytest.LogCaptureFix
     assert f"{bare}: transformers cannot load the tokenizer of tokenizer.model" in caplog.text
 
 
-def test_a_damaged_tokenizer_json_is_an_error(bare: Path) -> None:
+def test_a_damaged_tokenizer_json_is_an_error(bare):
     (bare / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot load the tokenizer of tokenizer\.json.*again$"):
         load_tokenizer(bare)

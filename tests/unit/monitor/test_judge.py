@@ -4,8 +4,6 @@ import logging
 import math
 import time
 
-import pytest
-
 from rollout_service.config import MonitorConfig
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.statistics import Statistics
@@ -23,29 +21,29 @@ def off_by(nats: float, tokens: int = 100) -> Statistics:
 def judged(statistics: Statistics, entry: Entry | None = None, **config: float) -> Entry:
     entry = entry or Entry()
     entry.statistics = statistics
-    Judge(MonitorConfig(**{"min_tokens": 100, **config})).judge(KEY, entry)  # type: ignore[arg-type]
+    Judge(MonitorConfig(**{"min_tokens": 100, **config})).judge(KEY, entry)
     return entry
 
 
-def test_a_row_beyond_k3_is_suspect_from_now_on() -> None:
+def test_a_row_beyond_k3_is_suspect_from_now_on():
     before = time.time()
     since = judged(off_by(0.5)).suspect_since
     assert since is not None and before <= since <= time.time()
 
 
-def test_either_threshold_is_enough() -> None:
+def test_either_threshold_is_enough():
     k3, prob_error = math.expm1(0.1) - 0.1, math.exp(0.1)
     assert judged(off_by(0.1), suspect_k3=k3 * 1.01, suspect_prob_error=prob_error * 1.01).suspect_since is None
     assert judged(off_by(0.1), suspect_k3=k3 * 0.99, suspect_prob_error=prob_error * 1.01).suspect_since is not None
     assert judged(off_by(0.1), suspect_k3=k3 * 1.01, suspect_prob_error=prob_error * 0.99).suspect_since is not None
 
 
-def test_too_few_tokens_are_not_judged() -> None:
+def test_too_few_tokens_are_not_judged():
     assert judged(off_by(0.5, tokens=99)).suspect_since is None
     assert judged(off_by(0.5, tokens=100)).suspect_since is not None
 
 
-def test_a_row_at_the_edge_does_not_flap() -> None:
+def test_a_row_at_the_edge_does_not_flap():
     def at(share: float) -> Statistics:
         return off_by(math.log1p(0.05 * share))  # of a probability error of 1.05
 
@@ -58,9 +56,7 @@ def test_a_row_at_the_edge_does_not_flap() -> None:
     assert judged(at(0.99), entry).suspect_since is None
 
 
-def test_a_suspect_replica_and_its_recovery_are_each_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_suspect_replica_and_its_recovery_are_each_logged_once(caplog):
     with caplog.at_level(logging.WARNING, LOGGER):
         entry = judged(off_by(0.5))
         judged(off_by(0.5), entry)
@@ -72,7 +68,7 @@ def test_a_suspect_replica_and_its_recovery_are_each_logged_once(
     assert "weight version 12 on replica engine#3 is not suspect any more" in cleared
 
 
-def test_a_good_row_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_good_row_leaves_no_line(caplog):
     with caplog.at_level(logging.WARNING, LOGGER):
         assert judged(off_by(0.01)).suspect_since is None
     assert caplog.records == []

@@ -20,7 +20,7 @@ def monitor() -> Monitor:
 
 
 class TestReport:
-    async def test_a_report_shows_in_its_row_and_in_the_version_s(self, monitor: Monitor) -> None:
+    async def test_a_report_shows_in_its_row_and_in_the_version_s(self, monitor):
         receipt = await monitor.report(body(full([-1.0, -2.0], [-1.5, -1.0])))
         assert (receipt.tokens, receipt.too_old_tokens, receipt.repeated) == (2, 0, False)
         table = await monitor.table()
@@ -31,7 +31,7 @@ class TestReport:
             row.k3 == measure_mismatch(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]), torch.ones(1, 2)).k3
         )
 
-    async def test_tokens_are_split_by_the_age_of_their_keys(self, monitor: Monitor) -> None:
+    async def test_tokens_are_split_by_the_age_of_their_keys(self, monitor):
         sampled, trained = [-1.0] * 4, [-1.0, -1.5, -2.0, -2.5]
         spans = [span(3, 0, 1), {**span(4, 1, 3), "kv_from": 3}, {**span(500, 3, 4), "kv_from": 3}]
         await monitor.report(body(full(trained, sampled, spans)))
@@ -42,39 +42,39 @@ class TestReport:
         assert aged.k3 == pytest.approx((math.exp(-0.5) - 0.5 + math.exp(-1.0)) / 2)
         assert aged.prob_error == pytest.approx((math.exp(0.5) + math.exp(1.0)) / 2)
 
-    async def test_reports_are_joined_by_age(self, monitor: Monitor) -> None:
+    async def test_reports_are_joined_by_age(self, monitor):
         for kv_from in (2, 3, 2):
             await monitor.report(body(full([-1.0, -1.0], [-1.0, -1.5], [{**span(3, 0, 2), "kv_from": kv_from}])))
         [row] = await monitor.rows()
         assert [(each.age, each.tokens) for each in row.kv_ages] == [(0, 2), (1, 4)]
         assert row.kv_ages[0].k3 == row.kv_ages[1].k3 == row.k3 and row.sequences == 3
 
-    async def test_a_report_of_the_same_name_counts_once(self, monitor: Monitor) -> None:
+    async def test_a_report_of_the_same_name_counts_once(self, monitor):
         sent = body(full([-1.0], [-1.5]), report_id="step-4")
         receipts = await asyncio.gather(*(monitor.report(sent) for _ in range(5)))
         assert sorted(receipt.repeated for receipt in receipts) == [False, True, True, True, True]
         assert {receipt.tokens for receipt in receipts} == {1}
         assert [row.tokens for row in await monitor.rows()] == [1]
 
-    async def test_a_report_without_a_name_counts_each_time(self, monitor: Monitor) -> None:
+    async def test_a_report_without_a_name_counts_each_time(self, monitor):
         for _ in range(3):
             assert not (await monitor.report(body(full([-1.0], [-1.5])))).repeated
         assert [row.tokens for row in await monitor.rows()] == [3]
 
-    async def test_a_report_that_was_refused_may_be_mended_under_its_name(self, monitor: Monitor) -> None:
+    async def test_a_report_that_was_refused_may_be_mended_under_its_name(self, monitor):
         with pytest.raises(InvalidRequest):
             await monitor.report(body(full([-1.0], [-1.0]), full([9.0], [-1.0]), report_id="a"))
         assert await monitor.rows() == []
         assert not (await monitor.report(body(full([-1.0], [-1.0]), report_id="a"))).repeated
 
-    async def test_only_so_many_names_are_kept(self, monitor: Monitor) -> None:
+    async def test_only_so_many_names_are_kept(self, monitor):
         for i in range(REPORT_IDS + 50):
             await monitor.report(body(full([], [], []), report_id=str(i)))
         assert len(monitor._receipts) == REPORT_IDS
         assert (await monitor.report(body(full([], [], []), report_id=str(REPORT_IDS)))).repeated
         assert not (await monitor.report(body(full([], [], []), report_id="0"))).repeated
 
-    async def test_tokens_of_dropped_versions_are_reported_as_too_old(self, monitor: Monitor) -> None:
+    async def test_tokens_of_dropped_versions_are_reported_as_too_old(self, monitor):
         for version in (5, 6):
             await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
         receipt = await monitor.report(
@@ -85,7 +85,7 @@ class TestReport:
 
 
 class TestTable:
-    async def test_what_is_suspect_names_the_replica(self, monitor: Monitor) -> None:
+    async def test_what_is_suspect_names_the_replica(self, monitor):
         right, wrong = [-1.0] * 4, [-1.5] * 4
         await monitor.report(body(full(right, wrong)))
         await monitor.report(body(full(right, right), replica_id="r2"))
@@ -97,7 +97,7 @@ class TestTable:
         assert rows == {"r1": suspicion.since, "r2": None}
         assert [row.suspect_since for row in (await monitor.table()).versions] == [suspicion.since]
 
-    async def test_rows_are_those_that_are_asked_for(self, monitor: Monitor) -> None:
+    async def test_rows_are_those_that_are_asked_for(self, monitor):
         await monitor.report(body(full([-1.0], [-1.0], [span(1, 0, 1)])))
         await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
         assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
@@ -105,7 +105,7 @@ class TestTable:
 
 
 class TestTruncated:
-    async def test_truncated_sampling_does_not_make_a_version_suspect(self, monitor: Monitor) -> None:
+    async def test_truncated_sampling_does_not_make_a_version_suspect(self, monitor):
         """At top_p 0.9 every ratio is 0.9, beyond both thresholds; without the mark the version would be suspect."""
         kept, model = 0.9, [-1.0] * 5
         sampled = [logprob - math.log(kept) for logprob in model]
@@ -120,7 +120,7 @@ class TestTruncated:
         await monitor.report(body(full(model, sampled)))
         assert list(await monitor.suspicions()) == [3]
 
-    async def test_truncated_tokens_stand_beside_the_row_of_the_others(self, monitor: Monitor) -> None:
+    async def test_truncated_tokens_stand_beside_the_row_of_the_others(self, monitor):
         await monitor.report(body(full([-1.0] * 3, [-1.0] * 3)))
         for _ in range(2):
             await monitor.report(body(full([-2.0], [-1.0]), truncated_sampling=True))
@@ -131,7 +131,7 @@ class TestTruncated:
         per_replica = await monitor.per_replica()
         assert (per_replica.rows, per_replica.truncated, per_replica.versions) == (table.rows, table.truncated, ())
 
-    async def test_truncated_tokens_of_a_dropped_version_are_not_kept(self, monitor: Monitor) -> None:
+    async def test_truncated_tokens_of_a_dropped_version_are_not_kept(self, monitor):
         for version in (5, 6):
             await monitor.report(body(full([-1.0], [-1.0], [span(version, 0, 1)])))
         receipt = await monitor.report(body(full([-1.0], [-1.0]), truncated_sampling=True))

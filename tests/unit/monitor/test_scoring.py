@@ -1,7 +1,5 @@
 """Every token counts for its own version, and a number that is none is named."""
 
-from typing import Any
-
 import pytest
 
 from rollout_service.errors import InvalidRequest, MalformedRequest
@@ -25,16 +23,16 @@ def by_replica(body: bytes) -> dict[tuple[int, str], tuple[int, int]]:
 
 
 class TestRows:
-    def test_a_sequence_of_one_version_counts_by_token_and_sequence(self) -> None:
+    def test_a_sequence_of_one_version_counts_by_token_and_sequence(self):
         sums = scored(body(full([-1.0, -2.0], [-1.5, -1.0]), full([-0.5], [-0.25])))
         assert sums == {3: statistics_of([[(-1.0, -1.5), (-2.0, -1.0)], [(-0.5, -0.25)]]).sums}
 
-    def test_a_sequence_of_two_versions_counts_by_token_only(self) -> None:
+    def test_a_sequence_of_two_versions_counts_by_token_only(self):
         sums = scored(body(full([-1.0, -2.0, -3.0], [-1.5, -1.0, -3.0], [span(3, 0, 1), span(4, 1, 3)])))
         assert (sums[3].tokens, sums[3].sequences, sums[3].k1) == (1, 0, -0.5)
         assert (sums[4].tokens, sums[4].sequences, sums[4].k1) == (2, 0, 1.0)
 
-    def test_a_sequence_of_two_replicas_counts_by_token_for_each(self) -> None:
+    def test_a_sequence_of_two_replicas_counts_by_token_for_each(self):
         moved = [{**span(3, 0, 2), "replica_id": "a"}, {**span(3, 2, 3), "replica_id": "b"}]
         whole = [{**span(3, 0, 2), "replica_id": "a"}]
         rows = [[-1.0, -1.0, -1.0], [-1.0, -1.0]]
@@ -42,12 +40,12 @@ class TestRows:
         in_full = [full(row, row, spans) for row, spans in zip(rows, (moved, whole), strict=True)]
         assert by_replica(body(*in_full)) == by_replica(body(*in_full, replica_id=None)) == expected
 
-    def test_masked_tokens_have_no_influence_whatever_stands_there(self) -> None:
+    def test_masked_tokens_have_no_influence_whatever_stands_there(self):
         spans = [span(3, 0, 2), span(4, 2, 3)]
         masked = full([float("nan"), -2.0, 7.0], [-1.0, -1.0, float("inf")], spans, mask=[False, True, False])
         assert scored(body(masked)) == {3: statistics_of([[(-2.0, -1.0)]]).sums}
 
-    def test_a_completion_without_a_token_that_counts_is_in_no_row(self) -> None:
+    def test_a_completion_without_a_token_that_counts_is_in_no_row(self):
         assert scored(body(full([], [], []), full([-1.0], [-1.0], mask=[False]))) == {}
 
 
@@ -73,33 +71,33 @@ class TestRefused:
             (full([-1.0], [-1.0], []), r"\.spans do not cover the 1 tokens"),
         ],
     )
-    def test_what_does_not_fit_is_refused_with_its_place(self, completion: dict[str, Any], says: str) -> None:
+    def test_what_does_not_fit_is_refused_with_its_place(self, completion, says):
         with pytest.raises(InvalidRequest, match=r"rollouts\[0\]\.completions\[1\]" + says):
             scored(body(full([-1.0], [-1.0]), completion))
 
-    def test_a_logprob_just_above_zero_is_rounding(self) -> None:
+    def test_a_logprob_just_above_zero_is_rounding(self):
         assert scored(body(full([1e-6], [0.0])))[3].tokens == 1
 
     @pytest.mark.parametrize("malformed", [b"", b"{", b"\xff"])
-    def test_what_is_no_json_is_refused_as_such(self, malformed: bytes) -> None:
+    def test_what_is_no_json_is_refused_as_such(self, malformed):
         with pytest.raises(MalformedRequest, match="the body is not JSON"):
             parse_report(malformed)
 
-    def test_a_field_that_does_not_exist_is_named(self) -> None:
+    def test_a_field_that_does_not_exist_is_named(self):
         with pytest.raises(InvalidRequest, match=r"rollouts.0.weight_version is not a field here"):
             parse_report(body(full([-1.0], [-1.0]), weight_version=3))
 
 
 class TestTruncated:
-    def test_truncated_tokens_count_apart_by_version_if_not_masked(self) -> None:
+    def test_truncated_tokens_count_apart_by_version_if_not_masked(self):
         spans = [span(3, 0, 1), span(4, 1, 3)]
         split = full([-1.0] * 3, [-0.5] * 3, spans, mask=[True, False, True])
         assert apart(body(split, full([-1.0], [-0.5]), truncated_sampling=True)) == {3: 2, 4: 1}
 
-    def test_renormalized_logprobs_of_truncated_rollouts_are_scored(self) -> None:
+    def test_renormalized_logprobs_of_truncated_rollouts_are_scored(self):
         renormalized = body(full([-1.0], [-1.5]), truncated_sampling=True, renormalized=True)
         assert scored(renormalized) == scored(body(full([-1.0], [-1.5])))
 
-    def test_an_invalid_logprob_is_named_in_a_truncated_rollout_too(self) -> None:
+    def test_an_invalid_logprob_is_named_in_a_truncated_rollout_too(self):
         with pytest.raises(InvalidRequest, match=r"trainer_logprobs\[0\] is 1 "):
             scored(body(full([1.0], [-1.0]), truncated_sampling=True))

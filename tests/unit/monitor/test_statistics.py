@@ -12,7 +12,7 @@ from rollout_service.correction import correct, preset
 from rollout_service.monitor.statistics import QUANTILES, Statistics
 from rollout_service.protocol.mismatch import MismatchRow
 from tests.unit.correction.batches import padded
-from tests.unit.monitor.batches import BATCH, Batch, expected, log_ratios, statistics_of
+from tests.unit.monitor.batches import BATCH, expected, log_ratios, statistics_of
 
 
 def row_of(statistics: Statistics) -> MismatchRow:
@@ -28,12 +28,12 @@ def near(values: dict[str, float]) -> dict[str, object]:
 
 
 @given(batch=BATCH, bound=st.sampled_from([1.1, 2.0, 8.0]))
-def test_every_moment_is_what_plain_python_makes_of_the_batch(batch: Batch, bound: float) -> None:
+def test_every_moment_is_what_plain_python_makes_of_the_batch(batch, bound):
     assert moments(row_of(statistics_of(batch, bound))) == near(expected(batch, bound))
 
 
 @given(batch=BATCH)
-def test_statistics_equal_the_correction_metrics_of_a_batch(batch: Batch) -> None:
+def test_statistics_equal_the_correction_metrics_of_a_batch(batch):
     metrics = correct(*padded(batch), preset("token_tis")).metrics
     row = row_of(statistics_of(batch))
     assert moments(row) == near(
@@ -54,7 +54,7 @@ def test_statistics_equal_the_correction_metrics_of_a_batch(batch: Batch) -> Non
 
 
 @given(batches=st.lists(BATCH, min_size=2, max_size=5), data=st.data())
-def test_neither_the_split_into_batches_nor_their_order_matters(batches: list[Batch], data: st.DataObject) -> None:
+def test_neither_the_split_into_batches_nor_their_order_matters(batches, data):
     order = data.draw(st.permutations(batches))
     merged = Statistics()
     for batch in order:
@@ -70,13 +70,13 @@ def test_neither_the_split_into_batches_nor_their_order_matters(batches: list[Ba
     assert row_of(merged).quantiles == row_of(first).quantiles  # small enough for the sketch to hold every value
 
 
-def test_quantiles_of_a_small_batch_are_its_own_values() -> None:
+def test_quantiles_of_a_small_batch_are_its_own_values():
     logs = [i / 128 for i in range(1, 41)]
     row = row_of(statistics_of([[(-log, 0.0) for log in logs]]))
     assert row.quantiles == {q: logs[math.ceil(q * 40) - 1] for q in QUANTILES}
 
 
-def test_large_stream_quantiles_are_closest_in_rank_at_the_top() -> None:
+def test_large_stream_quantiles_are_closest_in_rank_at_the_top():
     draws = random.Random(0)
     values = sorted(draws.expovariate(50) for _ in range(200_000))
     shuffled = draws.sample(values, len(values))
@@ -91,14 +91,14 @@ def test_large_stream_quantiles_are_closest_in_rank_at_the_top() -> None:
         assert abs(true_rank - rank) < 0.15 * (1 - rank)
 
 
-def test_one_absurd_token_leaves_every_number_finite() -> None:
+def test_one_absurd_token_leaves_every_number_finite():
     row = row_of(statistics_of([[(0.0, -1e30)], [(-1e30, 0.0)]]))
     assert all(math.isfinite(value) for value in moments(row).values())
     assert row.abs_diff_max == 1e30
     assert row.chi2_token == pytest.approx((math.exp(40) - 1 + math.exp(-40) - 1) / 2)
 
 
-def test_a_million_small_reports_lose_no_digit_that_matters() -> None:
+def test_a_million_small_reports_lose_no_digit_that_matters():
     one = statistics_of([[(-1.0 + 1e-4, -1.0)]])
     log = log_ratios([[(-1.0 + 1e-4, -1.0)]])[0][0]
     doubled = Statistics()

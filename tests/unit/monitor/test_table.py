@@ -12,7 +12,7 @@ def add(table: VersionTable, version: int, replica_id: str = "a", statistics: St
     return table.add(Key(version, replica_id), statistics) is not None
 
 
-def test_only_the_newest_versions_are_kept_with_all_replicas() -> None:
+def test_only_the_newest_versions_are_kept_with_all_replicas():
     table = VersionTable(keep_versions=3)
     for version in range(100_000):
         for replica_id in ("a", "b") if version % 1000 else ("a", f"died-{version}"):
@@ -23,7 +23,7 @@ def test_only_the_newest_versions_are_kept_with_all_replicas() -> None:
     assert sum(len(rows) for rows in table._versions.values()) == 6
 
 
-def test_a_version_that_is_older_than_all_kept_is_not_taken() -> None:
+def test_a_version_that_is_older_than_all_kept_is_not_taken():
     table = VersionTable(keep_versions=2)
     assert add(table, 5) and add(table, 7)
     assert not add(table, 4)
@@ -31,7 +31,7 @@ def test_a_version_that_is_older_than_all_kept_is_not_taken() -> None:
     assert [row.version for row in table.rows()] == [6, 7]
 
 
-def test_reports_are_joined_per_replica() -> None:
+def test_reports_are_joined_per_replica():
     table = VersionTable(keep_versions=2)
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
@@ -39,7 +39,7 @@ def test_reports_are_joined_per_replica() -> None:
     assert [(row.replica_id, row.tokens) for row in table.rows()] == [("a", 3), ("b", 2)]
 
 
-def test_rows_are_merged_per_version_and_not_changed() -> None:
+def test_rows_are_merged_per_version_and_not_changed():
     table = VersionTable(keep_versions=2)
     add(table, 1, "a", ONE)
     add(table, 1, "b", TWO)
@@ -50,7 +50,7 @@ def test_rows_are_merged_per_version_and_not_changed() -> None:
         assert merged.abs_diff_max == 1.0
 
 
-def test_rows_per_version_are_bounded_and_keep_the_busy_replica() -> None:
+def test_rows_per_version_are_bounded_and_keep_the_busy_replica():
     table = VersionTable(keep_versions=1)
     for i in range(2 * ROWS_PER_VERSION):
         add(table, 1, f"crashed-{i}")

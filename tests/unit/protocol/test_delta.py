@@ -54,38 +54,38 @@ def round_trip(old: Bits, new: Bits) -> bytes:
 
 class TestRoundTrip:
     @given(st.sampled_from(ITEMSIZES), st.data())
-    def test_any_tensor_becomes_any_other(self, itemsize: int, data: st.DataObject) -> None:
+    def test_any_tensor_becomes_any_other(self, itemsize, data):
         pairs = data.draw(st.lists(st.tuples(*[st.integers(0, 256**itemsize - 1)] * 2), max_size=300))
         old, new = (np.array([pair[i] for pair in pairs], f"<u{itemsize}") for i in (0, 1))
         round_trip(old, new)
 
     @given(st.sampled_from(ITEMSIZES), st.integers(1, 100_000), st.floats(0, 0.3), st.integers(0, 2**32))
-    def test_a_step_of_a_few_elements(self, itemsize: int, size: int, share: float, seed: int) -> None:
+    def test_a_step_of_a_few_elements(self, itemsize, size, share, seed):
         old = random_bits(size, itemsize, seed)
         round_trip(old, stepped(old, share, seed))
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
     @pytest.mark.parametrize("size", [0, 1, 7, 100_001])
-    def test_nothing_changed_is_no_byte(self, itemsize: int, size: int) -> None:
+    def test_nothing_changed_is_no_byte(self, itemsize, size):
         old = random_bits(size, itemsize)
         assert round_trip(old, old.copy()) == b""
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
     @pytest.mark.parametrize("size", [1, 7, 100_001])
-    def test_everything_changed_is_a_byte_more_than_the_tensor(self, itemsize: int, size: int) -> None:
+    def test_everything_changed_is_a_byte_more_than_the_tensor(self, itemsize, size):
         old, new = random_bits(size, itemsize), ~random_bits(size, itemsize)
         assert len(round_trip(old, new)) == new.nbytes + 1
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
     @pytest.mark.parametrize("at", [[0], [-1], [0, -1], [255], [256], [65_535, 65_536], [0, 70_000], [1, 257]])
-    def test_changes_at_the_ends_and_beyond_each_plane_of_a_gap(self, itemsize: int, at: list[int]) -> None:
+    def test_changes_at_the_ends_and_beyond_each_plane_of_a_gap(self, itemsize, at):
         old = random_bits(150_001, itemsize)
         new = old.copy()
         new[at] += new.dtype.type(1)
         assert len(round_trip(old, new)) < 80
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
-    def test_a_gap_as_long_as_a_segment(self, itemsize: int) -> None:
+    def test_a_gap_as_long_as_a_segment(self, itemsize):
         size = SEGMENT_BYTES // itemsize
         old = random_bits(size, itemsize)
         new = old.copy()
@@ -93,7 +93,7 @@ class TestRoundTrip:
         assert len(round_trip(old, new)) < 80
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
-    def test_a_tensor_of_several_segments_of_which_one_is_unchanged_and_one_is_new(self, itemsize: int) -> None:
+    def test_a_tensor_of_several_segments_of_which_one_is_unchanged_and_one_is_new(self, itemsize):
         size = 2 * SEGMENT_BYTES // itemsize
         old = random_bits(size + 5, itemsize)
         new = old.copy()
@@ -102,7 +102,7 @@ class TestRoundTrip:
         encoded = round_trip(old, new)
         assert encoded[0] == 0 and encoded[1] == 2 and encoded[2 + SEGMENT_BYTES] in (1, 2)
 
-    def test_signs_and_payloads_of_nan_and_infinity_are_bits_like_others(self) -> None:
+    def test_signs_and_payloads_of_nan_and_infinity_are_bits_like_others(self):
         special = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001], "<u2")
         old = np.resize(random_bits(1000, 2), 1000)
         for value in special:
@@ -112,7 +112,7 @@ class TestRoundTrip:
             round_trip(new, old)
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
-    def test_the_largest_steps_wrap_around(self, itemsize: int) -> None:
+    def test_the_largest_steps_wrap_around(self, itemsize):
         old = np.zeros(64, f"<u{itemsize}")
         for step in (256**itemsize - 1, 256**itemsize // 2, 256**itemsize // 2 - 1):
             new = old.copy()
@@ -120,13 +120,13 @@ class TestRoundTrip:
             round_trip(old, new)
             round_trip(new, old)
 
-    def test_tensors_of_different_sizes_are_refused(self) -> None:
+    def test_tensors_of_different_sizes_are_refused(self):
         with pytest.raises(ValueError, match="a tensor of 3 bytes does not become one of 4"):
             encode(memoryview(bytes(3)), memoryview(bytes(4)), 1)
 
 
 @pytest.mark.parametrize(("itemsize", "share"), [(1, 0.003), (2, 0.02), (1, 0.05)])
-def test_the_bytes_are_close_to_the_entropy(itemsize: int, share: float) -> None:
+def test_the_bytes_are_close_to_the_entropy(itemsize, share):
     old = random_bits(4 << 20, itemsize)
     rng = np.random.default_rng(3)
     new, at = old.copy(), np.flatnonzero(rng.random(old.size) < share)
@@ -181,20 +181,18 @@ class TestCorrupted:
             (segment(1, b"", b"", b"", sized(bytes(1 << 20))), "plane 3 does not decode to 1 bytes"),
         ],
     )
-    def test_what_is_no_encoding_is_refused(self, encoded: bytes, complaint: str) -> None:
+    def test_what_is_no_encoding_is_refused(self, encoded, complaint):
         with pytest.raises(ValueError, match=complaint):
             apply(memoryview(encoded), memoryview(bytearray(100)), 1)
 
-    def test_a_frame_that_tells_its_size_is_not_opened(self) -> None:
+    def test_a_frame_that_tells_its_size_is_not_opened(self):
         petabyte = b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little")  # RFC 8878, 3.1.1: 8 bytes of size
         with pytest.raises(ValueError, match="plane 3 does not decode"):
             apply(memoryview(segment(1, b"", b"", b"", petabyte)), memoryview(bytearray(100)), 1)
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
     @given(data=st.data())
-    def test_whatever_is_damaged_or_cut_off_raises_nothing_but_value_errors(
-        self, itemsize: int, data: st.DataObject
-    ) -> None:
+    def test_whatever_is_damaged_or_cut_off_raises_nothing_but_value_errors(self, itemsize, data):
         old = random_bits(5_000, itemsize)
         encoded = bytearray(encode(bytes_of(old), bytes_of(stepped(old, 0.02)), itemsize))
         damage: list[Callable[[], object]] = [

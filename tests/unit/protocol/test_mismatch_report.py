@@ -22,7 +22,7 @@ def json_of(rollout: dict[str, Any]) -> bytes:
     return json.dumps({"rollouts": [rollout]}).encode()
 
 
-def test_spans_with_versions_as_text_are_accepted() -> None:
+def test_spans_with_versions_as_text_are_accepted():
     pasted = {**FULL, "spans": [{**SPAN, "version": "3"}]}
     report = MismatchReport.model_validate_json(json_of({"replica_id": "r", "completions": [pasted]}))
     spans = report.rollouts[0].completions[0].spans
@@ -40,10 +40,10 @@ def test_spans_with_versions_as_text_are_accepted() -> None:
         ({"replica_id": "r", "completions": [{**FULL, "logprobs": []}]}, "not permitted"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(rollout: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_meant_is_refused(rollout, says):
     assert says in message_of(**rollout)
 
 
-def test_a_report_without_a_rollout_is_refused() -> None:
+def test_a_report_without_a_rollout_is_refused():
     with pytest.raises(ValidationError, match="at least 1 item"):
         MismatchReport.model_validate_json('{"rollouts": []}')

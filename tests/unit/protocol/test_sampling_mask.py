@@ -20,28 +20,28 @@ def lists(chunks: list[str]) -> list[list[int]]:
 
 
 @given(kept=KEPT)
-def test_what_is_packed_comes_out(kept: list[list[int]]) -> None:
+def test_what_is_packed_comes_out(kept):
     assert lists([pack(kept)]) == kept
 
 
 @given(pieces=st.lists(KEPT, max_size=3))
-def test_the_chunks_of_several_engines_are_one_mask(pieces: list[list[list[int]]]) -> None:
+def test_the_chunks_of_several_engines_are_one_mask(pieces):
     assert lists([pack(piece) for piece in pieces]) == [kept for piece in pieces for kept in piece]
 
 
-def test_the_layout_by_hand() -> None:
+def test_the_layout_by_hand():
     planes = zlib.decompress(base64.b64decode(pack([[5, 7], [], [300]])))
     assert list(planes) == [3, 2, 0, 1, 5, 2, 44] + [0] * 6 + [1] + [0] * 14
 
 
-def test_a_mask_of_50_random_ids_takes_under_2_5_bytes_per_id() -> None:
+def test_a_mask_of_50_random_ids_takes_under_2_5_bytes_per_id():
     rng = np.random.default_rng(0)
     kept = [sorted(rng.choice(2**17, 50, replace=False).tolist()) for _ in range(512)]
     assert len(pack(kept)) < 2.5 * 50 * 512  # ids without any pattern; of 6.9 bytes each as JSON
 
 
 @pytest.mark.parametrize("kept", [[[2, 1]], [[1, 1]], [[-1, 1]], [[1], [3, 2]]])
-def test_ids_that_do_not_ascend_are_refused(kept: list[list[int]]) -> None:
+def test_ids_that_do_not_ascend_are_refused(kept):
     with pytest.raises(ValueError, match="must ascend"):
         pack(kept)
 
@@ -56,6 +56,6 @@ def test_ids_that_do_not_ascend_are_refused(kept: list[list[int]]) -> None:
         (base64.b64encode(zlib.compress(bytes([1, 4] + [0] * 6))).decode(), "of 1 tokens"),
     ],
 )
-def test_what_was_never_packed_is_refused(chunk: str, why: str) -> None:
+def test_what_was_never_packed_is_refused(chunk, why):
     with pytest.raises(ValueError, match=why):
         unpack([chunk])

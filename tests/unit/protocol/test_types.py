@@ -81,34 +81,32 @@ def completion(**changes: Any) -> Completion:
 
 class TestNoun:
     @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-    def test_a_noun_survives_json(self, noun: Rollout | ReplicaStatus | WeightStatus | Fleet) -> None:
+    def test_a_noun_survives_json(self, noun):
         assert type(noun).model_validate_json(noun.model_dump_json()) == noun
 
     @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-    def test_a_noun_refuses_fields_that_it_does_not_have(
-        self, noun: Rollout | ReplicaStatus | WeightStatus | Fleet
-    ) -> None:
+    def test_a_noun_refuses_fields_that_it_does_not_have(self, noun):
         with pytest.raises(ValidationError, match="colour"):
             type(noun).model_validate(noun.model_dump() | {"colour": "red"})
 
-    def test_a_noun_cannot_be_changed(self) -> None:
+    def test_a_noun_cannot_be_changed(self):
         with pytest.raises(ValidationError, match="frozen"):
             STATUS.version = 4
 
 
 class TestSpan:
     @pytest.mark.parametrize(("start", "end"), [(2, 2), (3, 1), (-1, 2)])
-    def test_a_span_holds_at_least_one_token(self, start: int, end: int) -> None:
+    def test_a_span_holds_at_least_one_token(self, start, end):
         with pytest.raises(ValidationError):
             Span(version=1, start=start, end=end)
 
-    def test_a_span_reads_its_version_as_vllm_writes_it(self) -> None:
+    def test_a_span_reads_its_version_as_vllm_writes_it(self):
         assert Span.model_validate({"version": "7", "start": 0, "end": 1}) == Span(version=7, start=0, end=1)
 
     @pytest.mark.parametrize(
         "change", [{"version": 2}, {"replica_id": "b"}, {"label": "step-1"}, {"label": None}], ids=str
     )
-    def test_neighbours_of_other_weights_or_of_another_replica_stay_apart(self, change: dict[str, Any]) -> None:
+    def test_neighbours_of_other_weights_or_of_another_replica_stay_apart(self, change):
         first = Span(version=1, start=0, end=2, replica_id="a", label="step-0")
         second = first.model_copy(update={"start": 2, "end": 3} | change)
         assert merge_spans([first, second]) == (first, second)
@@ -117,9 +115,7 @@ class TestSpan:
         st.lists(st.sampled_from([(1, "a", None), (1, "b", None), (2, "b", None), (2, "b", "x")]), max_size=9),
         st.data(),
     )
-    def test_merged_spans_say_the_same_of_every_token_and_are_as_few_as_can_be(
-        self, makers: list[tuple[int, str, str | None]], data: st.DataObject
-    ) -> None:
+    def test_merged_spans_say_the_same_of_every_token_and_are_as_few_as_can_be(self, makers, data):
         lengths = [data.draw(st.integers(1, 3)) for _ in makers]
         apart = [
             Span(version=version, replica_id=replica_id, label=label, start=0, end=length).shift(sum(lengths[:i]))
@@ -135,17 +131,17 @@ class TestSpan:
         cut = data.draw(st.integers(0, len(apart)))
         assert merge_spans([*merge_spans(apart[:cut]), *merge_spans(apart[cut:])]) == whole
 
-    def test_a_span_documents_both_forms_in_replies_only(self) -> None:
+    def test_a_span_documents_both_forms_in_replies_only(self):
         of_requests, of_replies = (Span.model_json_schema(mode=mode) for mode in ("validation", "serialization"))
         assert of_requests["properties"]["version"]["type"] == "integer"
         assert [form["type"] for form in of_replies["properties"]["version"]["anyOf"]] == ["integer", "string"]
 
 
 class TestCompletion:
-    def test_a_completion_names_its_versions_in_order(self) -> None:
+    def test_a_completion_names_its_versions_in_order(self):
         assert completion().versions == (1, 2)
 
-    def test_a_completion_without_tokens_has_no_versions(self) -> None:
+    def test_a_completion_without_tokens_has_no_versions(self):
         assert completion(token_ids=(), logprobs=(), spans=()).versions == ()
 
     @pytest.mark.parametrize(
@@ -162,14 +158,12 @@ class TestCompletion:
             ({"index": -1}, "index"),
         ],
     )
-    def test_a_completion_whose_parts_do_not_fit_together_is_refused(
-        self, changes: dict[str, Any], message: str
-    ) -> None:
+    def test_a_completion_whose_parts_do_not_fit_together_is_refused(self, changes, message):
         with pytest.raises(ValidationError, match=message):
             completion(**changes)
 
     @given(st.lists(st.integers(min_value=1, max_value=5), max_size=6))
-    def test_contiguous_spans_up_to_the_last_token_are_accepted(self, lengths: list[int]) -> None:
+    def test_contiguous_spans_up_to_the_last_token_are_accepted(self, lengths):
         ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
         spans = tuple(
             Span(version=i, start=end - length, end=end)
@@ -182,7 +176,7 @@ class TestCompletion:
 
 class TestVersion:
     @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 2**63, 10**255])
-    def test_a_version_that_json_does_not_hold_exactly_is_refused(self, version: int) -> None:
+    def test_a_version_that_json_does_not_hold_exactly_is_refused(self, version):
         with pytest.raises(ValidationError, match="version"):
             Span(version=version, start=0, end=1)
         with pytest.raises(ValidationError, match="version"):
@@ -190,7 +184,7 @@ class TestVersion:
         with pytest.raises(ValidationError, match="min_weight_version"):
             GenerateCall(request_id="r", prompt_token_ids=(1,), sampling=Sampling(), min_weight_version=version)
 
-    def test_the_largest_version_is_exact_in_json_and_in_a_double(self) -> None:
+    def test_the_largest_version_is_exact_in_json_and_in_a_double(self):
         span = Span(version=MAX_VERSION, start=0, end=1)
         assert Span.model_validate_json(span.model_dump_json()) == span
         assert int(float(MAX_VERSION)) == MAX_VERSION
@@ -205,7 +199,7 @@ class TestAnnouncement:
         ],
         ids=["tensors", "path"],
     )
-    def test_it_is_the_same_in_another_process(self, what: dict[str, Any]) -> None:
+    def test_it_is_the_same_in_another_process(self, what):
         for announced in (Announcement(version="next", uploader="u", **what), BeginUpload(version=7, **what)):
             again = pickle.loads(pickle.dumps(announced))
             assert again == announced and type(again) is type(announced) and again.nbytes == announced.nbytes
@@ -222,7 +216,7 @@ class Ring(Frozen):
         return 2 * self.radius
 
 
-def test_a_copy_derives_its_properties_anew() -> None:
+def test_a_copy_derives_its_properties_anew():
     ring = Ring(radius=1)
     assert ring.width == 2
     assert ring.model_copy(update={"radius": 3}).width == 6 and ring.model_copy() == ring

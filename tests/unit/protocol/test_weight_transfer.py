@@ -25,7 +25,7 @@ def init(**fields: object) -> TransferInit:
 
 @pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 64))
-def test_packed_broadcasts_are_cut_as_vllm_cuts_them(sizes: list[int], buffer_bytes: int) -> None:
+def test_packed_broadcasts_are_cut_as_vllm_cuts_them(sizes, buffer_bytes):
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
 
     named = iter([(str(place), torch.zeros(size, dtype=torch.uint8)) for place, size in enumerate(sizes)])
@@ -35,15 +35,15 @@ def test_packed_broadcasts_are_cut_as_vllm_cuts_them(sizes: list[int], buffer_by
     assert [list(places) for places in broadcasts(sizes, buffer_bytes)] == theirs
 
 
-def test_plain_broadcasts_have_one_tensor_each() -> None:
+def test_plain_broadcasts_have_one_tensor_each():
     assert [list(places) for places in broadcasts([5, 0, 7], None)] == [[0], [1], [2]]
 
 
-def test_sizes_of_dtypes_are_torchs() -> None:
+def test_sizes_of_dtypes_are_torchs():
     assert {name: getattr(torch, name).itemsize for name in WIRE_DTYPE_BYTES} == WIRE_DTYPE_BYTES
 
 
-def test_a_group_is_joined_by_address_or_by_unique_id() -> None:
+def test_a_group_is_joined_by_address_or_by_unique_id():
     assert init(**ADDRESS).packed_buffer_size_bytes == 1 << 30
     assert init(nccl_unique_id_b64=UNIQUE_ID).master_address is None
 
@@ -61,7 +61,7 @@ def test_a_group_is_joined_by_address_or_by_unique_id() -> None:
         ({**ADDRESS, "group_name": "x"}, "group_name"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(fields: dict[str, object], problem: str) -> None:
+def test_what_cannot_be_joined_is_refused(fields, problem):
     with pytest.raises(ValidationError, match=problem):
         init(**fields)
 
@@ -75,17 +75,17 @@ def test_what_cannot_be_joined_is_refused(fields: dict[str, object], problem: st
         ({"ipc_handles": []}, "ipc_handles"),
     ],
 )
-def test_tensors_that_cannot_be_received_are_refused(fields: dict[str, object], problem: str) -> None:
+def test_tensors_that_cannot_be_received_are_refused(fields, problem):
     with pytest.raises(ValidationError, match=problem):
         TensorsToCome.model_validate({"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]} | fields)
 
 
-def test_an_announcement_tells_the_bytes_of_each_tensor() -> None:
+def test_an_announcement_tells_the_bytes_of_each_tensor():
     announced = TensorsToCome(names=("a", "b"), dtype_names=("bfloat16", "float32"), shapes=((2, 3), ()))
     assert announced.sizes == [12, 4]
 
 
-def test_an_empty_table_repeats_one_packed_as_it_says() -> None:
+def test_an_empty_table_repeats_one_packed_as_it_says():
     before = TensorsToCome(names=("a",), dtype_names=("int8",), shapes=((3,),), packed=True, packed_num_buffers=3)
     assert TensorsToCome().as_before(before) == before
     assert TensorsToCome(packed=False).as_before(before) == before.model_copy(update={"packed": False})

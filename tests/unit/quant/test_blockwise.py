@@ -41,27 +41,27 @@ def assert_as_specified(weight: torch.Tensor) -> None:
 
 
 class TestFormat:
-    def test_torch_decodes_all_256_codes_as_the_format_specifies(self) -> None:
+    def test_torch_decodes_all_256_codes_as_the_format_specifies(self):
         read = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
         for code, value in enumerate(read):
             expected = e4m3.value_of(code)
             assert (expected is None and value != value) or Fraction(value) == expected, code
 
     @given(st.floats(0, 448, width=32))
-    def test_the_fast_test_encoder_agrees_with_exact_fractions(self, x: float) -> None:
+    def test_the_fast_test_encoder_agrees_with_exact_fractions(self, x):
         assert e4m3.encode(np.array([x, -x], dtype=np.float32)).tolist() == [
             (code := e4m3.nearest_code(Fraction(x))),
             code | e4m3.SIGN,
         ]
 
-    def test_every_code_value_comes_back_as_its_own_code(self) -> None:
+    def test_every_code_value_comes_back_as_its_own_code(self):
         weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         finite = weight[~weight.isnan()].view(2, 127)
         codes, scales = quantize_blockwise(finite)
         assert scales.tolist() == [[1.0]]
         assert codes.view(torch.uint8).flatten().tolist() == [c for c in range(256) if c & 0x7F != e4m3.NAN_CODE]
 
-    def test_a_value_halfway_between_two_codes_goes_to_the_even_one(self) -> None:
+    def test_a_value_halfway_between_two_codes_goes_to_the_even_one(self):
         halves = [(low + high) / 2 for low, high in pairwise(e4m3.POSITIVE)]
         weight = torch.tensor([[448.0, *map(float, halves)]])
         codes, scales = quantize_blockwise(weight)
@@ -73,11 +73,11 @@ class TestFormat:
 
 class TestQuantize:
     @given(weights())
-    def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(self, weight: torch.Tensor) -> None:
+    def test_codes_and_scales_are_bit_for_bit_what_the_formula_gives(self, weight):
         assert_as_specified(weight)
 
     @given(weights())
-    def test_the_round_trip_error_is_at_most_half_the_code_spacing(self, weight: torch.Tensor) -> None:
+    def test_the_round_trip_error_is_at_most_half_the_code_spacing(self, weight):
         codes, scales = quantize_blockwise(weight)
         exact = weight.to(torch.bfloat16).double()
         error = (dequantize_blockwise(codes, scales).double() - exact).abs()
@@ -89,17 +89,17 @@ class TestQuantize:
         assert bool((error <= BLOCK_ERROR * 448 * per_weight + FP32_ERROR * exact.abs()).all())
 
     @given(weights())
-    def test_dequantizing_multiplies_each_code_by_its_block_scale(self, weight: torch.Tensor) -> None:
+    def test_dequantizing_multiplies_each_code_by_its_block_scale(self, weight):
         codes, scales = quantize_blockwise(weight)
         got = dequantize_blockwise(codes, scales)
         assert got.dtype == torch.float32 and got.shape == weight.shape
         np.testing.assert_array_equal(got.numpy(), e4m3.dequantize(codes.view(torch.uint8).numpy(), scales.numpy()))
 
     @pytest.mark.parametrize("view", VIEWS)
-    def test_a_view_is_quantized_as_its_copy_would_be(self, view: str) -> None:
+    def test_a_view_is_quantized_as_its_copy_would_be(self, view):
         assert_as_specified(VIEWS[view](torch.randn(300, 270, generator=torch.Generator().manual_seed(0))))
 
-    def test_stacked_experts_are_quantized_each_by_itself(self) -> None:
+    def test_stacked_experts_are_quantized_each_by_itself(self):
         experts = torch.randn(3, 130, 200) * torch.tensor([1.0, 1e-3, 1e3]).view(3, 1, 1)
         codes, scales = quantize_blockwise(experts)
         for expert in range(3):
@@ -109,7 +109,7 @@ class TestQuantize:
         assert torch.equal(dequantize_blockwise(codes, scales)[1], dequantize_blockwise(codes[1], scales[1]))
 
     @given(weights())
-    def test_a_power_of_two_scale_is_the_raw_one_rounded_up(self, weight: torch.Tensor) -> None:
+    def test_a_power_of_two_scale_is_the_raw_one_rounded_up(self, weight):
         raw = quantize_blockwise(weight)[1]
         codes, scales = quantize_blockwise(weight, power_of_two=True)
         mantissas, _ = torch.frexp(scales)
@@ -121,7 +121,7 @@ class TestQuantize:
         exact = (weight.to(torch.bfloat16).float() / per_weight).numpy()  # a division by a power of two is exact
         np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), e4m3.encode(exact))
 
-    def test_the_input_is_left_as_it_was(self) -> None:
+    def test_the_input_is_left_as_it_was(self):
         weight = torch.randn(130, 5)
         before = weight.clone()
         quantize_blockwise(weight)
@@ -131,7 +131,7 @@ class TestQuantize:
 class TestRefused:
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_what_is_not_finite_is_refused_by_name_and_first_index(self, bad: float, dtype: torch.dtype) -> None:
+    def test_what_is_not_finite_is_refused_by_name_and_first_index(self, bad, dtype):
         weight = torch.zeros(200, 150, dtype=dtype)
         weight[131, 140] = weight[150, 0] = bad
         with pytest.raises(QuantizationError, match=r"layers\.0\.up\[131, 140\] is -?(nan|inf)") as refused:
@@ -140,7 +140,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("at", [0, (1 << 17) - 1, 1 << 17, 300_000 - 1])
     @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-    def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(self, bad: float, at: int) -> None:
+    def test_a_non_finite_value_is_found_anywhere_in_a_large_tensor(self, bad, at):
         largest = torch.finfo(torch.bfloat16).max
         weight = torch.tensor([largest, -largest, 0.0]).to(torch.bfloat16).repeat(100_000)
         require_finite(weight, "embedding")
@@ -148,21 +148,21 @@ class TestRefused:
         with pytest.raises(QuantizationError, match=rf"embedding\[{at}\] is -?(nan|inf)"):
             require_finite(weight, "embedding")
 
-    def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused(self) -> None:
+    def test_a_finite_fp32_value_that_bf16_cannot_hold_is_refused(self):
         largest_bf16, too_large = 3.3895313892515355e38, 3.4e38
         assert quantize_blockwise(torch.full((1, 1), largest_bf16))[0].float().item() == 448
         with pytest.raises(QuantizationError, match=r"w\[0, 1\] is 3\.39.*e\+38 \(in BF16: inf\)"):
             quantize_blockwise(torch.tensor([[1.0, too_large]]), "w")
 
     @pytest.mark.parametrize("shape", [(), (5,), (1, 2, 3, 4)])
-    def test_what_is_no_matrix_is_refused(self, shape: tuple[int, ...]) -> None:
+    def test_what_is_no_matrix_is_refused(self, shape):
         with pytest.raises(QuantizationError, match=f"bias has {len(shape)} dimensions"):
             quantize_blockwise(torch.zeros(shape), "bias")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_look_at_several_weights_finds_a_number_that_is_none_anywhere(dtype: torch.dtype, value: float) -> None:
+def test_one_look_at_several_weights_finds_a_number_that_is_none_anywhere(dtype, value):
     weights = [torch.randn(3, 700).to(dtype), torch.zeros(0, 4, dtype=dtype), torch.randn(5, dtype=torch.bfloat16)]
     assert bool(are_finite(weights)) and bool(are_finite([])) and bool(are_finite(weights[1:2]))
     for weight in (weights[0], weights[2]):
@@ -173,6 +173,6 @@ def test_one_look_at_several_weights_finds_a_number_that_is_none_anywhere(dtype:
             weight.view(-1)[index] = before
 
 
-def test_a_number_that_is_none_once_it_is_rounded_is_none() -> None:
+def test_a_number_that_is_none_once_it_is_rounded_is_none():
     assert bool(are_finite([torch.tensor([torch.finfo(torch.bfloat16).max])]))
     assert not bool(are_finite([torch.tensor([1.0, -torch.finfo(torch.float32).max])]))

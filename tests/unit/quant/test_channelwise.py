@@ -30,7 +30,7 @@ def quantized(weight: e4m3.Floats, form: WeightFormat) -> tuple[e4m3.Bytes, e4m3
 
 @pytest.mark.parametrize("form", CHANNELS.values(), ids=CHANNELS)
 @given(weight=weights())
-def test_codes_and_scales_are_those_of_the_formula(form: WeightFormat, weight: torch.Tensor) -> None:
+def test_codes_and_scales_are_those_of_the_formula(form, weight):
     codes, scales = form.quantize(weight)
     expected_codes, expected_scales = quantized(weight.float().numpy(), form)
     assert codes.dtype == form.dtype and codes.is_contiguous()
@@ -40,7 +40,7 @@ def test_codes_and_scales_are_those_of_the_formula(form: WeightFormat, weight: t
 
 
 @pytest.mark.parametrize("form", CHANNELS.values(), ids=CHANNELS)
-def test_every_code_comes_back_as_itself(form: WeightFormat) -> None:
+def test_every_code_comes_back_as_itself(form):
     all_codes = torch.arange(256, dtype=torch.uint8).view(form.dtype)
     values = all_codes.float()
     kept = ~values.isnan() & (values != -128)
@@ -50,7 +50,7 @@ def test_every_code_comes_back_as_itself(form: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("form", CHANNELS.values(), ids=CHANNELS)
-def test_a_row_knows_nothing_of_the_others(form: WeightFormat) -> None:
+def test_a_row_knows_nothing_of_the_others(form):
     weight = torch.randn(3, 5, 300)
     weight[1, 2] *= 1e20
     codes, scales = form.quantize(weight)
@@ -62,7 +62,7 @@ def test_a_row_knows_nothing_of_the_others(form: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("form", CHANNELS.values(), ids=CHANNELS)
-def test_nan_and_what_is_no_matrix_are_named(form: WeightFormat) -> None:
+def test_nan_and_what_is_no_matrix_are_named(form):
     weight = torch.zeros(4, 5)
     weight[3, 2] = float("nan")
     with pytest.raises(QuantizationError, match=r"q\[3, 2\] is nan"):

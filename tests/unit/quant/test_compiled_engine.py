@@ -58,7 +58,7 @@ def as_engine(model: PreTrainedModel, folder: Path, fp8: bool) -> AbstractContex
     return fake_quant(model, recipe)
 
 
-def test_logits_are_those_of_the_compiled_engine(tmp_path: Path, case: tuple[str, bool]) -> None:
+def test_logits_are_those_of_the_compiled_engine(tmp_path, case):
     family, fp8 = case
     model = saved(tmp_path, family)
     with torch.no_grad(), as_engine(model, tmp_path, fp8):

@@ -28,20 +28,20 @@ def assert_channels_of_the_reference(weight: torch.Tensor) -> None:
 
 @settings(max_examples=100)
 @given(weights(views=True, stacked=True))
-def test_codes_and_scales_are_bit_for_bit_the_references(weight: torch.Tensor) -> None:
+def test_codes_and_scales_are_bit_for_bit_the_references(weight):
     assert_bytes_of_the_reference(weight)
     assert_bytes_of_the_reference(weight, power_of_two=True)
     assert_channels_of_the_reference(weight)
 
 
-def test_every_pair_of_mantissas_is_divided_as_in_the_reference() -> None:
+def test_every_pair_of_mantissas_is_divided_as_in_the_reference():
     assert_bytes_of_the_reference(every_pair_of_mantissas())
     of_rows = every_pair_of_mantissas().view(128, 128, 128).transpose(0, 1).reshape(128, -1)
     assert_channels_of_the_reference(of_rows)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+def test_the_number_of_threads_changes_nothing(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -52,7 +52,7 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
-def test_only_the_block_with_a_bad_weight_gets_the_scale_nan(bad: float) -> None:
+def test_only_the_block_with_a_bad_weight_gets_the_scale_nan(bad):
     weight = torch.randn(300, 300)
     weight[200, 5] = bad
     nan = quantize_blocks_cpu(weight)[1].isnan()

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from rollout_service.compat.transformers_internals import AttentionFunction, registered_attention
-from rollout_service.quant.engine_roundings import EngineRoundings, Kernels, engine_roundings
+from rollout_service.quant.engine_roundings import EngineRoundings, engine_roundings
 from rollout_service.quant.forwards import Forwards
 from tests.support.models import FAMILIES
 
@@ -58,7 +58,7 @@ def normalized(summed: torch.Tensor, norm: nn.Module) -> torch.Tensor:
 
 class TestForward:
     @pytest.mark.parametrize("family", KNOWN)
-    def test_in_fp32_nothing_changes(self, family: str) -> None:
+    def test_in_fp32_nothing_changes(self, family):
         model = made(family, torch.float32)
         before = logits(model)
         with engine_roundings(model):
@@ -66,7 +66,7 @@ class TestForward:
 
     @pytest.mark.parametrize("family", KNOWN)
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-    def test_in_bf16_it_changes_until_the_end(self, family: str, attention: str) -> None:
+    def test_in_bf16_it_changes_until_the_end(self, family, attention):
         model = made(family, attention=attention)
         before = logits(model)
         with engine_roundings(model):
@@ -77,7 +77,7 @@ class TestForward:
         assert torch.equal(logits(model), before)
         assert not any("forward" in vars(module) for module in model.modules())
 
-    def test_sums_are_normalized_before_they_are_rounded(self) -> None:
+    def test_sums_are_normalized_before_they_are_rounded(self):
         model = made("llama")
         names = ("embed_tokens", "layers.0.self_attn", "layers.0.post_attention_layernorm", "layers.0.mlp")
         with engine_roundings(model):
@@ -88,7 +88,7 @@ class TestForward:
         assert torch.equal(second, normalized(expected, model.model.layers[1].input_layernorm))
 
     @pytest.mark.parametrize("kernels", ["cuda_eager", "cuda_compiled"])
-    def test_on_a_gpu_the_norm_rounds_once_and_cuda_kernels_the_sum_before(self, kernels: Kernels) -> None:
+    def test_on_a_gpu_the_norm_rounds_once_and_cuda_kernels_the_sum_before(self, kernels):
         model = made("qwen3")
         names = ("embed_tokens", "layers.0.self_attn", "layers.0.post_attention_layernorm", "layers.0.self_attn.q_proj")
         with engine_roundings(model, kernels=kernels):
@@ -111,7 +111,7 @@ class TestForward:
         torch.testing.assert_close(queries.float(), of_queries, rtol=2**-8, atol=0)
         assert (normed == of_sum.bfloat16()).float().mean() > 0.99
 
-    def test_compiled_swiglu_rounds_once(self) -> None:
+    def test_compiled_swiglu_rounds_once(self):
         model = made("llama")
         with engine_roundings(model, kernels="cuda_compiled"):
             gate, up, fed = outputs(model, "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp")
@@ -119,7 +119,7 @@ class TestForward:
         assert torch.equal(fed, model.model.layers[0].mlp.down_proj(gated))
 
     @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral"])
-    def test_on_a_gpu_the_weights_of_experts_are_not_rounded(self, family: str) -> None:
+    def test_on_a_gpu_the_weights_of_experts_are_not_rounded(self, family):
         model, weights = made(family), list[torch.Tensor]()
         router = model.model.layers[0].mlp.gate
         with engine_roundings(model, kernels="cuda_eager"):
@@ -130,7 +130,7 @@ class TestForward:
         if getattr(router, "norm_topk_prob", True):
             torch.testing.assert_close(weights[0].sum(-1), torch.ones(TOKENS.numel()))
 
-    def test_rotated_queries_and_keys_are_rounded_once_and_attention_is_in_fp32(self) -> None:
+    def test_rotated_queries_and_keys_are_rounded_once_and_attention_is_in_fp32(self):
         model = made("llama")
         seen: list[torch.Tensor] = []
 
@@ -152,7 +152,7 @@ class TestForward:
         assert torch.equal(seen[0], rotated.bfloat16().float())
         assert attended.dtype == torch.bfloat16
 
-    def test_a_kv_cache_changes_nothing(self) -> None:
+    def test_a_kv_cache_changes_nothing(self):
         model = made("qwen3")
         with engine_roundings(model), torch.no_grad():
             whole = model(TOKENS, use_cache=False).logits
@@ -160,7 +160,7 @@ class TestForward:
             rest = model(TOKENS[:, 20:], past_key_values=begun.past_key_values).logits
         torch.testing.assert_close(rest, whole[:, 20:], atol=0.02, rtol=0)
 
-    def test_models_of_one_kernel_end_in_any_order(self) -> None:
+    def test_models_of_one_kernel_end_in_any_order(self):
         policy, reference = made("llama"), made("qwen3")
         before = logits(reference)
         first, second = engine_roundings(policy), engine_roundings(reference)
@@ -174,7 +174,7 @@ class TestForward:
 
 class TestBackward:
     @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-    def test_gradients_are_those_of_the_model_in_fp32(self, family: str) -> None:
+    def test_gradients_are_those_of_the_model_in_fp32(self, family):
         model, exact = made(family), made(family, torch.float32)
         exact.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
         with engine_roundings(model):
@@ -183,7 +183,7 @@ class TestBackward:
             angle = torch.cosine_similarity(of_bf16.flatten().float(), of_fp32.flatten(), dim=0)
             assert angle > 0.99, (name, angle)
 
-    def test_gradient_checkpointing_gives_the_same(self) -> None:
+    def test_gradient_checkpointing_gives_the_same(self):
         model = made("qwen3").train()
         with engine_roundings(model):
             expected = gradients(model)
@@ -193,7 +193,7 @@ class TestBackward:
 
 
 class TestRefused:
-    def test_layers_that_are_not_known(self) -> None:
+    def test_layers_that_are_not_known(self):
         model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=2))
         with pytest.raises(ValueError, match="unknown roundings of vLLM for GPT2Model"):
             engine_roundings(model)
@@ -201,13 +201,13 @@ class TestRefused:
         with pytest.raises(ValueError, match="for DeepseekV3DecoderLayer: known are LlamaDecoderLayer"):
             engine_roundings(model)
 
-    def test_what_is_no_transformers_model(self) -> None:
+    def test_what_is_no_transformers_model(self):
         with pytest.raises(ValueError, match="Linear holds no transformers model"):
             engine_roundings(nn.Linear(2, 2))
 
 
 class TestForwards:
-    def test_a_forward_that_others_had_given_is_there_again(self) -> None:
+    def test_a_forward_that_others_had_given_is_there_again(self):
         layer = nn.Linear(2, 2)
         others = layer.forward = lambda hidden: hidden + 1
         forwards = Forwards({layer: lambda hidden: hidden * 2})
@@ -215,7 +215,7 @@ class TestForwards:
         forwards.remove()
         assert layer.forward is others
 
-    def test_a_forward_that_others_have_given_since_is_not_lost(self) -> None:
+    def test_a_forward_that_others_have_given_since_is_not_lost(self):
         layers = nn.Linear(2, 2), nn.Linear(2, 2)
         forwards = Forwards({layer: lambda hidden: hidden * 2 for layer in layers})
         ours = layers[1].forward
@@ -227,7 +227,7 @@ class TestForwards:
         forwards.remove()
         assert not any("forward" in vars(layer) for layer in layers)
 
-    def test_calls_may_nest(self) -> None:
+    def test_calls_may_nest(self):
         model = made("llama")
         before = logits(model)
         outer: EngineRoundings = engine_roundings(model)

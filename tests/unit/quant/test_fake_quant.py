@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.tensors import QuantWeights
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
 from rollout_service.quant.blockwise import dequantize_blockwise, quantize_blockwise
 from rollout_service.quant.fake_quant import fake_quant, through_groups
@@ -46,7 +45,7 @@ def through_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 class TestForward:
     @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
-    async def test_logits_are_those_of_the_version_in_fp8(self, tmp_path: Path, family: str) -> None:
+    async def test_logits_are_those_of_the_version_in_fp8(self, tmp_path, family):
         folder = make_model(tmp_path / "model", family)
         recipe = await recipe_of(folder, tmp_path / "log")
         expected = reference_model(folder, WeightLog(tmp_path / "log").folder(0), fp8_activations=True, fp8_kv=False)
@@ -59,7 +58,7 @@ class TestForward:
         assert differences.mean() < 0.1 * (in_bf16 - in_fp8).abs().mean()
         assert torch.equal(logits(trainer), in_bf16)
 
-    async def test_what_the_service_keeps_in_bf16_stays_so(self, tmp_path: Path) -> None:
+    async def test_what_the_service_keeps_in_bf16_stays_so(self, tmp_path):
         folder = make_model(tmp_path / "model", "qwen3")
         recipe = await recipe_of(folder, tmp_path / "log", skip=("*.layers.0.*",))
         trainer = loaded(folder)
@@ -67,7 +66,7 @@ class TestForward:
             names = {name for name, module in trainer.named_modules() if module in quantized.layers}
         assert names and all(name.startswith("model.layers.1.") for name in names)
 
-    def test_the_result_has_the_dtype_of_autocast(self) -> None:
+    def test_the_result_has_the_dtype_of_autocast(self):
         layer = nn.Linear(128, 128, bias=True)
         with fake_quant(layer, LINEAR):
             assert layer(torch.ones(2, 128)).dtype == torch.float32
@@ -76,7 +75,7 @@ class TestForward:
 
 
 class TestRoundings:
-    async def test_a_known_model_rounds_as_the_engines_do_unless_told_otherwise(self, tmp_path: Path) -> None:
+    async def test_a_known_model_rounds_as_the_engines_do_unless_told_otherwise(self, tmp_path):
         folder = make_model(tmp_path / "model", "qwen3")
         recipe = await recipe_of(folder, tmp_path / "log")
         trainer = loaded(folder, torch.bfloat16)
@@ -88,7 +87,7 @@ class TestRoundings:
         assert not torch.equal(as_engine, own)
         assert torch.equal(logits(trainer), before)
 
-    async def test_experts_round_where_vllm_does_on_a_gpu(self, tmp_path: Path) -> None:
+    async def test_experts_round_where_vllm_does_on_a_gpu(self, tmp_path):
         folder = make_model(tmp_path / "model", "qwen3_moe")
         recipe = await recipe_of(folder, tmp_path / "log")
         model = loaded(folder, torch.bfloat16)
@@ -114,14 +113,14 @@ class TestRoundings:
             torch.testing.assert_close(found[token], total.bfloat16(), rtol=2**-8, atol=0)
         assert (found[4] != 0).any()
 
-    def test_an_unknown_model_keeps_its_own_and_a_warning_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_unknown_model_keeps_its_own_and_a_warning_says_so(self, caplog):
         with fake_quant(nn.Linear(128, 128), LINEAR) as quantized:
             assert quantized.roundings is None
         assert "Linear holds no transformers model" in caplog.text
 
 
 class TestKernels:
-    def test_the_recipes_kernels_are_imitated(self, tmp_path: Path) -> None:
+    def test_the_recipes_kernels_are_imitated(self, tmp_path):
         model = loaded(make_model(tmp_path, "llama"), torch.bfloat16)
         recipe = TrainerRecipe(weights="fp8_block", quantized=("model.layers.0.mlp.down_proj.weight",))
         kernels: tuple[Kernels, ...] = ("cpu", "cuda_eager", "cuda_compiled")
@@ -133,7 +132,7 @@ class TestKernels:
                 assert torch.equal(logits(model), found[-1])
         assert not any(torch.equal(found[i], found[i - 1]) for i in range(3))
 
-    def test_an_fp8_kv_cache_is_not_imitated_with_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_fp8_kv_cache_is_not_imitated_with_a_warning(self, caplog):
         with fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "bfloat16"})):
             assert "KV cache" not in caplog.text
         with fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "fp8_e4m3"})):
@@ -141,7 +140,7 @@ class TestKernels:
 
 
 class TestBackward:
-    def test_gradients_pass_straight_through(self) -> None:
+    def test_gradients_pass_straight_through(self):
         torch.manual_seed(0)
         layer, hidden = nn.Linear(256, 128), torch.randn(2, 5, 256, requires_grad=True)
         rounded = nn.Linear(256, 128)
@@ -158,7 +157,7 @@ class TestBackward:
         ):
             torch.testing.assert_close(found, expected)
 
-    async def test_every_weight_of_a_mixture_learns(self, tmp_path: Path) -> None:
+    async def test_every_weight_of_a_mixture_learns(self, tmp_path):
         folder = make_model(tmp_path / "model", "qwen3_moe")
         recipe = await recipe_of(folder, tmp_path / "log")
         trainer, plain = loaded(folder), loaded(folder)
@@ -171,7 +170,7 @@ class TestBackward:
                 angle = torch.cosine_similarity(parameter.grad.flatten(), other.grad.flatten(), dim=0)
                 assert angle > 0.8, (name, angle)
 
-    def test_a_frozen_weight_gets_no_gradient(self) -> None:
+    def test_a_frozen_weight_gets_no_gradient(self):
         layer = nn.Linear(128, 128)
         layer.weight.requires_grad_(False)
         with fake_quant(layer, LINEAR):
@@ -180,27 +179,27 @@ class TestBackward:
 
 
 class TestRefused:
-    def test_a_service_that_quantizes_nothing(self) -> None:
+    def test_a_service_that_quantizes_nothing(self):
         with pytest.raises(ValueError, match="quantizes nothing"):
             fake_quant(nn.Linear(128, 128), TrainerRecipe(weights="none"))
 
     @pytest.mark.parametrize("weights", ["fp8_channel", "int8_channel"])
-    def test_a_service_whose_scales_are_of_channels(self, weights: QuantWeights) -> None:
+    def test_a_service_whose_scales_are_of_channels(self, weights):
         with pytest.raises(ValueError, match=f"quantizes to {weights}, and fake_quant supports fp8_block only"):
             fake_quant(nn.Linear(128, 128), TrainerRecipe(weights=weights, quantized=("weight",)))
 
-    def test_a_model_that_lacks_what_is_quantized(self) -> None:
+    def test_a_model_that_lacks_what_is_quantized(self):
         recipe = TrainerRecipe(weights="fp8_block", quantized=("weight", "model.b.weight", "model.a.weight"))
         with pytest.raises(ValueError, match=r"quantizes 2 weights that this model has not, such as model\.a\.weight"):
             fake_quant(nn.Linear(128, 128), recipe)
 
-    def test_products_in_fp8_without_a_gpu_that_has_it(self) -> None:
+    def test_products_in_fp8_without_a_gpu_that_has_it(self):
         with pytest.raises(
             ValueError, match="computed in fp8, but the model is on cpu, which cannot: give fp32 or bf16"
         ):
             fake_quant(nn.Linear(128, 128), LINEAR, products="fp8")
 
-    async def test_a_part_of_stacked_experts(self, tmp_path: Path) -> None:
+    async def test_a_part_of_stacked_experts(self, tmp_path):
         folder = make_model(tmp_path / "model", "qwen3_moe")
         recipe = await recipe_of(folder, tmp_path / "log")
         lost = recipe.model_copy(update={"quantized": tuple(n for n in recipe.quantized if ".experts.3.down" not in n)})
@@ -209,12 +208,12 @@ class TestRefused:
             fake_quant(model, lost)
         assert not any("forward" in vars(module) for module in model.modules())
 
-    def test_a_layer_of_an_unknown_kind(self) -> None:
+    def test_a_layer_of_an_unknown_kind(self):
         with pytest.raises(ValueError, match="is a Conv1d with weight in FP8"):
             fake_quant(nn.Conv1d(4, 4, 3), LINEAR)
 
 
-def test_wrapped_models_are_known_by_their_own_names() -> None:
+def test_wrapped_models_are_known_by_their_own_names():
     wrapped = nn.Sequential()
     wrapped.add_module("_orig_mod", nn.Linear(128, 128))
     with fake_quant(wrapped, LINEAR) as quantized:

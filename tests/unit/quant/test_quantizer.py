@@ -18,7 +18,7 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_each_weight_gets_the_codes_and_scales_of_the_reference(power_of_two: bool) -> None:
+def test_each_weight_gets_the_codes_and_scales_of_the_reference(power_of_two):
     quantized = Quantizer(power_of_two=power_of_two, device="cpu").quantize(WEIGHTS)
     for (_, weight), (codes, scales) in zip(WEIGHTS, quantized, strict=True):
         expected = quantize_blockwise(weight, power_of_two=power_of_two)
@@ -26,32 +26,30 @@ def test_each_weight_gets_the_codes_and_scales_of_the_reference(power_of_two: bo
         assert torch.equal(scales, expected[1])
 
 
-def test_no_weights_give_nothing() -> None:
+def test_no_weights_give_nothing():
     assert Quantizer().quantize([]) == []
 
 
-def test_the_first_bad_weight_is_named_with_its_index() -> None:
+def test_the_first_bad_weight_is_named_with_its_index():
     bad = torch.zeros(200, 200)
     bad[130, 2] = float("nan")
     with pytest.raises(QuantizationError, match=r"^down\[130, 2\] is nan"):
         Quantizer(device="cpu").quantize([*WEIGHTS, ("down", bad), ("other", bad)])
 
 
-def test_weights_of_a_parameter_that_needs_a_gradient_are_taken() -> None:
+def test_weights_of_a_parameter_that_needs_a_gradient_are_taken():
     weight = torch.nn.Parameter(torch.randn(128, 128))
     codes, scales = Quantizer(device="cpu").quantize([("w", weight)])[0]
     assert not codes.requires_grad and not scales.requires_grad
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_asking_for_a_gpu_where_there_is_none_is_an_error() -> None:
+def test_asking_for_a_gpu_where_there_is_none_is_an_error():
     with pytest.raises(ValueError, match=r"device is cuda, but torch sees no GPU"):
         Quantizer(device="cuda")
 
 
-def test_without_numba_torch_writes_the_same_bytes_and_logs_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_numba_torch_writes_the_same_bytes_and_logs_it(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "rollout_service.quant.cpu", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     quantizer._cpu_quantizer.cache_clear()

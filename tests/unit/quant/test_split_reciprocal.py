@@ -30,7 +30,7 @@ def split_reciprocal(scale: np.float32) -> tuple[np.float32, np.float32]:
 
 
 @pytest.mark.parametrize("largest_code", [448, 127])
-def test_the_split_product_is_the_ieee_quotient(largest_code: int) -> None:
+def test_the_split_product_is_the_ieee_quotient(largest_code):
     weights = np.concatenate([MANTISSAS, -MANTISSAS, [np.float32(0.0), np.float32(-0.0)]]).astype(np.float32)
     for amax in [*MANTISSAS, FLOOR]:
         scale = np.float32(amax) / np.float32(largest_code)
@@ -40,7 +40,7 @@ def test_the_split_product_is_the_ieee_quotient(largest_code: int) -> None:
         np.testing.assert_array_equal(product.view(np.uint32), (weights / scale).view(np.uint32), f"amax {amax}")
 
 
-def test_multiplying_by_the_reciprocal_would_give_other_codes() -> None:
+def test_multiplying_by_the_reciprocal_would_give_other_codes():
     """Where a quotient lies halfway between two codes, the product need not."""
     weights = np.concatenate([MANTISSAS * 2.0**-exponent for exponent in range(20)]).astype(np.float32)
     differing = 0
@@ -52,7 +52,7 @@ def test_multiplying_by_the_reciprocal_would_give_other_codes() -> None:
     assert differing > 20
 
 
-def test_torchs_division_by_a_number_would_give_other_scales() -> None:
+def test_torchs_division_by_a_number_would_give_other_scales():
     """On CUDA it multiplies by the number's reciprocal, rounded to fp32: what docs/numerics.md says of amax / 448."""
     scales, products = MANTISSAS / np.float32(448), MANTISSAS * (np.float32(1) / np.float32(448))
     assert (scales != products).sum() == 71

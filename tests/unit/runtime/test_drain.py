@@ -62,28 +62,28 @@ async def output_after_sigterm(*, ends: bool, signals: int = 1, **script: object
             await process.wait()
 
 
-async def test_sigterm_starts_a_drain_and_ray_s_handler_is_not_called() -> None:
+async def test_sigterm_starts_a_drain_and_ray_s_handler_is_not_called():
     assert await output_after_sigterm(ends=False, work="await asyncio.sleep(60)") == (["draining"], None)
 
 
-async def test_two_signals_are_one_drain_and_its_end_ends_the_process() -> None:
+async def test_two_signals_are_one_drain_and_its_end_ends_the_process():
     assert await output_after_sigterm(signals=2, ends=True) == (["draining"], 128 + signal.SIGTERM)
 
 
-async def test_a_process_whose_work_does_not_end_ends_all_the_same() -> None:
+async def test_a_process_whose_work_does_not_end_ends_all_the_same():
     output = await output_after_sigterm(ends=True, timeout_s=3, work="await asyncio.sleep(60)")
     assert output == (["draining"], 128 + signal.SIGTERM)
 
 
-async def test_a_process_whose_event_loop_is_blocked_ends_too() -> None:
+async def test_a_process_whose_event_loop_is_blocked_ends_too():
     assert await output_after_sigterm(ends=True, timeout_s=0.1, then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
 
 
-async def test_a_process_that_serves_nobody_yet_ends_at_once() -> None:
+async def test_a_process_that_serves_nobody_yet_ends_at_once():
     assert await output_after_sigterm(ends=True, serves="", then="time.sleep(60)") == ([], 128 + signal.SIGTERM)
 
 
-async def test_sigterm_ends_a_process_of_serve_at_once() -> None:
+async def test_sigterm_ends_a_process_of_serve_at_once():
     output = await output_after_sigterm(ends=True, serves="drain.end_on_sigterm()", then=FOR_EVER)
     assert output == ([], 128 + signal.SIGTERM)
 
@@ -95,7 +95,7 @@ class Clock:
         return self.now
 
 
-async def test_a_drain_begins_once_and_then_fails_health_checks() -> None:
+async def test_a_drain_begins_once_and_then_fails_health_checks():
     clock, ran, going = Clock(), [], asyncio.Event()
 
     async def work() -> None:
@@ -120,9 +120,7 @@ async def test_a_drain_begins_once_and_then_fails_health_checks() -> None:
     assert drain.done
 
 
-async def test_a_failed_drain_is_logged_and_health_checks_still_fail(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failed_drain_is_logged_and_health_checks_still_fail(caplog):
     async def work() -> None:
         raise OSError("the disk is gone")
 

@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -43,7 +42,7 @@ def serves() -> Iterator[Kept]:
 
 
 @pytest.mark.parametrize(("level", "shown"), [(logging.INFO, ["told"]), (logging.WARNING, [])])
-def test_lines_from_serves_level_on_are_shown_once(serves: Kept, level: int, shown: list[str]) -> None:
+def test_lines_from_serves_level_on_are_shown_once(serves, level, shown):
     logging.getLogger("ray.serve").setLevel(level)
     log_with_serve()
     log_with_serve()
@@ -59,7 +58,7 @@ class TestRefusals:
         except Exception:
             logging.getLogger("ray.serve").exception("Request failed.")
 
-    def test_a_refusal_is_one_line_without_a_traceback(self, serves: Kept) -> None:
+    def test_a_refusal_is_one_line_without_a_traceback(self, serves):
         log = logging.getLogger("ray.serve")
         now, refusals = 0.0, logs.ShortRefusals(lambda: now)
         log.addFilter(refusals)
@@ -75,13 +74,13 @@ class TestRefusals:
         finally:
             log.removeFilter(refusals)
 
-    def test_a_bug_keeps_its_traceback(self, serves: Kept) -> None:
+    def test_a_bug_keeps_its_traceback(self, serves):
         log_with_serve()
         for _ in range(2):
             self.failed(KeyError("a bug"))
         assert [bool(record.exc_info) for record in serves.records] == [True, True]
 
-    def test_processes_of_serve_shorten_refusals(self, serves: Kept) -> None:
+    def test_processes_of_serve_shorten_refusals(self, serves):
         log_with_serve()
         self.failed(EngineFailed("died"))
         assert serves.messages == ["EngineFailed: died"]
@@ -111,7 +110,7 @@ serve.info("Serve's")
 """
 
 
-def test_neither_vllm_nor_uvicorn_closes_serves_log_file(tmp_path: Path) -> None:
+def test_neither_vllm_nor_uvicorn_closes_serves_log_file(tmp_path):
     make_tiny_qwen3(tmp_path / "model")
     arguments = [str(tmp_path / "log"), str(tmp_path / "model")]
     told = [f"{name}={value}" for name, value in TELL_VLLM.items()]

@@ -1,21 +1,19 @@
 """Memory of this machine, or of the container that a process is in."""
 
-from pathlib import Path
-
 import psutil
 import pytest
 
 from rollout_service.runtime import memory
 
 
-def test_it_is_the_machine_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_the_machine_s(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     has = memory.memory()
     assert has.total_bytes == psutil.virtual_memory().total and 0 < has.used_bytes < has.total_bytes
     assert has.kill_at == 0.95
 
 
-def test_ray_s_threshold_is_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_s_threshold_is_the_environment_s(monkeypatch):
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
     assert memory.memory().kill_at == 0.8
 
@@ -27,9 +25,7 @@ def test_ray_s_threshold_is_the_environment_s(monkeypatch: pytest.MonkeyPatch) -
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ],
 )
-def test_a_container_s_limit_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, limit: str, usage: str, reclaimable: str
-) -> None:
+def test_a_container_s_limit_counts(monkeypatch, tmp_path, folder, limit, usage, reclaimable):
     (tmp_path / folder).mkdir(exist_ok=True)
     for name, text in (
         (limit, "1000000\n"),

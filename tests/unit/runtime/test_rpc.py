@@ -29,22 +29,22 @@ def actor(object_store: None) -> Any:
 
 
 class TestClient:
-    async def test_answers_as_the_deployment_does(self, actor: Any) -> None:
+    async def test_answers_as_the_deployment_does(self, actor):
         assert await ingest_client(actor).status(7) == await ingest_client(actor).status(version=7) == 7
 
     @pytest.mark.parametrize("error", [NotFound("gone", {"version": 7}), NotReady("soon"), LogCorrupt("torn")])
-    async def test_raises_our_errors_as_they_were(self, actor: Any, error: RolloutServiceError) -> None:
+    async def test_raises_our_errors_as_they_were(self, actor, error):
         with pytest.raises(RolloutServiceError) as raised:
             await ingest_client(actor).status(error)
         assert type(raised.value) is type(error)
         assert (raised.value.message, raised.value.detail) == (error.message, error.detail)
 
-    async def test_tells_any_other_error(self, actor: Any) -> None:
+    async def test_tells_any_other_error(self, actor):
         with pytest.raises(DeploymentFailed, match=r"the ingest failed with .*disk on fire") as raised:
             await ingest_client(actor).status(OSError("disk on fire"))
         assert raised.value.http_status == 500 and raised.value.__cause__ is not None
 
-    async def test_a_deployment_that_died_is_not_ready(self, actor: Any) -> None:
+    async def test_a_deployment_that_died_is_not_ready(self, actor):
         ray.kill(actor)
         with pytest.raises(NotReady, match="the ingest died with this call: send it again"):
             await ingest_client(actor).status(1)
@@ -57,22 +57,22 @@ class TestClient:
         ],
         ids=["Serve cannot start it", "Serve's queue is full"],
     )
-    async def test_what_serve_refuses_is_not_ready(self, error: Exception, why: str) -> None:
+    async def test_what_serve_refuses_is_not_ready(self, error, why):
         with pytest.raises(NotReady, match=why):
             await ingest_client(Refusing(error)).status(1)
 
-    async def test_a_mistake_of_ours_is_raised_as_it_is(self, actor: Any) -> None:
+    async def test_a_mistake_of_ours_is_raised_as_it_is(self, actor):
         with pytest.raises(AttributeError, match="mispelt"):
             await ingest_client(actor).mispelt()
 
 
 class TestEngineClient:
-    async def test_a_replica_that_died_has_lost_the_call(self) -> None:
+    async def test_a_replica_that_died_has_lost_the_call(self):
         with pytest.raises(EngineFailed, match="the replica died with this call") as lost:
             await EngineClient(Refusing(ray.exceptions.ActorDiedError())).generate(CALL)
         assert lost.value.detail == {}
 
-    async def test_cancelling_a_call_cancels_it_there(self) -> None:
+    async def test_cancelling_a_call_cancels_it_there(self):
         handle = Endless()
         call = asyncio.create_task(EngineClient(handle).generate(CALL))
         await handle.asked.wait()

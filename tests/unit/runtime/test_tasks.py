@@ -13,7 +13,7 @@ LONGER_S = 2 * LONG_S
 
 
 class TestShieldedTasks:
-    async def test_whoever_stays_gets_the_result_or_the_error(self) -> None:
+    async def test_whoever_stays_gets_the_result_or_the_error(self):
         async def answer(error: Exception | None) -> int:
             if error is not None:
                 raise error
@@ -24,7 +24,7 @@ class TestShieldedTasks:
         with pytest.raises(KeyError, match="ours"):
             await shielded.run(answer(KeyError("ours")))
 
-    async def test_work_goes_on_when_whoever_waits_for_it_goes_away(self) -> None:
+    async def test_work_goes_on_when_whoever_waits_for_it_goes_away(self):
         going, done = asyncio.Event(), asyncio.Event()
 
         async def work() -> None:
@@ -41,7 +41,7 @@ class TestShieldedTasks:
         going.set()
         await asyncio.wait_for(done.wait(), LONG_S)
 
-    async def test_work_that_has_ended_is_let_go(self) -> None:
+    async def test_work_that_has_ended_is_let_go(self):
         shielded = ShieldedTasks()
         await shielded.run(asyncio.sleep(0))
         await asyncio.sleep(0)
@@ -49,10 +49,10 @@ class TestShieldedTasks:
 
 
 class TestChanges:
-    async def test_what_is_so_already_is_not_waited_for(self) -> None:
+    async def test_what_is_so_already_is_not_waited_for(self):
         assert await asyncio.wait_for(ChangeNotifier().wait(lambda: True, timeout_s=0), LONG_S)
 
-    async def test_all_who_wait_are_told_once_it_is_so_and_not_before(self) -> None:
+    async def test_all_who_wait_are_told_once_it_is_so_and_not_before(self):
         changes, state = ChangeNotifier(), {"version": 0}
         waiting = [asyncio.create_task(changes.wait(lambda: state["version"] >= 2, LONGER_S)) for _ in range(3)]
         for version in (0, 1):
@@ -64,10 +64,10 @@ class TestChanges:
         await changes.notify()
         assert await asyncio.wait_for(asyncio.gather(*waiting), LONG_S) == [True, True, True]
 
-    async def test_waiting_in_vain_ends_with_false(self) -> None:
+    async def test_waiting_in_vain_ends_with_false(self):
         assert not await ChangeNotifier().wait(lambda: False, timeout_s=0.01)
 
-    async def test_an_unannounced_change_is_seen_at_the_timeout(self) -> None:
+    async def test_an_unannounced_change_is_seen_at_the_timeout(self):
         asked: list[None] = []
 
         def reached() -> bool:
@@ -76,7 +76,7 @@ class TestChanges:
 
         assert await ChangeNotifier().wait(reached, timeout_s=0.01) and len(asked) == 2
 
-    async def test_an_error_in_a_condition_reaches_only_its_own_waiter(self) -> None:
+    async def test_an_error_in_a_condition_reaches_only_its_own_waiter(self):
         def broken() -> bool:
             raise ValueError("damaged")
 
@@ -85,7 +85,7 @@ class TestChanges:
             await changes.wait(broken, LONG_S)
         assert await asyncio.wait_for(changes.wait(lambda: True, LONG_S), LONG_S)
 
-    async def test_one_who_stops_waiting_does_not_disturb_the_others(self) -> None:
+    async def test_one_who_stops_waiting_does_not_disturb_the_others(self):
         changes, state = ChangeNotifier(), {"reached": False}
         leaves, stays = (asyncio.create_task(changes.wait(lambda: state["reached"], LONGER_S)) for _ in range(2))
         await asyncio.sleep(0)
@@ -94,7 +94,7 @@ class TestChanges:
         await changes.notify()
         assert await asyncio.wait_for(stays, LONG_S)
 
-    async def test_waiters_are_told_to_retry_when_changes_end(self) -> None:
+    async def test_waiters_are_told_to_retry_when_changes_end(self):
         changes = ChangeNotifier()
         waiting = asyncio.create_task(changes.wait(lambda: False, LONGER_S))
         await asyncio.sleep(0)
@@ -107,7 +107,7 @@ class TestChanges:
 
 
 class TestTurns:
-    async def test_a_closed_lock_lets_its_holder_finish_and_refuses_others(self) -> None:
+    async def test_a_closed_lock_lets_its_holder_finish_and_refuses_others(self):
         turns, going, done = ClosableLock(), asyncio.Event(), []
 
         async def work(name: str) -> None:

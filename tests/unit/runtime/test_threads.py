@@ -19,7 +19,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_results_come_in_item_order_whichever_is_done_first() -> None:
+def test_results_come_in_item_order_whichever_is_done_first():
     last_is_done = threading.Event()
 
     def square(number: int) -> int:
@@ -33,7 +33,7 @@ def test_results_come_in_item_order_whichever_is_done_first() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_after_a_failure_nothing_new_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_nothing_new_begins(monkeypatch):
     given_up = threading.Event()
 
     class Pool(ThreadPoolExecutor):
@@ -56,14 +56,14 @@ def test_after_a_failure_nothing_new_begins(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(begun) <= {0, 1, 2, 3, 4, 5}, "both threads were at work when the third failed, and went on"
 
 
-def test_there_is_a_thread_on_the_smallest_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_a_thread_on_the_smallest_machine(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert io_threads() == 1
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(192)))
     assert io_threads() == 8
 
 
-async def test_who_is_cancelled_waits_until_the_thread_has_ended() -> None:
+async def test_who_is_cancelled_waits_until_the_thread_has_ended():
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -84,7 +84,7 @@ async def test_who_is_cancelled_waits_until_the_thread_has_ended() -> None:
     assert ended.is_set()
 
 
-async def test_what_the_thread_returns_or_raises_comes_back() -> None:
+async def test_what_the_thread_returns_or_raises_comes_back():
     assert await to_thread_and_back(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await to_thread_and_back(divmod, 7, 0)

@@ -35,16 +35,16 @@ async def connect(port: int, trusts: ssl.SSLContext) -> None:
 
 
 class TestFiles:
-    def test_a_certificate_with_its_key_is_what_is_shown(self, tmp_path: Path) -> None:
+    def test_a_certificate_with_its_key_is_what_is_shown(self, tmp_path):
         made = make_certificate(tmp_path, "rollouts.example")
         assert require_certificate(made.certfile, made.keyfile, SETTINGS) == made.pem
 
-    def test_another_certificate_s_key_is_refused(self, tmp_path: Path) -> None:
+    def test_another_certificate_s_key_is_refused(self, tmp_path):
         made, other = make_certificate(tmp_path / "one", "a"), make_certificate(tmp_path / "two", "a")
         with pytest.raises(ValueError, match=f"^{SETTINGS}: .*one.* and .*two.* are no certificate with its"):
             require_certificate(made.certfile, other.keyfile, SETTINGS)
 
-    def test_an_encrypted_key_is_refused_and_no_password_asked_for(self, tmp_path: Path) -> None:
+    def test_an_encrypted_key_is_refused_and_no_password_asked_for(self, tmp_path):
         made = make_certificate(tmp_path, "a")
         made.keyfile.write_bytes(
             made.key.private_bytes(
@@ -57,7 +57,7 @@ class TestFiles:
             require_certificate(made.certfile, made.keyfile, SETTINGS)
 
     @pytest.mark.parametrize("content", [None, "no PEM", "\xff"])
-    def test_what_is_no_certificate_is_refused(self, tmp_path: Path, content: str | None) -> None:
+    def test_what_is_no_certificate_is_refused(self, tmp_path, content):
         made = make_certificate(tmp_path, "a")
         made.certfile.unlink()
         if content is not None:
@@ -74,26 +74,26 @@ class TestPinned:
         """A certificate for another name than the listener is reached by."""
         return make_certificate(tmp_path / "shown", "another.example")
 
-    async def test_nobody_is_trusted_at_first(self, shown: Certificate) -> None:
+    async def test_nobody_is_trusted_at_first(self, shown):
         async with listening(shown) as port:
             with pytest.raises(ssl.SSLCertVerificationError):
                 await connect(port, PinnedCertificates().context)
 
-    async def test_its_certificate_is_trusted_whatever_its_name(self, shown: Certificate) -> None:
+    async def test_its_certificate_is_trusted_whatever_its_name(self, shown):
         pinned = PinnedCertificates()
         pinned.add(shown.pem)
         pinned.add(shown.pem)
         async with listening(shown) as port:
             await connect(port, pinned.context)
 
-    async def test_another_certificate_is_not(self, shown: Certificate, tmp_path: Path) -> None:
+    async def test_another_certificate_is_not(self, shown, tmp_path):
         pinned = PinnedCertificates()
         pinned.add(make_certificate(tmp_path / "other", "another.example").pem)
         async with listening(shown) as port:
             with pytest.raises(ssl.SSLCertVerificationError):
                 await connect(port, pinned.context)
 
-    async def test_one_that_an_authority_signed_is_and_its_others_are_not(self, tmp_path: Path) -> None:
+    async def test_one_that_an_authority_signed_is_and_its_others_are_not(self, tmp_path):
         authority = make_certificate(tmp_path / "authority", "authority", authority=True)
         mine = make_certificate(tmp_path / "mine", "a", signer=authority)
         other = make_certificate(tmp_path / "other", "a", signer=authority)
@@ -106,13 +106,13 @@ class TestPinned:
                 await connect(port, pinned.context)
 
     @pytest.mark.parametrize("text", ["", "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-    def test_what_is_no_certificate_is_refused(self, text: str) -> None:
+    def test_what_is_no_certificate_is_refused(self, text):
         with pytest.raises(ValueError, match="this is no certificate in PEM"):
             PinnedCertificates().add(text)
 
 
 class TestAuthorities:
-    async def test_a_file_s_are_trusted_for_their_names_only(self, tmp_path: Path) -> None:
+    async def test_a_file_s_are_trusted_for_their_names_only(self, tmp_path):
         authority = make_certificate(tmp_path / "authority", "authority", authority=True)
         for name, is_fine in (("127.0.0.1", True), ("another.example", False)):
             async with listening(make_certificate(tmp_path / name, name, signer=authority)) as port:
@@ -122,7 +122,7 @@ class TestAuthorities:
                     with pytest.raises(ssl.SSLCertVerificationError):
                         await connect(port, tls_context(authority.certfile))
 
-    async def test_without_a_file_a_self_signed_one_is_not(self, tmp_path: Path) -> None:
+    async def test_without_a_file_a_self_signed_one_is_not(self, tmp_path):
         async with listening(make_certificate(tmp_path, "127.0.0.1")) as port:
             with pytest.raises(ssl.SSLCertVerificationError):
                 await connect(port, tls_context(None))

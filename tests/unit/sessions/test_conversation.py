@@ -27,21 +27,21 @@ class TestKeys:
             },
         ],
     )
-    def test_a_reply_sent_back_in_another_form_is_the_same(self, sent_back: Message) -> None:
+    def test_a_reply_sent_back_in_another_form_is_the_same(self, sent_back):
         assert key_of([ASKED, sent_back], None) == key_of([ASKED, CALLED], None)
 
-    def test_parts_of_text_are_their_text(self) -> None:
+    def test_parts_of_text_are_their_text(self):
         parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "dd"}]}
         assert key_of([parts], None) == key_of([ASKED], None)
 
-    def test_a_reply_in_several_messages_is_one(self) -> None:
+    def test_a_reply_in_several_messages_is_one(self):
         parts: list[Message] = [{"role": "assistant", "content": "so "}, {"role": "assistant", "content": "on"}, CALLED]
         whole = {**CALLED, "content": "so on"}
         assert key_of([ASKED, *parts], None) == key_of([ASKED, whole], None)
         assert key_of([ASKED, *parts, ASKED], None) == key_of([ASKED, whole, ASKED], None)
         assert key_of([ASKED, parts[0], ASKED, *parts[1:]], None) != key_of([ASKED, whole, ASKED], None)
 
-    def test_parts_of_a_reply_are_put_together(self) -> None:
+    def test_parts_of_a_reply_are_put_together(self):
         parts: list[Message] = [
             {"role": "assistant", "reasoning": "hm"},
             {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
@@ -68,17 +68,17 @@ class TestKeys:
             [{"role": "assistant", "content": "add"}],
         ],
     )
-    def test_other_words_are_another_conversation(self, other: list[Message]) -> None:
+    def test_other_words_are_another_conversation(self, other):
         assert key_of(other, None) != key_of([ASKED], None)
 
-    def test_a_name_that_an_agent_gives_a_reply_is_no_matter(self) -> None:
+    def test_a_name_that_an_agent_gives_a_reply_is_no_matter(self):
         assert key_of([ASKED, {**CALLED, "name": "agent"}], None) == key_of([ASKED, CALLED], None)
 
-    def test_each_beginning_that_ends_with_the_assistant_has_its_key(self) -> None:
+    def test_each_beginning_that_ends_with_the_assistant_has_its_key(self):
         said: Message = {"role": "assistant", "content": "so"}
         messages = [said, ASKED, said, CALLED, ASKED, ASKED, said]
         found = list(keys_of(messages, {"tools": []}))
         assert found == [(count, key_of(messages[:count], {"tools": []})) for count in (1, 3, 4, 7)]
 
-    def test_other_tools_are_another_conversation(self) -> None:
+    def test_other_tools_are_another_conversation(self):
         assert key_of([ASKED], [{"name": "add"}]) != key_of([ASKED], None)

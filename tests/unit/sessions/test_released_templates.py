@@ -41,7 +41,7 @@ def results() -> dict[str, dict[str, Outcome]]:
     return {name: found(template) for name, template in templates().items()}
 
 
-def test_every_template_continues_or_says_why(results: dict[str, dict[str, Outcome]]) -> None:
+def test_every_template_continues_or_says_why(results):
     assert len(results) >= 70
     branches = {
         (name, conversation): outcome
@@ -54,7 +54,7 @@ def test_every_template_continues_or_says_why(results: dict[str, dict[str, Outco
     assert all(each["a reply"] == "continues" for each in results.values())
 
 
-def test_the_documentation_has_every_outcome(results: dict[str, dict[str, Outcome]]) -> None:
+def test_the_documentation_has_every_outcome(results):
     by_outcomes: dict[tuple[Outcome, ...], list[str]] = {}
     for name, each in sorted(results.items()):
         if each != results.get(name.removesuffix("_training"), {}) or not name.endswith("_training"):

@@ -39,7 +39,7 @@ async def store(**options: Any) -> SessionStore:
     return made
 
 
-async def test_a_conversation_continues_its_longest_known_part() -> None:
+async def test_a_conversation_continues_its_longest_known_part():
     sessions = await store()
     assert await sessions.prefix("s", [USER], None) is None
     await sessions.add("s", [USER], None, [turn("ab")])
@@ -50,7 +50,7 @@ async def test_a_conversation_continues_its_longest_known_part() -> None:
     assert longest is not None and (longest.turn, longest.messages, longest.token_ids) == (1, 4, (1, 97, 98, 99))
 
 
-async def test_changed_history_begins_a_branch_where_it_changed() -> None:
+async def test_changed_history_begins_a_branch_where_it_changed():
     sessions = await store()
     await sessions.add("s", [USER], None, [turn("ab")])
     await sessions.add("s", [USER, said("ab"), USER], None, [turn("c", parent=0)])
@@ -61,14 +61,14 @@ async def test_changed_history_begins_a_branch_where_it_changed() -> None:
     assert [[t.index for t in branch] for branch in (await sessions.get("s")).branches()] == [[0, 1], [0, 2]]
 
 
-async def test_each_choice_of_a_reply_can_be_continued() -> None:
+async def test_each_choice_of_a_reply_can_be_continued():
     sessions = await store()
     await sessions.add("s", [USER], None, [turn("a"), turn("b")])
     found = [await sessions.prefix("s", [USER, said(text), USER], None) for text in "ab"]
     assert [each.turn for each in found if each is not None] == [0, 1]
 
 
-async def test_a_session_ends_when_nothing_was_said_for_its_time() -> None:
+async def test_a_session_ends_when_nothing_was_said_for_its_time():
     clock = Clock()
     sessions = SessionStore(clock.monotonic)
     await sessions.open(OpenSession(session_id="s", ttl_s=10.0))
@@ -83,7 +83,7 @@ async def test_a_session_ends_when_nothing_was_said_for_its_time() -> None:
     assert sessions.num_open == 1
 
 
-async def test_a_closed_session_is_gone_and_its_bytes_are_free() -> None:
+async def test_a_closed_session_is_gone_and_its_bytes_are_free():
     sessions = await store(most_bytes=turn("ab").nbytes)
     await sessions.add("s", [USER], None, [turn("ab")])
     with pytest.raises(Overloaded, match="DELETE some"):
@@ -104,7 +104,7 @@ async def bytes_of(*turns: Turn) -> int:
     return sessions.nbytes
 
 
-async def test_texts_and_tokens_count_and_a_shared_prompt_counts_once() -> None:
+async def test_texts_and_tokens_count_and_a_shared_prompt_counts_once():
     short, long = turn("ab"), turn("ab", tuple(range(1000)))
     assert await bytes_of(long) - await bytes_of(short) == 4 * 999
     assert await bytes_of(turn("a" * 1000)) - await bytes_of(turn("a")) >= 999 * (1 + 4 + 8)
@@ -119,7 +119,7 @@ async def test_texts_and_tokens_count_and_a_shared_prompt_counts_once() -> None:
     )
 
 
-async def test_turns_of_expired_sessions_make_room() -> None:
+async def test_turns_of_expired_sessions_make_room():
     clock = Clock()
     sessions = SessionStore(clock.monotonic, most_bytes=turn("ab").nbytes)
     await sessions.open(OpenSession(session_id="old", ttl_s=10.0))
@@ -136,7 +136,7 @@ async def test_turns_of_expired_sessions_make_room() -> None:
     assert sessions.num_open == 1
 
 
-async def test_a_long_conversation_is_hashed_once() -> None:
+async def test_a_long_conversation_is_hashed_once():
     """Each message once: a chat of many replies must not hold the gateway's event loop."""
     seen: list[str] = []
 
@@ -151,7 +151,7 @@ async def test_a_long_conversation_is_hashed_once() -> None:
     assert len(seen) == 500
 
 
-async def test_names_are_taken_once_and_their_number_is_bounded() -> None:
+async def test_names_are_taken_once_and_their_number_is_bounded():
     sessions = await store(most=2)
     with pytest.raises(VersionConflict, match="session s is open"):
         await sessions.open(OpenSession(session_id="s"))

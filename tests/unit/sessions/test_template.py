@@ -74,37 +74,37 @@ NEW = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
 class TestReplies:
-    def test_a_reply_that_is_written_anew_continues(self) -> None:
+    def test_a_reply_that_is_written_anew_continues(self):
         assert after(CHATML, [USER, SAID, MORE]) == NEW
         assert after(CHATML, [USER, CALLED, RESULT, SAID, MORE], stop=4) == NEW
 
-    def test_a_cut_reply_gets_its_end(self) -> None:
+    def test_a_cut_reply_gets_its_end(self):
         assert after(CHATML, [USER, SAID, MORE], end=None) == END + NEW
 
-    def test_another_end_stands_for_the_templates(self) -> None:
+    def test_another_end_stands_for_the_templates(self):
         assert after(CHATML, [USER, SAID, MORE], end=OTHER_END) == NEW
 
     @pytest.mark.parametrize(("end", "before"), [(END, ""), (OTHER_END, ""), (None, END)])
-    def test_a_tool_call_ends_with_the_reply(self, end: str | None, before: str) -> None:
+    def test_a_tool_call_ends_with_the_reply(self, end, before):
         tail = "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n<think>\n"
         assert after(CHATML, [USER, CALLED, RESULT], end=end) == before + tail
 
-    def test_a_reply_of_several_messages_is_one(self) -> None:
+    def test_a_reply_of_several_messages_is_one(self):
         assert after(CHATML, [USER, SAID, CALLED, MORE], stop=3) == NEW
 
-    def test_a_template_without_calls_continues(self) -> None:
+    def test_a_template_without_calls_continues(self):
         assert after(NO_CALLS, [USER, CALLED, RESULT], end="</s>", ends=("</s>",)) == "<tool>2</s><assistant>"
 
 
 class TestNextRoleEndsReply:
     @pytest.mark.parametrize(("end", "before"), [("<|user|>", ""), (None, "<|user|>"), ("<|endoftext|>", "<|user|>")])
-    def test_the_next_role_is_written_once(self, end: str | None, before: str) -> None:
+    def test_the_next_role_is_written_once(self, end, before):
         assert after(GLM, [USER, SAID, MORE], end, GLM_ENDS) == before + "\nmore<|assistant|>\n"
 
     @pytest.mark.parametrize(
         ("end", "before"), [("<|observation|>", ""), (None, "<|observation|>"), ("<|user|>", "<|observation|>")]
     )
-    def test_the_role_after_a_call_is_written_once(self, end: str | None, before: str) -> None:
+    def test_the_role_after_a_call_is_written_once(self, end, before):
         assert after(GLM, [USER, CALLED, RESULT, MORE], end, GLM_ENDS) == before + "\n2<|user|>\nmore<|assistant|>\n"
 
 
@@ -126,13 +126,13 @@ def each(written: str) -> str:
          "refused_by_template"),
     ],
 )  # fmt: skip
-def test_a_template_that_rewrites_history_begins_a_branch(template: str, why: str) -> None:
+def test_a_template_that_rewrites_history_begins_a_branch(template, why):
     with pytest.raises(BeginsBranch) as branch:
         after(template, [USER, SAID, MORE], "</s>", ("</s>",))
     assert branch.value.why == why
 
 
-def test_a_call_without_an_end_begins_a_branch() -> None:
+def test_a_call_without_an_end_begins_a_branch():
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% if m.tool_calls %}"
         "{{ '!' if loop.last else '.' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

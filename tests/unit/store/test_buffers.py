@@ -6,7 +6,7 @@ from mmap import PAGESIZE
 from rollout_service.store.buffers import BufferPool
 
 
-def test_a_pool_reuses_freed_memory() -> None:
+def test_a_pool_reuses_freed_memory():
     pool = BufferPool()
     first, second = pool.take(PAGESIZE), pool.take(10)
     first[:5] = b"first"

@@ -37,12 +37,12 @@ def crash_before_latest_is_replaced(log: WeightLog, version: int) -> None:
 
 
 class TestCommit:
-    def test_an_empty_log_has_no_head_and_no_versions(self, log: WeightLog) -> None:
+    def test_an_empty_log_has_no_head_and_no_versions(self, log):
         assert log.head() is None
         assert log.versions() == []
         assert log.control() == Control()
 
-    def test_a_commit_makes_its_version_the_newest(self, log: WeightLog) -> None:
+    def test_a_commit_makes_its_version_the_newest(self, log):
         commit(log, 0)
         manifest = stage(log, 5)
         head = log.commit(manifest, "abort")
@@ -51,7 +51,7 @@ class TestCommit:
         assert log.manifest(5) == manifest
         log.verify(manifest)
 
-    def test_head_names_the_last_rollback(self, log: WeightLog) -> None:
+    def test_head_names_the_last_rollback(self, log):
         heads = [
             commit(log, 0),
             commit(log, 1),
@@ -60,14 +60,14 @@ class TestCommit:
         ]
         assert [head.rolled_back_at for head in heads] == [None, None, 2, 2]
 
-    def test_a_commit_moves_the_staged_files(self, log: WeightLog) -> None:
+    def test_a_commit_moves_the_staged_files(self, log):
         for version in (0, 9, 10, 100):
             commit(log, version)
         assert log.versions() == [0, 9, 10, 100]
         assert not log.staging(0).exists()
         assert {path.name for path in log.folder(0).iterdir()} == {MANIFEST_FILE, "weights-00001.safetensors"}
 
-    def test_a_staged_version_is_not_committed(self, log: WeightLog) -> None:
+    def test_a_staged_version_is_not_committed(self, log):
         commit(log, 0)
         stage(log, 1)
         assert log.versions() == [0]
@@ -76,17 +76,17 @@ class TestCommit:
 
 
 class TestCrash:
-    def test_a_folder_newer_than_latest_does_not_count(self, log: WeightLog) -> None:
+    def test_a_folder_newer_than_latest_does_not_count(self, log):
         commit(log, 0)
         crash_before_latest_is_replaced(log, 1)
         assert log.versions() == [0]
-        assert log.head() is not None and log.head().version == 0  # type: ignore[union-attr]
+        assert log.head() is not None and log.head().version == 0
         with pytest.raises(NotFound):
             log.manifest(1)
         commit(log, 2)
         assert log.versions() == [0, 2]
 
-    def test_the_folder_of_a_crash_gives_way_to_the_same_version(self, log: WeightLog) -> None:
+    def test_the_folder_of_a_crash_gives_way_to_the_same_version(self, log):
         commit(log, 0)
         crash_before_latest_is_replaced(log, 1)
         (log.folder(1) / "left over").touch()
@@ -94,13 +94,13 @@ class TestCrash:
         assert log.versions() == [0, 1]
         assert not (log.folder(1) / "left over").exists()
 
-    def test_a_crash_in_the_very_first_commit_leaves_an_empty_log(self, log: WeightLog) -> None:
+    def test_a_crash_in_the_very_first_commit_leaves_an_empty_log(self, log):
         crash_before_latest_is_replaced(log, 0)
         assert log.head() is None and log.versions() == []
         commit(log, 0)
         assert log.versions() == [0]
 
-    def test_a_commit_that_fails_leaves_the_head_as_it_was(self, log: WeightLog) -> None:
+    def test_a_commit_that_fails_leaves_the_head_as_it_was(self, log):
         before = commit(log, 0)
         manifest = stage(log, 1)
         (log.root / ".LATEST.tmp").mkdir()  # so the new head cannot be written
@@ -118,7 +118,7 @@ def commit_with_record(log: WeightLog) -> Manifest:
 
 
 class TestDamage:
-    def test_a_log_whose_latest_is_gone_is_corrupt_and_not_empty(self, log: WeightLog) -> None:
+    def test_a_log_whose_latest_is_gone_is_corrupt_and_not_empty(self, log):
         commit(log, 0)
         commit(log, 7)
         (log.root / "LATEST").unlink()
@@ -128,20 +128,20 @@ class TestDamage:
     @pytest.mark.parametrize(
         "content", [b"", b'{"version": 3, "dig', b"\xff\xfe", b"3", b'{"version": 3}', b'{"versio": 3}']
     )
-    def test_a_latest_that_does_not_parse_is_corrupt(self, log: WeightLog, content: bytes) -> None:
+    def test_a_latest_that_does_not_parse_is_corrupt(self, log, content):
         commit(log, 0)
         (log.root / "LATEST").write_bytes(content)
         with pytest.raises(LogCorrupt, match=r"LATEST does not parse"):
             log.head()
 
-    def test_what_a_crash_left_of_writing_latest_is_not_read(self, log: WeightLog) -> None:
+    def test_what_a_crash_left_of_writing_latest_is_not_read(self, log):
         before = commit(log, 0)
         (log.root / ".LATEST.tmp").write_text('{"version": 1, "dig')
         assert log.head() == before
         commit(log, 1)
         assert log.versions() == [0, 1]
 
-    def test_a_reader_never_sees_a_half_written_latest(self, log: WeightLog) -> None:
+    def test_a_reader_never_sees_a_half_written_latest(self, log):
         commit(log, 0)
         writer = threading.Thread(target=lambda: [commit(log, version) for version in range(1, 40)])
         writer.start()
@@ -162,7 +162,7 @@ class TestDamage:
         ],
         ids=["no manifest", "not the committed one", "another version's"],
     )
-    def test_a_wrong_manifest_is_corrupt(self, log: WeightLog, known: str, other: str, why: str) -> None:
+    def test_a_wrong_manifest_is_corrupt(self, log, known, other, why):
         commit(log, 1)
         path = log.folder(1) / MANIFEST_FILE
         path.write_text(re.sub(known, other, path.read_text(), count=1))
@@ -170,14 +170,14 @@ class TestDamage:
             log.manifest(1)
 
     @pytest.mark.parametrize("name", [FIRST, SECOND])
-    def test_verify_finds_a_flipped_bit_and_names_the_tensor(self, log: WeightLog, name: str) -> None:
+    def test_verify_finds_a_flipped_bit_and_names_the_tensor(self, log, name):
         commit(log, 4)
         flip_a_byte(log, 4, name)
         with pytest.raises(LogCorrupt, match=f"version 4: {name} in weights-00001.safetensors") as found:
             log.verify(log.manifest(4))
         assert found.value.detail == {"version": 4, "tensor": name, "chunk": 0, "file": "weights-00001.safetensors"}
 
-    def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(self, log: WeightLog) -> None:
+    def test_verify_finds_a_flipped_bit_in_every_byte_of_every_file(self, log):
         manifest = commit_with_record(log)
         log.verify(manifest)
         files = sorted(log.folder(0).iterdir())
@@ -191,7 +191,7 @@ class TestDamage:
             path.write_bytes(sound)
         log.verify(manifest)
 
-    def test_verify_finds_a_file_that_is_cut_off_grown_or_gone(self, log: WeightLog) -> None:
+    def test_verify_finds_a_file_that_is_cut_off_grown_or_gone(self, log):
         commit(log, 0)
         path, manifest = log.folder(0) / "weights-00001.safetensors", log.manifest(0)
         sound = path.read_bytes()
@@ -205,7 +205,7 @@ class TestDamage:
 
 
 class TestDrop:
-    def test_a_half_dropped_version_is_removed_at_the_next_commit(self, log: WeightLog) -> None:
+    def test_a_half_dropped_version_is_removed_at_the_next_commit(self, log):
         commit(log, 0)
         commit(log, 1)
         log.folder(0).rename(log.root / ".dropped-0")
@@ -213,7 +213,7 @@ class TestDrop:
         commit(log, 2)
         assert not (log.root / ".dropped-0").exists()
 
-    def test_old_versions_can_be_dropped_but_not_the_newest(self, log: WeightLog) -> None:
+    def test_old_versions_can_be_dropped_but_not_the_newest(self, log):
         commit(log, 0)
         commit(log, 1)
         log.drop(0)
@@ -238,7 +238,7 @@ def held_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
 
 
 class TestControl:
-    def test_control_survives_and_a_bad_one_is_corrupt(self, log: WeightLog) -> None:
+    def test_control_survives_and_a_bad_one_is_corrupt(self, log):
         for control in (Control(paused=True, mode="abort"), Control()):
             log.set_control(control)
             assert WeightLog(log.root).control() == control
@@ -246,7 +246,7 @@ class TestControl:
         with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
             log.control()
 
-    def test_the_kv_cache_choice_survives_and_a_bad_one_is_corrupt(self, log: WeightLog) -> None:
+    def test_the_kv_cache_choice_survives_and_a_bad_one_is_corrupt(self, log):
         assert log.kv_cache() is None
         choice = KVCacheChoice(
             dtype="bfloat16", why="FP8 is not accurate enough for 2 layers", judged_by="r1, version 0"
@@ -277,9 +277,7 @@ def unconfirmed(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
 
 
 class TestOpenFiles:
-    def test_an_old_version_still_open_is_dropped_and_removed_later(
-        self, log: WeightLog, held_open: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_old_version_still_open_is_dropped_and_removed_later(self, log, held_open, monkeypatch):
         commit(log, 0)
         commit(log, 1)
         held_open(log.folder(0))
@@ -293,9 +291,7 @@ class TestOpenFiles:
         commit(log, 3)
         assert not left.exists() and log.versions() == [1, 2, 3]
 
-    def test_a_version_replaces_its_crashed_commit_even_if_open(
-        self, log: WeightLog, held_open: Callable[[Path], None]
-    ) -> None:
+    def test_a_version_replaces_its_crashed_commit_even_if_open(self, log, held_open):
         commit(log, 0)
         for _ in range(2):
             crash_before_latest_is_replaced(log, 1)
@@ -307,9 +303,7 @@ class TestOpenFiles:
 
 
 class TestUnconfirmed:
-    def test_a_version_in_latest_is_committed_even_if_the_sync_fails(
-        self, log: WeightLog, unconfirmed: Callable[[int], None]
-    ) -> None:
+    def test_a_version_in_latest_is_committed_even_if_the_sync_fails(self, log, unconfirmed):
         commit(log, 0)
         unconfirmed(2)
         head = commit(log, 1)
@@ -318,9 +312,7 @@ class TestUnconfirmed:
         commit(log, 2)
         assert log.unconfirmed == {}
 
-    def test_a_version_whose_sync_fails_before_latest_stays_staged(
-        self, log: WeightLog, unconfirmed: Callable[[int], None]
-    ) -> None:
+    def test_a_version_whose_sync_fails_before_latest_stays_staged(self, log, unconfirmed):
         before = commit(log, 0)
         unconfirmed(1)
         manifest = stage(log, 1)
@@ -354,26 +346,20 @@ class TestUnreadable:
 
     @pytest.mark.parametrize("read", [WeightLog.head, WeightLog.versions, WeightLog.control, WeightLog.origin])
     @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
-    def test_what_cannot_be_read_for_now_is_no_damage(
-        self,
-        log: WeightLog,
-        failing: Callable[[int, int], None],
-        read: Callable[[WeightLog], object],
-        code: int,
-    ) -> None:
+    def test_what_cannot_be_read_for_now_is_no_damage(self, log, failing, read, code):
         failing(code, 1)
         with pytest.raises(LogUnreadable, match=os.strerror(code)):
             read(log)
         read(log)
 
-    def test_a_stale_file_handle_is_opened_again(self, log: WeightLog, failing: Callable[[int, int], None]) -> None:
+    def test_a_stale_file_handle_is_opened_again(self, log, failing):
         failing(errno.ESTALE, 2)
         assert log.versions() == [0]
         failing(errno.ESTALE, 100)
         with pytest.raises(LogUnreadable):
             log.head()
 
-    def test_a_manifest_that_cannot_be_read_is_no_damage(self, log: WeightLog) -> None:
+    def test_a_manifest_that_cannot_be_read_is_no_damage(self, log):
         commit(log, 0)
         path = log.folder(0) / MANIFEST_FILE
         path.unlink()
@@ -392,7 +378,7 @@ class TestPrivate:
             os.chmod(folder, 0o1777)
             yield Path(folder)
 
-    def test_a_log_is_read_by_its_user_alone(self, shared: Path) -> None:
+    def test_a_log_is_read_by_its_user_alone(self, shared):
         log = WeightLog(shared / "log")
         with durable_io.WriterLock(log.root).acquire(0):
             commit(log, 0)
@@ -402,7 +388,7 @@ class TestPrivate:
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
         assert stat.S_IMODE(log.root.stat().st_mode) == 0o700
 
-    def test_a_lock_that_is_a_link_is_not_followed(self, shared: Path) -> None:
+    def test_a_lock_that_is_a_link_is_not_followed(self, shared):
         (shared / "log").mkdir()
         (shared / "precious").write_text("precious")
         (shared / "log" / "LOCK").symlink_to(shared / "precious")
@@ -412,7 +398,7 @@ class TestPrivate:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
     @pytest.mark.parametrize("below", ["", "weights"], ids=["the root", "above the root"])
-    def test_a_folder_of_another_user_is_refused(self, shared: Path, below: str) -> None:
+    def test_a_folder_of_another_user_is_refused(self, shared, below):
         (shared / "log" / below).mkdir(parents=True)
         os.chown(shared / "log", 65534, 65534)
         with pytest.raises(LogLocked, match=f"{shared}/log belongs to user 65534"):

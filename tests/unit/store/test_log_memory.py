@@ -73,14 +73,14 @@ def files_of(log: WeightLog, version: int) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in log.folder(version).glob("*.safetensors")}
 
 
-def test_a_tmpfs_is_memory_and_a_disk_is_not(root: Path, tmp_path: Path) -> None:
+def test_a_tmpfs_is_memory_and_a_disk_is_not(root, tmp_path):
     assert is_in_memory(root)
     assert is_in_memory(tmp_path) == (tmp_path.stat().st_dev == root.stat().st_dev)
     with pytest.raises(FileNotFoundError):
         is_in_memory(root / "none")
 
 
-def test_a_log_on_a_disk_has_no_memory(tmp_path: Path) -> None:
+def test_a_log_on_a_disk_has_no_memory(tmp_path):
     if is_in_memory(tmp_path):
         pytest.skip("temporary files lie in memory here")
     (tmp_path / "spare").mkdir()  # as in a copy of one that was in memory
@@ -89,14 +89,14 @@ def test_a_log_on_a_disk_has_no_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_version_is_the_same_in_memory_and_on_disk(log: WeightLog, memory: LogMemory, tmp_path: Path) -> None:
+def test_a_version_is_the_same_in_memory_and_on_disk(log, memory, tmp_path):
     in_memory, on_disk = commit(log, memory, 1), commit(WeightLog(tmp_path), None, 1)
     assert in_memory == on_disk
     for name in in_memory.files():
         assert (log.folder(1) / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
 
 
-def test_rooms_of_neighbours_in_a_file_are_one(log: WeightLog, memory: LogMemory) -> None:
+def test_rooms_of_neighbours_in_a_file_are_one(log, memory):
     log.staging(1).mkdir(parents=True)
     writer = VersionWriter(
         log.staging(1), Layout(SLOTS, 2 * MAX_FILE_BYTES), memory
@@ -113,7 +113,7 @@ def test_rooms_of_neighbours_in_a_file_are_one(log: WeightLog, memory: LogMemory
     writer.close()
 
 
-def test_files_of_a_dropped_version_are_written_again_and_stay_mapped(log: WeightLog, memory: LogMemory) -> None:
+def test_files_of_a_dropped_version_are_written_again_and_stay_mapped(log, memory):
     commit(log, memory, 1)
     inodes, mapped = files_of(log, 1), len(memory.mapped._held)
     commit(log, memory, 2)
@@ -125,9 +125,7 @@ def test_files_of_a_dropped_version_are_written_again_and_stay_mapped(log: Weigh
     assert list((log.root / "spare").iterdir()) == []
 
 
-def test_room_is_asked_for_only_where_pages_are_missing(
-    log: WeightLog, memory: LogMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_asked_for_only_where_pages_are_missing(log, memory, monkeypatch):
     for version in (1, 2):
         commit(log, memory, version)
     log.drop(1, memory.spare)
@@ -152,7 +150,7 @@ def no_room(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_file_that_is_read_is_not_written_again(log: WeightLog, memory: LogMemory) -> None:
+def test_a_file_that_is_read_is_not_written_again(log, memory):
     first = commit(log, memory, 1)
     inodes = set(files_of(log, 1).values())
     with VersionReader(log.folder(1), first) as reader:
@@ -165,7 +163,7 @@ def test_a_file_that_is_read_is_not_written_again(log: WeightLog, memory: LogMem
     assert inodes.isdisjoint(files_of(log, 3).values())
 
 
-def test_a_file_that_a_rolled_back_version_has_too_is_not_written_again(log: WeightLog, memory: LogMemory) -> None:
+def test_a_file_that_a_rolled_back_version_has_too_is_not_written_again(log, memory):
     first = commit(log, memory, 1)
     linked = log.root / "linked"
     os.link(log.folder(1) / first.tensors[0].file, linked)
@@ -176,9 +174,7 @@ def test_a_file_that_a_rolled_back_version_has_too_is_not_written_again(log: Wei
     assert linked.read_bytes() == before
 
 
-def test_who_opens_a_file_of_a_version_that_is_dropped_meanwhile_is_told(
-    log: WeightLog, memory: LogMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_opens_a_file_of_a_version_that_is_dropped_meanwhile_is_told(log, memory, monkeypatch):
     first, lock = commit(log, memory, 1), fcntl.flock
     commit(log, memory, 2)
 
@@ -192,7 +188,7 @@ def test_who_opens_a_file_of_a_version_that_is_dropped_meanwhile_is_told(
         open_version_file(log.folder(1) / first.tensors[0].file)
 
 
-def test_spare_files_of_another_layout_make_room(log: WeightLog, memory: LogMemory) -> None:
+def test_spare_files_of_another_layout_make_room(log, memory):
     commit(log, memory, 1)
     commit(log, memory, 2)
     log.drop(1, memory.spare)
@@ -203,7 +199,7 @@ def test_spare_files_of_another_layout_make_room(log: WeightLog, memory: LogMemo
     assert list((log.root / "spare").iterdir()) == []
 
 
-def test_of_two_dropped_versions_one_is_kept(log: WeightLog, memory: LogMemory) -> None:
+def test_of_two_dropped_versions_one_is_kept(log, memory):
     for version in (1, 2, 3):
         commit(log, memory, version)
     inodes = files_of(log, 2)
@@ -212,7 +208,7 @@ def test_of_two_dropped_versions_one_is_kept(log: WeightLog, memory: LogMemory) 
     assert {path.stat().st_ino for path in (log.root / "spare").iterdir()} == set(inodes.values())
 
 
-def test_a_view_is_what_the_file_has_now_and_its_digests_are_compared(log: WeightLog, memory: LogMemory) -> None:
+def test_a_view_is_what_the_file_has_now_and_its_digests_are_compared(log, memory):
     manifest = commit(log, memory, 1)
     [piece, *_] = pieces([(t, c) for t in manifest.tensors for c in t.chunks()], 1 << 20)
     mapped = MappedFiles()
@@ -231,7 +227,7 @@ def test_a_view_is_what_the_file_has_now_and_its_digests_are_compared(log: Weigh
             reader.require(piece.chunks, b"".join(map(xxhash.xxh3_128_digest, held_now)))
 
 
-def test_a_file_that_a_reader_has_mapped_is_written_again_once_it_is_closed(log: WeightLog, memory: LogMemory) -> None:
+def test_a_file_that_a_reader_has_mapped_is_written_again_once_it_is_closed(log, memory):
     first, mapped = commit(log, memory, 1), MappedFiles()
     inodes = set(files_of(log, 1).values())
     VersionReader(log.folder(1), first, mapped).close()
@@ -252,13 +248,13 @@ class Registrations:
     def __init__(self) -> None:
         self.open: list[int] = []
 
-    def __call__(self, memory: memoryview):  # type: ignore[no-untyped-def]
+    def __call__(self, memory: memoryview):
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self.open.append(address)
         return lambda: self.open.remove(address)
 
 
-def test_memory_is_registered_once_a_file_and_given_back_with_it(log: WeightLog, memory: LogMemory) -> None:
+def test_memory_is_registered_once_a_file_and_given_back_with_it(log, memory):
     registered = Registrations()
     mapped = MappedFiles(registered)
     for _ in range(2):
@@ -273,17 +269,17 @@ def test_memory_is_registered_once_a_file_and_given_back_with_it(log: WeightLog,
     assert registered.open == []
 
 
-def test_what_cannot_be_registered_is_an_error_of_the_system(log: WeightLog, memory: LogMemory) -> None:
+def test_what_cannot_be_registered_is_an_error_of_the_system(log, memory):
     manifest = commit(log, memory, 1)
 
-    def refuse(_: memoryview):  # type: ignore[no-untyped-def]
+    def refuse(_: memoryview):
         raise OSError("no more memory can be locked")
 
     with pytest.raises(OSError, match="no more memory"):
         VersionReader(log.folder(1), manifest, MappedFiles(refuse))
 
 
-def test_made_spare_files_become_the_next_version(log: WeightLog, memory: LogMemory) -> None:
+def test_made_spare_files_become_the_next_version(log, memory):
     commit(log, memory, 1)
     sizes = [path.stat().st_size for path in log.folder(1).glob("*.safetensors")]
     memory.spare.make(2 * sizes)
@@ -299,9 +295,7 @@ def test_made_spare_files_become_the_next_version(log: WeightLog, memory: LogMem
     log.verify(second)
 
 
-def test_making_spare_files_ends_where_memory_is_full(
-    log: WeightLog, memory: LogMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_making_spare_files_ends_where_memory_is_full(log, memory, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     memory.spare.make([100])
     assert list(memory.spare.paths()) == [] and list(log.root.glob(".spare-*")) == []

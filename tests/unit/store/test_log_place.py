@@ -38,7 +38,7 @@ def begin(root: Path) -> None:
     (root / "LATEST").write_text("{}")
 
 
-def test_enough_room_puts_the_log_in_private_memory(config: ServiceConfig, shm: Path) -> None:
+def test_enough_room_puts_the_log_in_private_memory(config, shm):
     place = claim_log_place(config, shm)
     assert place.root.is_relative_to(shm) and "can be taken" in place.why
     for folder in (place.root, place.root.parent):
@@ -46,9 +46,7 @@ def test_enough_room_puts_the_log_in_private_memory(config: ServiceConfig, shm: 
     assert log_at(config.weights.disk_root_here()) == place.root
 
 
-def test_too_little_room_puts_the_log_on_the_disk(
-    config: ServiceConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_puts_the_log_on_the_disk(config, shm, monkeypatch):
     needed = bytes_in_memory(config)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(needed, 1, needed - 1))
     place = claim_log_place(config, shm)
@@ -57,31 +55,29 @@ def test_too_little_room_puts_the_log_on_the_disk(
     assert log_place(config, shm).root.is_relative_to(shm)
 
 
-def test_a_host_without_shared_memory_uses_the_disk(config: ServiceConfig, tmp_path: Path) -> None:
+def test_a_host_without_shared_memory_uses_the_disk(config, tmp_path):
     assert claim_log_place(config, tmp_path / "none").root == config.weights.disk_root_here()
 
 
-def test_looking_changes_nothing(config: ServiceConfig, shm: Path) -> None:
+def test_looking_changes_nothing(config, shm):
     log_place(config, shm)
     assert list(shm.iterdir()) == [] and not config.weights.disk_root_here().exists()
 
 
-def test_a_log_in_memory_is_continued_without_room(
-    config: ServiceConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_in_memory_is_continued_without_room(config, shm, monkeypatch):
     place = claim_log_place(config, shm)
     begin(place.root)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage(1, 1, 0))
     assert claim_log_place(config, shm).root == place.root
 
 
-def test_a_log_on_the_disk_is_continued(config: ServiceConfig, shm: Path) -> None:
+def test_a_log_on_the_disk_is_continued(config, shm):
     begin(config.weights.disk_root_here())
     place = claim_log_place(config, shm)
     assert place.root == config.weights.disk_root_here() and "continued" in place.why
 
 
-def test_removing_disk_root_removes_the_log_in_memory(config: ServiceConfig, shm: Path) -> None:
+def test_removing_disk_root_removes_the_log_in_memory(config, shm):
     place = claim_log_place(config, shm)
     begin(place.root)
     shutil.rmtree(config.weights.disk_root_here())
@@ -89,7 +85,7 @@ def test_removing_disk_root_removes_the_log_in_memory(config: ServiceConfig, shm
     assert again.root == place.root and list(again.root.iterdir()) == []
 
 
-def test_a_log_that_is_being_written_is_not_removed(config: ServiceConfig, shm: Path) -> None:
+def test_a_log_that_is_being_written_is_not_removed(config, shm):
     place = claim_log_place(config, shm)
     begin(place.root)
     shutil.rmtree(config.weights.disk_root_here())
@@ -99,7 +95,7 @@ def test_a_log_that_is_being_written_is_not_removed(config: ServiceConfig, shm: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
-def test_a_folder_of_another_user_is_not_used(config: ServiceConfig, shm: Path) -> None:
+def test_a_folder_of_another_user_is_not_used(config, shm):
     shm.chmod(0o1777)
     theirs = shm / f"rollout-service-{os.geteuid()}"
     theirs.mkdir()
@@ -108,7 +104,7 @@ def test_a_folder_of_another_user_is_not_used(config: ServiceConfig, shm: Path) 
     assert place.root == config.weights.disk_root_here() and "belongs to user 12345" in place.why
 
 
-def test_a_named_root_is_taken_as_it_is(config: ServiceConfig, shm: Path, tmp_path: Path) -> None:
+def test_a_named_root_is_taken_as_it_is(config, shm, tmp_path):
     weights = config.weights.model_copy(update={"root": tmp_path / "named"})
     assert claim_log_place(config.model_copy(update={"weights": weights}), shm).root == tmp_path / "named"
     assert list(shm.iterdir()) == []

@@ -3,7 +3,6 @@
 import base64
 import json
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,26 +78,26 @@ def plain_digest(manifest: Manifest) -> str:
 
 class TestDigest:
     @pytest.mark.parametrize("what", SAME_CONTENT)
-    def test_the_digest_does_not_depend_on(self, what: str) -> None:
+    def test_the_digest_does_not_depend_on(self, what):
         assert MANIFEST.replace(**SAME_CONTENT[what]).digest == MANIFEST.digest
 
-    def test_the_digest_depends_on_each_part_of_the_content(self) -> None:
+    def test_the_digest_depends_on_each_part_of_the_content(self):
         known = MANIFEST.digest  # computed once, and not for the copies
         digests = {what: MANIFEST.replace(**change).digest for what, change in OTHER_CONTENT.items()}
         assert len({known, *digests.values()}) == 1 + len(OTHER_CONTENT), digests
 
     @pytest.mark.parametrize("what", ["nothing else", *OTHER_CONTENT, *UNUSUAL_CONTENT])
-    def test_the_digest_is_what_json_dumps_gives(self, what: str) -> None:
+    def test_the_digest_is_what_json_dumps_gives(self, what):
         manifest = MANIFEST.replace(**{**OTHER_CONTENT, **UNUSUAL_CONTENT}.get(what, {}))
         assert manifest.digest == plain_digest(manifest) == manifest_of_json(manifest.to_json()).digest
 
-    def test_a_version_awaits_its_scales_until_they_are_in_it(self) -> None:
+    def test_a_version_awaits_its_scales_until_they_are_in_it(self):
         awaiting = MANIFEST.replace(kv_scales_from="calibrate")
         assert awaiting.awaits_kv_scales and not MANIFEST.awaits_kv_scales
         assert not awaiting.replace(kv_scales={"layer.0": 1.5}).awaits_kv_scales
 
     @pytest.mark.parametrize("came_from", ["calibrate", "reuse", "trainer"])
-    def test_the_digest_does_not_depend_on_where_scales_came_from(self, came_from: str) -> None:
+    def test_the_digest_does_not_depend_on_where_scales_came_from(self, came_from):
         scaled = MANIFEST.replace(kv_scales={"layer.0": 1.5})
         assert scaled.replace(kv_scales_from=came_from).digest == scaled.digest
 
@@ -153,11 +152,11 @@ WRITTEN = Manifest(
 
 class TestFile:
     @pytest.mark.parametrize("manifest", [MANIFEST, WRITTEN])
-    def test_a_manifest_survives_its_file(self, tmp_path: Path, manifest: Manifest) -> None:
+    def test_a_manifest_survives_its_file(self, tmp_path, manifest):
         (tmp_path / MANIFEST_FILE).write_bytes(manifest.to_json())
         assert read_manifest(tmp_path) == manifest
 
-    def test_the_file_is_plain_json(self) -> None:
+    def test_the_file_is_plain_json(self):
         assert manifest_of_json(as_written()) == WRITTEN
         assert json.loads(WRITTEN.to_json()) == json.loads(as_written())
 
@@ -175,14 +174,14 @@ class TestFile:
             (',"rollback_of":null}', "", "truncated"),
         ],
     )
-    def test_what_is_no_manifest_is_refused(self, tmp_path: Path, known: str, other: str, why: str) -> None:
+    def test_what_is_no_manifest_is_refused(self, tmp_path, known, other, why):
         text = MANIFEST.to_json().decode()
         assert known in text
         (tmp_path / MANIFEST_FILE).write_text(text.replace(known, other))
         with pytest.raises(ManifestDamaged, match=why):
             read_manifest(tmp_path)
 
-    def test_text_that_is_not_utf_8_is_refused(self) -> None:
+    def test_text_that_is_not_utf_8_is_refused(self):
         with pytest.raises(ManifestDamaged):
             manifest_of_json(MANIFEST.to_json().replace(b'"model"', b'"\xff"'))
 
@@ -197,12 +196,12 @@ class TestFile:
         ],
         ids=["another digest", "a chunk more", "none", "a chunk less", "no base64"],
     )
-    def test_chunk_digests_that_do_not_match_the_digest_are_refused(self, fields: dict[str, object], why: str) -> None:
+    def test_chunk_digests_that_do_not_match_the_digest_are_refused(self, fields, why):
         assert len(list(large().chunks())) == 3
         with pytest.raises(ManifestDamaged, match=why):
             manifest_of_json(as_written(**fields))
 
-    def test_a_manifest_can_be_sent_between_processes(self) -> None:
+    def test_a_manifest_can_be_sent_between_processes(self):
         assert WRITTEN.digest
         received = pickle.loads(pickle.dumps(WRITTEN))
         assert received == WRITTEN and received.digest == WRITTEN.digest

@@ -70,19 +70,15 @@ def following(root: Path, poll_s: float = 0.01) -> WeightsConfig:
 
 
 class TestWhoseLog:
-    async def test_a_replica_of_an_auto_root_takes_the_ingests(self, log: WeightLog, ingest: OfferingIngest) -> None:
+    async def test_a_replica_of_an_auto_root_takes_the_ingests(self, log, ingest):
         found, copies = await find_log(following(AUTO), ingest)
         assert found.root == log.root and copies is None
 
-    async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(
-        self, log: WeightLog, ingest: OfferingIngest
-    ) -> None:
+    async def test_a_replica_that_sees_the_ingests_log_needs_no_copies(self, log, ingest):
         assert await find_log(following(log.root), ingest) == (following(log.root), None)
 
     @pytest.mark.parametrize("cloned", [False, True], ids=["empty", "clone of an older state"])
-    async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(
-        self, log: WeightLog, ingest: OfferingIngest, node: Path, cloned: bool
-    ) -> None:
+    async def test_a_replica_that_does_not_see_it_has_a_folder_of_copies(self, log, ingest, node, cloned):
         if cloned:
             shutil.copytree(log.root, node)
             log.sign()
@@ -90,15 +86,13 @@ class TestWhoseLog:
         assert copies is not None and copies.log.root.parent == node / "copies"
         assert copies.newest.head == log.head()
 
-    async def test_an_ingest_restart_while_comparing_is_not_another_ingest(
-        self, log: WeightLog, ingest: OfferingIngest
-    ) -> None:
+    async def test_an_ingest_restart_while_comparing_is_not_another_ingest(self, log, ingest):
         told = ingest.served.newest()
         log.sign()
         ingest.answers = [told]
         assert await find_log(following(log.root), ingest) == (following(log.root), None)
 
-    async def test_a_replica_waits_for_an_ingest_that_is_away(self, log: WeightLog, ingest: OfferingIngest) -> None:
+    async def test_a_replica_waits_for_an_ingest_that_is_away(self, log, ingest):
         ingest.unreachable = NotReady("it died with this call")
         waiting = asyncio.create_task(find_log(following(log.root, poll_s=0.001), ingest))
         for _ in range(2):  # it asks again
@@ -108,9 +102,7 @@ class TestWhoseLog:
         _, copies = await asyncio.wait_for(waiting, 30)
         assert copies is None
 
-    async def test_an_ingest_that_has_lost_its_log_is_not_followed(
-        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog, tmp_path: Path
-    ) -> None:
+    async def test_an_ingest_that_has_lost_its_log_is_not_followed(self, copies, ingest, log, tmp_path):
         await copies.look()
         other = WeightLog(tmp_path / "other")
         commit(other, 0)
@@ -122,24 +114,18 @@ class TestWhoseLog:
 
 
 class TestFetch:
-    async def test_a_fetched_version_has_the_same_files_and_is_the_newest(
-        self, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_a_fetched_version_has_the_same_files_and_is_the_newest(self, copies, log):
         await copies.fetch(head_of(log))
         assert contents(copies.log.folder(0)) == contents(log.folder(0))
         assert copies.log.head() == log.head()
         copies.log.verify(copies.log.manifest(0))
 
-    async def test_replicas_of_a_node_fetch_a_version_once(
-        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_replicas_of_a_node_fetch_a_version_once(self, node, ingest, copies, log):
         others = [copies_on(node, ingest) for _ in range(3)]
         await asyncio.gather(*(each.fetch(head_of(log)) for each in [copies, *others]))
         assert len(ingest.chunks) == len(set(ingest.chunks)) > 2
 
-    async def test_a_copy_that_was_interrupted_goes_on_where_it_was(
-        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-    ) -> None:
+    async def test_a_copy_that_was_interrupted_goes_on_where_it_was(self, copies, ingest, log):
         ingest.fail_after = 3
         with pytest.raises(NotReady, match="died with this call"):
             await copies.fetch(head_of(log))
@@ -149,9 +135,7 @@ class TestFetch:
         assert contents(copies.log.folder(0)) == contents(log.folder(0))
         assert len(ingest.chunks) == len(set(ingest.chunks))
 
-    async def test_a_version_damaged_at_the_ingest_is_never_accepted(
-        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-    ) -> None:
+    async def test_a_version_damaged_at_the_ingest_is_never_accepted(self, copies, ingest, log):
         await copies.fetch(head_of(log))
         commit(log, 1)
         sound = contents(log.folder(1))
@@ -163,25 +147,19 @@ class TestFetch:
         await copies.fetch(head_of(log))
         assert copies.log.versions() == [0, 1]
 
-    async def test_a_manifest_with_another_digest_than_the_head_is_refused(
-        self, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_a_manifest_with_another_digest_than_the_head_is_refused(self, copies, log):
         with pytest.raises(LogCorrupt, match="not 00ff"):
             await copies.fetch(head_of(log).model_copy(update={"digest": "00ff"}))
         assert copies.log.versions() == []
 
-    async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(
-        self, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_a_version_that_is_gone_at_the_ingest_is_said_to_be_gone(self, copies, log):
         old = head_of(log)
         commit(log, 1)
         log.drop(0)
         with pytest.raises(NotFound, match="version 0 is not in the log"):
             await copies.fetch(old)
 
-    async def test_a_full_disk_says_so_and_leaves_what_was_there(
-        self, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_a_full_disk_says_so_and_leaves_what_was_there(self, copies, log, monkeypatch):
         await copies.fetch(head_of(log))
         commit(log, 1)
 
@@ -196,9 +174,7 @@ class TestFetch:
         await copies.fetch(head_of(log))
         assert copies.log.head() == log.head()
 
-    async def test_an_older_version_fetched_late_does_not_turn_latest_back(
-        self, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_an_older_version_fetched_late_does_not_turn_latest_back(self, copies, log):
         old = head_of(log)
         commit(log, 1)
         await copies.fetch(head_of(log))
@@ -207,9 +183,7 @@ class TestFetch:
 
 
 class TestRestoredLog:
-    async def test_a_copy_of_other_weights_of_the_same_number_is_replaced(
-        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-    ) -> None:
+    async def test_a_copy_of_other_weights_of_the_same_number_is_replaced(self, copies, ingest, log):
         with restored(log):
             commit(log, 1)
             await copies.fetch(head_of(log))
@@ -219,9 +193,7 @@ class TestRestoredLog:
         assert contents(copies.log.folder(1)) == contents(log.folder(1))
         assert copies.log.head() == log.head()
 
-    async def test_a_copy_is_replaced_even_while_another_replica_reads_it(
-        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_a_copy_is_replaced_even_while_another_replica_reads_it(self, node, ingest, copies, log):
         other = copies_on(node, ingest)
         with restored(log):
             commit(log, 1)
@@ -232,9 +204,7 @@ class TestRestoredLog:
         await other.fetch(head_of(log))
         assert contents(other.log.folder(1)) == contents(log.folder(1))
 
-    async def test_copies_that_the_restored_log_does_not_have_are_removed(
-        self, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_copies_that_the_restored_log_does_not_have_are_removed(self, copies, log):
         with restored(log):
             for version in (1, 2):
                 commit(log, version)
@@ -244,9 +214,7 @@ class TestRestoredLog:
         await copies.fetch(head_of(log))
         assert copies.log.versions() == [0] and copies.log.head() == log.head()
 
-    async def test_an_interrupted_copy_is_not_resumed_with_other_bytes(
-        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-    ) -> None:
+    async def test_an_interrupted_copy_is_not_resumed_with_other_bytes(self, copies, ingest, log):
         with restored(log):
             commit(log, 1)
             ingest.fail_after = 3
@@ -259,9 +227,7 @@ class TestRestoredLog:
 
 
 class TestCancelledFetch:
-    async def test_a_cancelled_fetch_writes_its_chunk_into_no_other_file(
-        self, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    async def test_a_cancelled_fetch_writes_its_chunk_into_no_other_file(self, copies, log, monkeypatch, tmp_path):
         writing, go_on, append = threading.Event(), threading.Event(), module._append
 
         def held(fd: int, chunk: np.ndarray) -> None:
@@ -283,8 +249,8 @@ class TestCancelledFetch:
         assert contents(copies.log.folder(0)) == contents(log.folder(0))
 
     async def test_a_fetch_cancelled_while_it_waits_does_not_keep_the_lock(
-        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, node, ingest, copies, log, monkeypatch
+    ):
         waiting, go_on, acquire = threading.Event(), threading.Event(), WriterLock.acquire
 
         def held(lock: WriterLock, timeout_s: float) -> WriterLock:
@@ -305,9 +271,7 @@ class TestCancelledFetch:
 
 
 class TestKeep:
-    async def test_copies_that_no_replica_needs_are_removed(
-        self, node: Path, ingest: OfferingIngest, log: WeightLog
-    ) -> None:
+    async def test_copies_that_no_replica_needs_are_removed(self, node, ingest, log):
         slow, fast = copies_on(node, ingest), copies_on(node, ingest)
         await slow.fetch(head_of(log))
         for version in (1, 2, 3, 4):
@@ -320,9 +284,7 @@ class TestKeep:
         await fast.fetch(head_of(log))
         assert fast.log.versions() == [4, 5]
 
-    async def test_a_damaged_copy_is_forgotten_and_fetched_anew(
-        self, copies: NodeCache, ingest: OfferingIngest, log: WeightLog
-    ) -> None:
+    async def test_a_damaged_copy_is_forgotten_and_fetched_anew(self, copies, ingest, log):
         old = head_of(log)
         await copies.fetch(old)
         commit(log, 1)
@@ -340,9 +302,7 @@ class TestKeep:
         await copies.fetch(head_of(log))
         assert copies.log.head() == log.head()
 
-    async def test_copies_left_without_latest_by_a_crash_are_fetched_again(
-        self, copies: NodeCache, log: WeightLog
-    ) -> None:
+    async def test_copies_left_without_latest_by_a_crash_are_fetched_again(self, copies, log):
         commit(log, 1)
         await copies.fetch(head_of(log))
         (copies.log.root / "LATEST").unlink()
@@ -350,9 +310,7 @@ class TestKeep:
         assert contents(copies.log.folder(1)) == contents(log.folder(1))
         assert copies.log.head() == log.head()
 
-    async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(
-        self, node: Path, ingest: OfferingIngest, copies: NodeCache, log: WeightLog, tmp_path: Path
-    ) -> None:
+    async def test_copies_of_an_old_log_are_removed_once_nobody_reads_them(self, node, ingest, copies, log, tmp_path):
         await copies.fetch(head_of(log))
         other = WeightLog(tmp_path / "other")
         commit(other, 0)

@@ -35,9 +35,9 @@ def all_chunks(manifest: Manifest) -> list[tuple[StoredTensor, object]]:
 
 
 @pytest.mark.parametrize("most_bytes", [1, CHUNK_BYTES + 6, 1 << 30])
-def test_the_pieces_are_all_bytes_in_order(version: tuple[Path, Manifest, bytes], most_bytes: int) -> None:
+def test_the_pieces_are_all_bytes_in_order(version, most_bytes):
     folder, manifest, data = version
-    found, read = list(pieces(all_chunks(manifest), most_bytes)), b""  # type: ignore[arg-type]
+    found, read = list(pieces(all_chunks(manifest), most_bytes)), b""
     with VersionReader(folder, manifest) as reader:
         for piece in found:
             memory = bytearray(piece.nbytes + 3)
@@ -47,7 +47,7 @@ def test_the_pieces_are_all_bytes_in_order(version: tuple[Path, Manifest, bytes]
     assert len(found) == {1: 5, CHUNK_BYTES + 6: 2, 1 << 30: 1}[most_bytes]
 
 
-def test_every_flipped_byte_is_found_by_either_way_of_reading(version: tuple[Path, Manifest, bytes]) -> None:
+def test_every_flipped_byte_is_found_by_either_way_of_reading(version):
     folder, manifest, data = version
     path = folder / manifest.tensors[0].file
     sound, start = path.read_bytes(), manifest.tensors[0].offset
@@ -58,18 +58,18 @@ def test_every_flipped_byte_is_found_by_either_way_of_reading(version: tuple[Pat
             verify_tensors(manifest, folder)
         assert (found.value.detail["tensor"], found.value.detail["chunk"]) == (f"t{tensor}", chunk)
         with VersionReader(folder, manifest) as reader, pytest.raises(LogCorrupt) as again:
-            for piece in pieces(all_chunks(manifest), 1 << 30):  # type: ignore[arg-type]
+            for piece in pieces(all_chunks(manifest), 1 << 30):
                 reader.read(piece, memoryview(bytearray(piece.nbytes)))
         assert again.value.message == found.value.message
 
 
-def test_a_small_buffer_checks_a_large_tensor(version: tuple[Path, Manifest, bytes]) -> None:
+def test_a_small_buffer_checks_a_large_tensor(version):
     folder, manifest, _ = version
     with VersionReader(folder, manifest) as reader:
         assert reader.check(manifest.tensors[1], memoryview(bytearray(1000))) == SIZES[1]
 
 
-def test_the_log_calls_digests_of_chunks_that_do_not_fit_damage(tmp_path: Path) -> None:
+def test_the_log_calls_digests_of_chunks_that_do_not_fit_damage(tmp_path):
     log = WeightLog(tmp_path)
     folder = log.staging(0)
     folder.mkdir(parents=True)

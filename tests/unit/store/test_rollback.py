@@ -32,7 +32,7 @@ def roll_back(log: WeightLog, source: int, version: int) -> None:
 
 
 class TestFiles:
-    def test_a_rollback_shares_files_and_has_the_digest(self, log: WeightLog) -> None:
+    def test_a_rollback_shares_files_and_has_the_digest(self, log):
         roll_back(log, 1, 4)
         head, first, again = log.head(), log.manifest(1), log.manifest(4)
         assert head is not None and (head.version, head.label, head.digest) == (4, "run/step-1", first.digest)
@@ -41,16 +41,14 @@ class TestFiles:
             assert os.path.samefile(log.folder(1) / file, log.folder(4) / file)
         log.verify(again)
 
-    def test_dropping_the_older_version_leaves_the_newer_whole(self, log: WeightLog) -> None:
+    def test_dropping_the_older_version_leaves_the_newer_whole(self, log):
         roll_back(log, 1, 4)
         log.drop(1)
         assert log.versions() == [2, 3, 4]
         log.verify(log.manifest(4))
 
     @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP])
-    def test_without_hard_links_the_files_are_copied(
-        self, log: WeightLog, monkeypatch: pytest.MonkeyPatch, code: int
-    ) -> None:
+    def test_without_hard_links_the_files_are_copied(self, log, monkeypatch, code):
         def no_links(*_: object) -> None:
             raise OSError(code, os.strerror(code))
 
@@ -61,7 +59,7 @@ class TestFiles:
             log.folder(2) / "weights-00001.safetensors", log.folder(4) / "weights-00001.safetensors"
         )
 
-    def test_a_disk_that_fails_leaves_nothing_staged(self, log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_disk_that_fails_leaves_nothing_staged(self, log, monkeypatch):
         def broken(*_: object) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -70,14 +68,14 @@ class TestFiles:
             stage_again(log, log.manifest(1), 4)
         assert not log.staging(4).exists() and log.versions() == [1, 2, 3]
 
-    def test_a_damaged_version_is_not_gone_back_to(self, log: WeightLog) -> None:
+    def test_a_damaged_version_is_not_gone_back_to(self, log):
         flip_a_byte(log, 1, FIRST)
         with pytest.raises(LogCorrupt, match=FIRST):
             stage_again(log, log.manifest(1), 4)
         assert not log.staging(4).exists()
 
     @pytest.mark.parametrize(("version", "when"), [(0, "any more"), (9, "yet")])
-    def test_a_version_that_is_not_kept_is_refused(self, log: WeightLog, version: int, when: str) -> None:
+    def test_a_version_that_is_not_kept_is_refused(self, log, version, when):
         known = VersionLabels(log)
         known.load()
         with pytest.raises(NotFound, match=f"not in the log {when}: kept are 1 \\(run/step-1\\), 2 ") as refused:
@@ -86,7 +84,7 @@ class TestFiles:
 
 
 class TestLabels:
-    def test_of_several_versions_the_newest_is_meant(self, log: WeightLog) -> None:
+    def test_of_several_versions_the_newest_is_meant(self, log):
         known = VersionLabels(log)
         known.load()
         assert [known.number_of(name) for name in ("run/step-1", "run/step-3", 7)] == [1, 3, 7]
@@ -94,7 +92,7 @@ class TestLabels:
         known.note(5, None)
         assert known.number_of("run/step-1") == 4
 
-    def test_labels_outlive_their_versions_and_the_process(self, log: WeightLog) -> None:
+    def test_labels_outlive_their_versions_and_the_process(self, log):
         first = VersionLabels(log)
         first.load()
         first.note(3, "run/step-3")
@@ -104,7 +102,7 @@ class TestLabels:
         again.load()
         assert [again.number_of(f"run/step-{step}") for step in (1, 2, 3, 4)] == [1, 2, 3, 4]
 
-    def test_a_log_that_was_set_back_forgets_later_labels(self, log: WeightLog) -> None:
+    def test_a_log_that_was_set_back_forgets_later_labels(self, log):
         known = VersionLabels(log)
         known.load()
         known.note(9, "run/step-9")
@@ -114,7 +112,7 @@ class TestLabels:
         with pytest.raises(NotFound, match="run/step-9"):
             again.number_of("run/step-9")
 
-    def test_a_damaged_file_loses_labels_and_no_more(self, log: WeightLog) -> None:
+    def test_a_damaged_file_loses_labels_and_no_more(self, log):
         (log.root / "LABELS").write_text("{")
         (log.folder(2) / "manifest.json").write_text("{")
         known = VersionLabels(log)
@@ -123,21 +121,21 @@ class TestLabels:
         with pytest.raises(NotFound, match="newest labels are run/step-3, run/step-1:"):
             known.number_of("run/step-2")
 
-    def test_an_unknown_label_names_the_newest(self, log: WeightLog) -> None:
+    def test_an_unknown_label_names_the_newest(self, log):
         known = VersionLabels(log)
         known.load()
         with pytest.raises(NotFound, match="newest labels are run/step-3, run/step-2, run/step-1") as refused:
             known.number_of("run/step-8")
         assert refused.value.detail == {"label": "run/step-8", "labels": ["run/step-3", "run/step-2", "run/step-1"]}
 
-    def test_only_so_many_are_kept(self, log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_so_many_are_kept(self, log, monkeypatch):
         monkeypatch.setattr(labels, "MAX_LABELS", 2)
         known = VersionLabels(log)
         known.load()
         known.note(4, "run/step-4")
         assert set(log.labels().labels) == {"run/step-3", "run/step-4"}
 
-    def test_a_log_without_labels_has_none(self, tmp_path: Path) -> None:
+    def test_a_log_without_labels_has_none(self, tmp_path):
         log = WeightLog(tmp_path / "log")
         commit(log, 0)
         known = VersionLabels(log)

@@ -28,7 +28,7 @@ def fill(file: StagedFile, data: bytes) -> None:
     room[:] = data
 
 
-def test_received_bytes_are_in_a_mapped_file_without_a_write(space: StagingSpace, memory: Path) -> None:
+def test_received_bytes_are_in_a_mapped_file_without_a_write(space, memory):
     file = space.open(memory / "1", 5000)
     assert file.allocated_bytes == 0
     fill(file, b"abcde" * 800)
@@ -38,7 +38,7 @@ def test_received_bytes_are_in_a_mapped_file_without_a_write(space: StagingSpace
     assert not (memory / "1").exists()
 
 
-def test_a_released_file_is_that_of_the_next_upload(space: StagingSpace, memory: Path) -> None:
+def test_a_released_file_is_that_of_the_next_upload(space, memory):
     first = space.open(memory / "1", 8)
     fill(first, b"12345678")
     space.release(first, keep=True)
@@ -47,7 +47,7 @@ def test_a_released_file_is_that_of_the_next_upload(space: StagingSpace, memory:
     assert first.path == memory / "2" and (memory / "2").read_bytes() == b"12345678"
 
 
-def test_a_file_of_another_size_is_not_reused(space: StagingSpace, memory: Path) -> None:
+def test_a_file_of_another_size_is_not_reused(space, memory):
     first = space.open(memory / "1", 8)
     space.release(first, keep=True)
     second = space.open(memory / "2", 9)
@@ -56,13 +56,13 @@ def test_a_file_of_another_size_is_not_reused(space: StagingSpace, memory: Path)
     assert space.kept_bytes == 9
 
 
-def test_an_upload_without_bytes_leaves_the_kept_file(space: StagingSpace, memory: Path) -> None:
+def test_an_upload_without_bytes_leaves_the_kept_file(space, memory):
     space.release(space.open(memory / "1", 8), keep=True)
     space.release(space.open(memory / "2", 0), keep=True)
     assert space.kept_bytes == 8 and [path.name for path in memory.iterdir()] == ["kept"]
 
 
-def test_a_kept_file_makes_room_for_others(space: StagingSpace, memory: Path) -> None:
+def test_a_kept_file_makes_room_for_others(space, memory):
     space.release(space.open(memory / "1", 4096), keep=True)
     space.make_room(memory, 4096)
     assert space.kept_bytes == 4096
@@ -70,7 +70,7 @@ def test_a_kept_file_makes_room_for_others(space: StagingSpace, memory: Path) ->
     assert space.kept_bytes == 0 and not (memory / "kept").exists()
 
 
-def test_a_kept_file_is_registered_until_it_is_removed(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_file_is_registered_until_it_is_removed(memory, monkeypatch):
     registered: list[int] = []
 
     def register(part: memoryview) -> Callable[[], None]:
@@ -91,7 +91,7 @@ def test_a_kept_file_is_registered_until_it_is_removed(memory: Path, monkeypatch
     assert registered == []
 
 
-def test_memory_that_cannot_be_registered_is_used_as_it_is(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_registered_is_used_as_it_is(memory, caplog):
     def refuse(part: memoryview) -> Callable[[], None]:
         raise OSError("no room")
 
@@ -105,7 +105,7 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is(memory: Path, caplog:
     assert caplog.text.count("no room") == 1
 
 
-def test_a_disk_keeps_nothing(tmp_path: Path) -> None:
+def test_a_disk_keeps_nothing(tmp_path):
     space = StagingSpace()
     file = space.open(tmp_path / "1", 100)
     assert file.memory(0, 100) is None

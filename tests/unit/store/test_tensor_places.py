@@ -1,7 +1,6 @@
 """Versions whose tensors lie at the same places share what follows from that."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -29,23 +28,23 @@ def version(*tensors: StoredTensor) -> Manifest:
     return Manifest(version=1, fingerprint="model", recipe=Recipe(weights="none"), tensors=tensors)
 
 
-def test_digests_tell_versions_of_other_places() -> None:
+def test_digests_tell_versions_of_other_places():
     assert len({TensorPlaces([each]).digest for each in [PLACE, *OTHERS]}) == 6
 
 
-def test_a_digest_does_not_depend_on_the_order_of_the_manifest() -> None:
+def test_a_digest_does_not_depend_on_the_order_of_the_manifest():
     after = TensorPlace("0", "int8", (4,), "file", 20, 4)
     assert TensorPlaces([PLACE, after]).digest == TensorPlaces([after, PLACE]).digest
 
 
-def test_slots_are_names_dtypes_and_shapes_not_places() -> None:
+def test_slots_are_names_dtypes_and_shapes_not_places():
     slots_digests = [TensorPlaces([each]).slots_digest for each in [PLACE, *OTHERS]]
     assert len(set(slots_digests[:4])) == 4 and set(slots_digests[4:]) == {slots_digests[0]}
     elsewhere = TensorPlace("b", "int8", (4,), "file", 0, 4)
     assert TensorPlaces([PLACE, elsewhere]).slots_digest == TensorPlaces([elsewhere, OTHERS[3]]).slots_digest
 
 
-def test_versions_of_the_same_places_share_them() -> None:
+def test_versions_of_the_same_places_share_them():
     first, second = version(*stored(PLACE)), version(*(replace(t, digest="bb") for t in stored(PLACE)))
     assert first.places is second.places is second.replace(version=2).places
 
@@ -53,21 +52,21 @@ def test_versions_of_the_same_places_share_them() -> None:
 @pytest.mark.parametrize(
     "other", [*OTHERS, PLACE._replace(nbytes=13)], ids=["name", "dtype", "shape", "file", "offset", "nbytes"]
 )
-def test_versions_of_other_places_do_not(other: TensorPlace) -> None:
+def test_versions_of_other_places_do_not(other):
     assert version(*stored(PLACE)).places is not version(*stored(other)).places
 
 
-def test_a_copy_with_other_tensors_has_other_places() -> None:
+def test_a_copy_with_other_tensors_has_other_places():
     first = version(*stored(PLACE))
     assert first.places is not first.replace(tensors=stored(PLACE, OTHERS[0]._replace(offset=20))).places
 
 
-def test_a_name_that_is_there_twice_is_refused() -> None:
+def test_a_name_that_is_there_twice_is_refused():
     with pytest.raises(ValueError, match="tensor a occurs twice"):
         TensorPlaces([PLACE, PLACE._replace(offset=20)])
 
 
-def test_few_are_kept() -> None:
+def test_few_are_kept():
     first = TensorPlaces.of([PLACE])
     assert TensorPlaces.of([PLACE]) is first
     for number in range(10):
@@ -78,9 +77,7 @@ def test_few_are_kept() -> None:
 @pytest.mark.parametrize(
     "changed", [lambda tensors: tensors, lambda tensors: tensors[::-1]], ids=["as laid out", "back"]
 )
-def test_files_and_headers_are_those_of_the_layout(
-    changed: Callable[[tuple[StoredTensor, ...]], tuple[StoredTensor, ...]],
-) -> None:
+def test_files_and_headers_are_those_of_the_layout(changed):
     layout = Layout([TensorSlot(name=name, dtype="bfloat16", shape=(4,)) for name in "cab"], max_file_bytes=16)
     tensors = stored(*layout.places.values())
     manifest = version(*changed(tensors))
@@ -97,7 +94,7 @@ def test_files_and_headers_are_those_of_the_layout(
     assert (places.nbytes, list(places.files)) == (24, [file.name for file in layout.files])
 
 
-def test_digests_are_written_with_what_they_are_of_sorted_by_name() -> None:
+def test_digests_are_written_with_what_they_are_of_sorted_by_name():
     places = TensorPlaces([OTHERS[0], PLACE])
     assert json.loads(places.with_digests_as_json(["bb", "aa"])) == [
         ["a", "int8", [4, 3], "aa"],

@@ -28,7 +28,7 @@ def store(writer: VersionWriter, *names: str) -> None:
         writer.filled(name)
 
 
-def test_a_reader_sees_each_tensor_as_it_is_stored(tmp_path: Path) -> None:
+def test_a_reader_sees_each_tensor_as_it_is_stored(tmp_path):
     writer = writer_of(tmp_path / "staging", 7)
     with UploadToRead.newest(tmp_path / "staging") or pytest.fail("no upload") as upload:
         assert upload.folder == tmp_path / "staging" / "7"
@@ -43,7 +43,7 @@ def test_a_reader_sees_each_tensor_as_it_is_stored(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in upload.folder.iterdir()) == [".safetensors"] * 2
 
 
-def test_an_upload_that_is_given_up_is_over(tmp_path: Path) -> None:
+def test_an_upload_that_is_given_up_is_over(tmp_path):
     writer = writer_of(tmp_path / "staging", 7)
     with UploadToRead.newest(tmp_path / "staging") or pytest.fail("no upload") as upload:
         store(writer, "b")
@@ -52,7 +52,7 @@ def test_an_upload_that_is_given_up_is_over(tmp_path: Path) -> None:
     assert UploadToRead.newest(tmp_path / "staging") is None
 
 
-def test_of_several_the_newest_that_is_being_written_is_found(tmp_path: Path) -> None:
+def test_of_several_the_newest_that_is_being_written_is_found(tmp_path):
     uploads = tmp_path / "staging"
     assert UploadToRead.newest(uploads) is None
     writers = {version: writer_of(uploads, version) for version in (9, 10)}

@@ -5,7 +5,6 @@ import os
 import random
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,9 +37,7 @@ def random_bytes(slot: TensorSlot) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(SLOTS, st.integers(1, 2000), st.randoms(use_true_random=False))
-def test_the_safetensors_library_reads_the_exact_bytes_back(
-    tmp_path_factory: pytest.TempPathFactory, slots: list[TensorSlot], max_file_bytes: int, order: random.Random
-) -> None:
+def test_the_safetensors_library_reads_the_exact_bytes_back(tmp_path_factory, slots, max_file_bytes, order):
     folder = tmp_path_factory.mktemp("version")
     writer = VersionWriter(folder, Layout(slots, max_file_bytes))
     for slot in order.sample(slots, len(slots)):
@@ -60,7 +57,7 @@ def test_the_safetensors_library_reads_the_exact_bytes_back(
 @pytest.mark.parametrize(
     ("nbytes", "chunks"), [(CHUNK_BYTES, 1), (CHUNK_BYTES + 4, 2), (2 * CHUNK_BYTES, 2), (3 * CHUNK_BYTES + 12, 4)]
 )
-def test_a_large_tensor_s_digest_is_that_of_its_chunk_digests(tmp_path: Path, nbytes: int, chunks: int) -> None:
+def test_a_large_tensor_s_digest_is_that_of_its_chunk_digests(tmp_path, nbytes, chunks):
     data = random.Random(nbytes).randbytes(nbytes)
     writer = VersionWriter(tmp_path, Layout(slots_of(nbytes // 4)))
     writer.write("t0", memoryview(data))
@@ -79,7 +76,7 @@ def slots_of(*sizes: int) -> list[TensorSlot]:
     return [TensorSlot(name=f"t{i}", dtype="float32", shape=(size,)) for i, size in enumerate(sizes)]
 
 
-def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> None:
+def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path):
     writer = VersionWriter(tmp_path, Layout(slots_of(10, 10, 100, 5, 5), 80))
     writer.close()
     held = []
@@ -89,7 +86,7 @@ def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> No
     assert held == [["t0", "t1"], ["t2"], ["t3", "t4"]]
 
 
-def test_a_matrix_is_written_as_its_bytes(tmp_path: Path) -> None:
+def test_a_matrix_is_written_as_its_bytes(tmp_path):
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
     writer = VersionWriter(tmp_path, Layout([TensorSlot(name="m", dtype="float32", shape=(3, 4))]))
     writer.write("m", matrix.data)
@@ -98,7 +95,7 @@ def test_a_matrix_is_written_as_its_bytes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(reader.get_tensor("m"), matrix)
 
 
-def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path: Path) -> None:
+def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path):
     writer = VersionWriter(tmp_path, Layout(slots_of(1, 2, 3)))
     writer.write("t1", memoryview(bytes(8)))
     assert writer.unwritten == ["t0", "t2"]
@@ -108,7 +105,7 @@ def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9])
-def test_bytes_of_the_wrong_size_are_refused_and_not_written(tmp_path: Path, nbytes: int) -> None:
+def test_bytes_of_the_wrong_size_are_refused_and_not_written(tmp_path, nbytes):
     writer = VersionWriter(tmp_path, Layout(slots_of(2)))
     with pytest.raises(ValueError, match=f"t0 has {nbytes} bytes, its slot 8"):
         writer.write("t0", memoryview(b"x" * nbytes))
@@ -117,14 +114,14 @@ def test_bytes_of_the_wrong_size_are_refused_and_not_written(tmp_path: Path, nby
     assert b"x" not in (tmp_path / "weights-00001.safetensors").read_bytes()[-8:]
 
 
-def test_a_tensor_without_a_slot_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_without_a_slot_is_refused(tmp_path):
     writer = VersionWriter(tmp_path, Layout(slots_of(2)))
     with pytest.raises(KeyError, match="other"):
         writer.write("other", memoryview(bytes(8)))
     writer.close()
 
 
-def test_finishing_and_closing_leave_no_file_open(tmp_path: Path) -> None:
+def test_finishing_and_closing_leave_no_file_open(tmp_path):
     before = open_files()
     writer = VersionWriter(tmp_path, Layout(slots_of(1, 1, 1), 4))
     assert open_files() == before + 3
@@ -144,14 +141,14 @@ def little_room() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_fails_at_once_and_leaves_no_file_open(tmp_path: Path, little_room: int) -> None:
+def test_a_full_disk_fails_at_once_and_leaves_no_file_open(tmp_path, little_room):
     before = open_files()
     with pytest.raises(OSError, match="File too large"):
         VersionWriter(tmp_path, Layout(slots_of(1, little_room), 4))
     assert open_files() == before
 
 
-def test_a_disk_error_while_writing_fails_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_while_writing_fails_the_version(tmp_path, monkeypatch):
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "the disk took not all of it")
 

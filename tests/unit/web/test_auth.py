@@ -32,36 +32,36 @@ def refusal(authorizer: Authorizer, connection: HTTPConnection) -> str | None:
 
 class TestWithAToken:
     @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "BEARER s3cret", "Bearer   s3cret "])
-    def test_the_token_opens_whatever_the_case_of_bearer(self, header: str) -> None:
+    def test_the_token_opens_whatever_the_case_of_bearer(self, header):
         assert refusal(Authorizer("s3cret"), request(header)) is None
 
     @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", None])
-    def test_the_token_opens_from_anywhere(self, host: str | None) -> None:
+    def test_the_token_opens_from_anywhere(self, host):
         assert refusal(Authorizer("s3cret"), request("Bearer s3cret", host)) is None
 
     @pytest.mark.parametrize(
         "header", ["Bearer other", "Bearer s3cre", "Bearer s3cret2", "Bearer S3CRET", "Bearer s3cr\xe9t"]
     )
-    def test_another_token_is_wrong(self, header: str) -> None:
+    def test_another_token_is_wrong(self, header):
         with pytest.raises(Unauthorized, match="is wrong: send Authorization: Bearer"):
             Authorizer("s3cret").check(request(header))
 
     @pytest.mark.parametrize("header", ["Basic s3cret", "Token s3cret"])
-    def test_the_token_under_another_scheme_does_not_open(self, header: str) -> None:
+    def test_the_token_under_another_scheme_does_not_open(self, header):
         with pytest.raises(Unauthorized):
             Authorizer("s3cret").check(request(header))
 
     @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "s3cret"])
-    def test_a_token_that_is_not_there_is_missing(self, header: str | None) -> None:
+    def test_a_token_that_is_not_there_is_missing(self, header):
         with pytest.raises(Unauthorized, match="is missing"):
             Authorizer("s3cret").check(request(header))
 
-    def test_the_configured_token_is_not_repeated_to_the_caller(self) -> None:
+    def test_the_configured_token_is_not_repeated_to_the_caller(self):
         with pytest.raises(Unauthorized) as refused:
             Authorizer("s3cret").check(request("Bearer guess"))
         assert "s3cret" not in refused.value.message and "guess" not in refused.value.message
 
-    def test_with_the_token_any_name_any_page_and_any_proxy_may(self) -> None:
+    def test_with_the_token_any_name_any_page_and_any_proxy_may(self):
         headers = {"host": "rollouts.example", "origin": "https://dashboards.example", "x-forwarded-for": "192.0.2.1"}
         assert refusal(Authorizer("s3cret"), request("Bearer s3cret", "192.0.2.7", headers)) is None
 
@@ -71,30 +71,30 @@ TRUSTED = [ip_network("10.1.0.0/16"), ip_network("fd00:1::/32")]
 
 class TestWithoutAToken:
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "::ffff:127.0.0.1"])
-    def test_callers_on_this_machine_may(self, host: str) -> None:
+    def test_callers_on_this_machine_may(self, host):
         assert refusal(Authorizer(None), request(host=host)) is None
 
     @pytest.mark.parametrize(
         "host",
         ["192.0.2.1", "10.0.0.1", "0.0.0.0", "::", "2001:db8::1", "::ffff:192.0.2.1", "localhost", "testclient", ""],
     )
-    def test_callers_from_elsewhere_are_forbidden(self, host: str) -> None:
+    def test_callers_from_elsewhere_are_forbidden(self, host):
         with pytest.raises(Forbidden, match=r"configure auth\.token_file") as refused:
             Authorizer(None).check(request(host=host))
         assert host in refused.value.message
 
-    def test_an_unknown_client_address_is_forbidden(self) -> None:
+    def test_an_unknown_client_address_is_forbidden(self):
         with pytest.raises(Forbidden, match="you called from elsewhere"):
             Authorizer(None).check(request(host=None))
 
-    def test_one_that_is_sent_does_not_help(self) -> None:
+    def test_one_that_is_sent_does_not_help(self):
         with pytest.raises(Forbidden):
             Authorizer(None).check(request("Bearer anything", host="192.0.2.1"))
 
     @pytest.mark.parametrize(
         "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3:8000", "[::1]", "[::1]:8000"]
     )
-    def test_loopback_host_names_are_answered(self, host: str) -> None:
+    def test_loopback_host_names_are_answered(self, host):
         assert refusal(Authorizer(None), request(headers={"host": host})) is None
 
     @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ class TestWithoutAToken:
             "",
         ],
     )
-    def test_other_host_names_are_forbidden(self, host: str) -> None:
+    def test_other_host_names_are_forbidden(self, host):
         with pytest.raises(Forbidden, match=r"answer at localhost, 127\.0\.0\.1 and \[::1\] only.*auth\.token_file"):
             Authorizer(None).check(request(headers={"host": host}))
 
@@ -126,7 +126,7 @@ class TestWithoutAToken:
             {"origin": "http://localhost:8000", "sec-fetch-site": "cross-site"},
         ],
     )
-    def test_pages_of_other_origins_are_forbidden(self, headers: dict[str, str]) -> None:
+    def test_pages_of_other_origins_are_forbidden(self, headers):
         with pytest.raises(Forbidden, match=r"do not answer pages of other origins.*auth\.token_file"):
             Authorizer(None).check(request(headers=headers))
 
@@ -135,14 +135,14 @@ class TestWithoutAToken:
         [{"origin": "http://localhost:8000", "sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {}],
         ids=["the service's own page", "typed into a browser", "no browser"],
     )
-    def test_callers_that_are_no_other_page_may(self, headers: dict[str, str]) -> None:
+    def test_callers_that_are_no_other_page_may(self, headers):
         assert refusal(Authorizer(None), request(headers=headers)) is None
 
     @pytest.mark.parametrize(
         "name", ["x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via"]
     )
     @pytest.mark.parametrize("value", ["127.0.0.1", "192.0.2.1"])
-    def test_any_proxied_request_is_forbidden(self, name: str, value: str) -> None:
+    def test_any_proxied_request_is_forbidden(self, name, value):
         with pytest.raises(Forbidden, match=f"do not answer proxies, and this request has the header {name}"):
             Authorizer(None).check(request(headers={name: value}))
 
@@ -151,28 +151,28 @@ class TestTrustedNetworks:
     @pytest.mark.parametrize("token", [None, "s3cret"])
     @pytest.mark.parametrize("host", ["10.1.0.1", "10.1.255.255", "::ffff:10.1.0.1", "fd00:1::7"])
     @pytest.mark.parametrize("header", [None, "Bearer EMPTY", "Basic x"])
-    def test_a_trusted_network_needs_no_token(self, token: str | None, host: str, header: str | None) -> None:
+    def test_a_trusted_network_needs_no_token(self, token, host, header):
         assert (
             refusal(Authorizer(token, TRUSTED), request(header, host, {"host": "rollouts.svc.cluster.local:8000"}))
             is None
         )
 
     @pytest.mark.parametrize("host", ["10.2.0.1", "::ffff:10.2.0.1", "fd00:2::7", "192.0.2.1", None])
-    def test_other_networks_need_the_token_still(self, host: str | None) -> None:
+    def test_other_networks_need_the_token_still(self, host):
         with pytest.raises(Unauthorized, match="is missing"):
             Authorizer("s3cret", TRUSTED).check(request(None, host))
         assert refusal(Authorizer("s3cret", TRUSTED), request("Bearer s3cret", host)) is None
         with pytest.raises(Forbidden, match=r"in auth\.trusted_networks \(10\.1\.0\.0/16, fd00:1::/32\) only"):
             Authorizer(None, TRUSTED).check(request(None, host))
 
-    def test_trusted_networks_change_nothing_for_loopback(self) -> None:
+    def test_trusted_networks_change_nothing_for_loopback(self):
         assert refusal(Authorizer(None, TRUSTED), request()) is None
         with pytest.raises(Unauthorized):
             Authorizer("s3cret", TRUSTED).check(request())
         with pytest.raises(Forbidden, match="answer at localhost"):
             Authorizer(None, TRUSTED).check(request(headers={"host": "evil.example"}))
 
-    def test_trusted_loopback_is_called_by_a_loopback_name(self) -> None:
+    def test_trusted_loopback_is_called_by_a_loopback_name(self):
         authorizer = Authorizer("s3cret", [ip_network("127.0.0.0/8")])
         assert refusal(authorizer, request()) is None
         with pytest.raises(Forbidden, match="answer at localhost"):
@@ -180,7 +180,7 @@ class TestTrustedNetworks:
 
     @pytest.mark.parametrize("token", [None, "s3cret"])
     @pytest.mark.parametrize("name", ["x-forwarded-for", "x-real-ip", "forwarded", "via"])
-    def test_a_proxy_in_a_trusted_network_is_forbidden(self, token: str | None, name: str) -> None:
+    def test_a_proxy_in_a_trusted_network_is_forbidden(self, token, name):
         with pytest.raises(Forbidden, match=f"do not answer proxies, and this request has the header {name}"):
             Authorizer(token, TRUSTED).check(request(None, "10.1.0.1", {name: "10.1.0.2"}))
 
@@ -194,9 +194,7 @@ class TestTrustedNetworks:
             {"host": "rollouts:8000", "origin": "http://evil.example"},
         ],
     )
-    def test_other_sites_pages_in_trusted_networks_are_forbidden(
-        self, token: str | None, headers: dict[str, str]
-    ) -> None:
+    def test_other_sites_pages_in_trusted_networks_are_forbidden(self, token, headers):
         with pytest.raises(Forbidden, match="do not answer pages of other origins"):
             Authorizer(token, TRUSTED).check(request(None, "10.1.0.1", headers))
 
@@ -205,11 +203,11 @@ class TestTrustedNetworks:
         [{"origin": "http://evil.example:8000"}, {"sec-fetch-site": "same-origin"}],
         ids=["what is no GET", "a GET over https"],
     )
-    def test_a_page_whose_name_resolves_here_is_forbidden(self, sent: dict[str, str]) -> None:
+    def test_a_page_whose_name_resolves_here_is_forbidden(self, sent):
         with pytest.raises(Forbidden, match=r"do not answer a page at the name 'evil\.example:8000'"):
             Authorizer(None, TRUSTED).check(request(None, "10.1.0.1", {"host": "evil.example:8000", **sent}))
 
     @pytest.mark.parametrize("host", ["10.1.0.9:8000", "[fd00:1::9]:8000", "10.1.0.9"])
-    def test_the_service_s_own_page_at_its_address_may(self, host: str) -> None:
+    def test_the_service_s_own_page_at_its_address_may(self, host):
         own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
         assert refusal(Authorizer(None, TRUSTED), request(None, "10.1.0.1", own)) is None

@@ -65,21 +65,21 @@ def error_of(reply: httpx.Response, status: int, kind: str) -> dict[str, Any]:
 
 class TestOurs:
     @pytest.mark.parametrize("name", sorted(error_classes()))
-    async def test_each_error_has_its_status_and_comes_back_as_itself(self, http: httpx.AsyncClient, name: str) -> None:
+    async def test_each_error_has_its_status_and_comes_back_as_itself(self, http, name):
         reply = await http.get(f"/service/{name}")
         cls = error_classes()[name]
         error_of(reply, cls.http_status, name)
         again = from_wire(reply.status_code, reply.json())
         assert type(again) is cls and again.message == "it went wrong" and again.detail == {"where": name}
 
-    async def test_an_error_that_passes_says_when_to_come_back(self, http: httpx.AsyncClient) -> None:
+    async def test_an_error_that_passes_says_when_to_come_back(self, http):
         assert (await http.get("/service/Overloaded")).headers["retry-after"] == f"{Overloaded.retry_after_s:g}"
         assert VersionConflict.retry_after_s is None
         assert "retry-after" not in (await http.get("/service/VersionConflict")).headers
 
 
 class TestValidation:
-    async def test_every_field_that_is_wrong_is_named(self, http: httpx.AsyncClient) -> None:
+    async def test_every_field_that_is_wrong_is_named(self, http):
         error = error_of(await http.post("/body", json={"n": "x", "names": ["a", 3], "m": 1}), 422, "InvalidRequest")
         assert error["message"].startswith("POST /body: ")
         fields = {item["field"]: item["problem"] for item in error["detail"]["fields"]}
@@ -88,27 +88,25 @@ class TestValidation:
         assert fields["m"] == "is not a field here, or not implemented: leave it out"
         assert all(field in error["message"] for field in fields)
 
-    async def test_a_message_stays_short_when_everything_is_wrong(self, http: httpx.AsyncClient) -> None:
+    async def test_a_message_stays_short_when_everything_is_wrong(self, http):
         error = error_of(await http.post("/body", json={"n": 1, "names": [0] * 500}), 422, "InvalidRequest")
         assert len(error["message"]) < 1000 and "names.0" in error["message"]
 
-    async def test_a_field_that_is_missing_is_named(self, http: httpx.AsyncClient) -> None:
+    async def test_a_field_that_is_missing_is_named(self, http):
         error = error_of(await http.post("/body", json={}), 422, "InvalidRequest")
         assert error["detail"]["fields"] == [{"field": "n", "problem": "Field required"}]
 
-    async def test_a_query_parameter_is_named(self, http: httpx.AsyncClient) -> None:
+    async def test_a_query_parameter_is_named(self, http):
         error = error_of(await http.get("/query?timeout_s=soon"), 422, "InvalidRequest")
         assert "timeout_s" in error["message"]
 
     @pytest.mark.parametrize("body", [b'{"n": 1,', b"{'n': 1}", b"{"])
-    async def test_a_body_that_is_not_json_is_malformed_and_says_where(
-        self, http: httpx.AsyncClient, body: bytes
-    ) -> None:
+    async def test_a_body_that_is_not_json_is_malformed_and_says_where(self, http, body):
         reply = await http.post("/body", content=body, headers={"Content-Type": "application/json"})
         error = error_of(reply, 400, "MalformedRequest")
         assert "the body is not JSON" in error["message"] and "at character" in error["message"]
 
-    async def test_a_body_that_is_not_even_text_is_malformed(self, http: httpx.AsyncClient) -> None:
+    async def test_a_body_that_is_not_even_text_is_malformed(self, http):
         reply = await http.post("/body", content=b'{"n": "\xff"}', headers={"Content-Type": "application/json"})
         error_of(reply, 400, "MalformedRequest")
 
@@ -122,19 +120,17 @@ class TestValidation:
         ],
         ids=["a list", "a string", "another content type", "nothing"],
     )
-    async def test_a_body_that_is_no_json_object_says_what_to_send(
-        self, http: httpx.AsyncClient, body: bytes, headers: dict[str, str]
-    ) -> None:
+    async def test_a_body_that_is_no_json_object_says_what_to_send(self, http, body, headers):
         error = error_of(await http.post("/body", content=body, headers=headers), 422, "InvalidRequest")
         assert "the body must be a JSON object sent with Content-Type: application/json" in error["message"]
 
 
 class TestFramework:
-    async def test_a_route_that_does_not_exist_is_not_found(self, http: httpx.AsyncClient) -> None:
+    async def test_a_route_that_does_not_exist_is_not_found(self, http):
         error = error_of(await http.get("/nothing"), 404, "NotFound")
         assert error["message"] == "GET /nothing: Not Found"
 
-    async def test_an_unsupported_method_keeps_its_status_and_headers(self, http: httpx.AsyncClient) -> None:
+    async def test_an_unsupported_method_keeps_its_status_and_headers(self, http):
         reply = await http.get("/body")
         error_of(reply, 405, "RolloutServiceError")
         assert reply.headers["allow"] == "POST"
@@ -149,19 +145,17 @@ class TestFramework:
             (418, "RolloutServiceError"),
         ],
     )
-    async def test_errors_of_the_framework_keep_status_headers_and_text(
-        self, http: httpx.AsyncClient, status: int, kind: str
-    ) -> None:
+    async def test_errors_of_the_framework_keep_status_headers_and_text(self, http, status, kind):
         reply = await http.get(f"/http/{status}")
         error = error_of(reply, status, kind)
         assert error["message"] == f"GET /http/{status}: no such luck" and error["detail"] == {"status": status}
         assert reply.headers["x-why"] == "because"
 
-    async def test_a_bug_is_answered_in_the_same_form_without_internals(self, http: httpx.AsyncClient) -> None:
+    async def test_a_bug_is_answered_in_the_same_form_without_internals(self, http):
         error = error_of(await http.get("/bug"), 500, RolloutServiceError.__name__)
         assert "GET /bug failed with KeyError" in error["message"] and "secret" not in str(error)
 
-    async def test_a_bug_reaches_whoever_runs_the_application(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_bug_reaches_whoever_runs_the_application(self, caplog):
         transport = httpx.ASGITransport(application())
         async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
             with caplog.at_level(logging.ERROR), pytest.raises(KeyError, match="secret"):

@@ -12,13 +12,13 @@ from rollout_service.protocol.routed_experts import RoutedExperts
 from tests.support.models import FAMILIES
 
 
-def test_equal_logprobs_have_no_mismatch() -> None:
+def test_equal_logprobs_have_no_mismatch():
     same = torch.log(torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
     case = mismatch("qwen3", "fp8_block", same, same)
     assert (case.tokens, case.k1, case.k3, case.prob_error, case.abs_diff_max) == (4, 0, 0, 1, 0)
 
 
-def test_a_token_that_the_engine_takes_for_twice_as_likely() -> None:
+def test_a_token_that_the_engine_takes_for_twice_as_likely():
     reference, engine = torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]]))
     case = mismatch("qwen3", "fp8_block", reference, engine)
     assert case.k1 == pytest.approx(math.log(2) / 2)
@@ -27,7 +27,7 @@ def test_a_token_that_the_engine_takes_for_twice_as_likely() -> None:
     assert case.abs_diff_max == pytest.approx(math.log(2))
 
 
-def test_a_completion_is_scored_after_its_prompt() -> None:
+def test_a_completion_is_scored_after_its_prompt():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"](), dtype=torch.float32).eval()
     sampled = [([5, 6, 7], _completion(9, 8)), ([7, 6, 5], _completion(8, 8))]
@@ -40,7 +40,7 @@ def test_a_completion_is_scored_after_its_prompt() -> None:
         assert row.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_completion_is_scored_by_the_experts_that_the_engine_told() -> None:
+def test_a_completion_is_scored_by_the_experts_that_the_engine_told():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"](), dtype=torch.float32).eval()
     completion = _completion(9, 8)

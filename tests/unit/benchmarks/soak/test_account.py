@@ -12,7 +12,7 @@ def timeline(*answers: float) -> Timeline:
     return found
 
 
-def test_the_longest_outage_is_the_longest_gap_between_answers() -> None:
+def test_the_longest_outage_is_the_longest_gap_between_answers():
     found = timeline(0.1, 0.2, 5.2, 5.3, 7.3)
     assert found.longest(7.4) == Outage(0.2, pytest.approx(5.0))
     assert found.outages(7.4, longer_than_s=1.5) == [
@@ -21,12 +21,12 @@ def test_the_longest_outage_is_the_longest_gap_between_answers() -> None:
     ]
 
 
-def test_a_service_that_does_not_come_back_is_away_until_the_end() -> None:
+def test_a_service_that_does_not_come_back_is_away_until_the_end():
     assert timeline(0.1).longest(60.0) == Outage(0.1, pytest.approx(59.9))
     assert timeline(50.0).longest(60.0) == Outage(0.0, 50.0)
 
 
-def test_a_version_older_than_the_newest_of_the_log_is_not_lost() -> None:
+def test_a_version_older_than_the_newest_of_the_log_is_not_lost():
     found = Versions()
     for version in (1, 2, 3):
         found.said(version)
@@ -34,7 +34,7 @@ def test_a_version_older_than_the_newest_of_the_log_is_not_lost() -> None:
     assert found.newest == 3
 
 
-def test_versions_that_the_log_has_no_more_are_lost_once() -> None:
+def test_versions_that_the_log_has_no_more_are_lost_once():
     found = Versions()
     for version in (1, 2, 3):
         found.said(version)

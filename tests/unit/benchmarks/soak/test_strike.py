@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -29,7 +28,7 @@ def on_ingest(signal: Signal, stopped_s: float = 0.0, waits: bool = False) -> St
     return Strike(0.0, "ingest", signal, stopped_s, 0.5, waits)
 
 
-async def test_what_was_stopped_goes_on_when_all_is_let_go_on(victim: psutil.Process, tmp_path: Path) -> None:
+async def test_what_was_stopped_goes_on_when_all_is_let_go_on(victim, tmp_path):
     striker = Striker(Diary(tmp_path / "diary.jsonl"), lambda: lambda: "")
     assert await striker.once(on_ingest("SIGSTOP", stopped_s=3600.0)) is not None
     while victim.status() != psutil.STATUS_STOPPED:
@@ -40,7 +39,7 @@ async def test_what_was_stopped_goes_on_when_all_is_let_go_on(victim: psutil.Pro
     assert alive(victim)
 
 
-async def test_a_killed_process_must_be_gone_and_the_service_served(victim: psutil.Process, tmp_path: Path) -> None:
+async def test_a_killed_process_must_be_gone_and_the_service_served(victim, tmp_path):
     lacking = iter(["version 3 is waited for", ""])
     striker = Striker(Diary(tmp_path / "diary.jsonl"), lambda: lambda: next(lacking))
     found = await striker.once(on_ingest("SIGKILL", waits=True))
@@ -48,9 +47,7 @@ async def test_a_killed_process_must_be_gone_and_the_service_served(victim: psut
     assert next(lacking, None) is None
 
 
-async def test_a_process_that_lives_on_after_sigterm_is_named(
-    victim: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_lives_on_after_sigterm_is_named(victim, tmp_path, monkeypatch):
     monkeypatch.setattr(strike_module, "BACK_S", 0.0)
     monkeypatch.setattr(strike_module, "send", lambda process, signal: None)  # as one that ignores it
     striker = Striker(Diary(tmp_path / "diary.jsonl"), lambda: lambda: "")

@@ -48,10 +48,10 @@ class Tokenizer:
 
 def batch_of(rollouts: list[Rollout]) -> grpo.Batch:
     task = grpo.Task(lambda rng, count: [], lambda prompt, text: 0.0, 2, 2, 4, 1e-3)
-    return grpo.make_batch(task, ["", ""], rollouts, Tokenizer())  # type: ignore[arg-type]
+    return grpo.make_batch(task, ["", ""], rollouts, Tokenizer())
 
 
-def test_each_token_is_scored_by_the_weights_that_sampled_it(model: PreTrainedModel, rollouts: list[Rollout]) -> None:
+def test_each_token_is_scored_by_the_weights_that_sampled_it(model, rollouts):
     batch, weights, expected = batch_of(rollouts), {}, {}
     for version in (3, 4):
         with torch.no_grad():
@@ -66,7 +66,7 @@ def test_each_token_is_scored_by_the_weights_that_sampled_it(model: PreTrainedMo
     assert not torch.allclose(found[0], expected[4], atol=1e-2)
 
 
-def test_mismatch_is_split_by_the_age_of_keys_and_values(rollouts: list[Rollout]) -> None:
+def test_mismatch_is_split_by_the_age_of_keys_and_values(rollouts):
     batch = batch_of(rollouts)
     ages = of_tokens(rollouts, batch, lambda span: span.version - span.oldest_kv)
     logprobs = torch.where(ages == 1, torch.tensor(-5.0 + 0.5), torch.tensor(-5.0))

@@ -35,7 +35,7 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> Addition:
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("deployment", [CPU_DEPLOYMENT, GPU_DEPLOYMENT])
-def test_each_service_is_a_configuration(service: str, deployment: Path, addition: Addition) -> None:
+def test_each_service_is_a_configuration(service, deployment, addition):
     config = load_config(deployment, laid_over(addition.sections, SERVICES[service]))
     assert config.model.path == addition.folder and config.scaling.max_replicas == 1
     assert (config.quant.weights == "none") == (service == "bf16")
@@ -44,7 +44,7 @@ def test_each_service_is_a_configuration(service: str, deployment: Path, additio
     assert digits.kv_cache.scales_policy == "unit"
 
 
-def test_a_step_trains_a_mixture_with_prompts_of_any_length(addition: Addition) -> None:
+def test_a_step_trains_a_mixture_with_prompts_of_any_length(addition):
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(addition.folder)
     model = addition.start(addition.folder, seed=0)
 

@@ -26,7 +26,7 @@ def against(capability: tuple[int, int] = (9, 0), **asked: Any) -> list[str]:
     )
 
 
-def test_the_backend_that_the_plug_in_registers_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_that_the_plug_in_registers_is_found_by_its_own_name(monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     register()
     try:
@@ -38,7 +38,7 @@ def test_the_backend_that_the_plug_in_registers_is_found_by_its_own_name(monkeyp
         AttentionBackendEnum.CUSTOM.clear_override()
 
 
-def test_what_was_measured_is_valid() -> None:
+def test_what_was_measured_is_valid():
     assert against() == []
     assert against(block_size=16) == []
     assert against(head_size=64) == []
@@ -65,7 +65,7 @@ def test_what_was_measured_is_valid() -> None:
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],
 )
-def test_what_it_cannot_do_is_denied_to_vllm(asked: dict[str, Any], reason: str) -> None:
+def test_what_it_cannot_do_is_denied_to_vllm(asked, reason):
     assert any(reason in given for given in against(**asked)), against(**asked)
 
 
@@ -88,16 +88,14 @@ def layer(version: int, monkeypatch: pytest.MonkeyPatch, *, heads: int = 32, **g
         (3, {"sinks": torch.zeros(32)}, "attention sinks"),
     ],
 )
-def test_a_layer_that_it_cannot_do_is_refused(
-    version: int, given: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_it_cannot_do_is_refused(version, given, what, monkeypatch):
     with pytest.raises(NotImplementedError, match=f"is not there for {what}: set engine.attention_backend: FLASH_ATTN"):
         layer(version, monkeypatch, **given)
 
 
-def test_a_layer_of_what_was_measured_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_what_was_measured_is_made(monkeypatch):
     assert layer(3, monkeypatch).num_queries_per_kv == 4
 
 
-def test_a_schedule_has_room_for_the_largest_batch() -> None:
+def test_a_schedule_has_room_for_the_largest_batch():
     assert backend.MAX_SEQUENCES + backend.MAX_SEQUENCES // 2 <= backend.MAX_ENTRIES

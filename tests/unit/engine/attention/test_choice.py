@@ -1,7 +1,6 @@
 """For what a group's prompt is read once, and how the rest is refused."""
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -41,7 +40,7 @@ def chosen(asked: str, model: dict[str, Any] | None = None, **given: Any) -> str
     return choose(asked, model, **given).backend
 
 
-def test_groups_are_a_backend_of_a_plug_in() -> None:
+def test_groups_are_a_backend_of_a_plug_in():
     assert chosen("group") == "CUSTOM"
     assert chosen("group", {"num_attention_heads": 64}) == "CUSTOM"  # eight query heads of a KV head
     assert chosen("group", tensor_parallel_size=4) == "CUSTOM"
@@ -50,7 +49,7 @@ def test_groups_are_a_backend_of_a_plug_in() -> None:
 
 
 @pytest.mark.parametrize("named", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_a_backend_of_vllm_is_taken_by_its_name(named: str) -> None:
+def test_a_backend_of_vllm_is_taken_by_its_name(named):
     assert chosen(named, {"sliding_window": 512, "use_sliding_window": True, "head_dim": 64}) == named
 
 
@@ -78,18 +77,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "why"), REFUSED)
-def test_what_it_cannot_do_is_an_error_when_it_is_asked_for(given: dict[str, Any], why: str) -> None:
+def test_what_it_cannot_do_is_an_error_when_it_is_asked_for(given, why):
     with pytest.raises(ValueError, match=r"engine.attention_backend is group: .*: set it to auto") as refused:
         chosen("group", **given)
     assert why in str(refused.value)
 
 
-def test_all_that_speaks_against_it_is_said_at_once() -> None:
+def test_all_that_speaks_against_it_is_said_at_once():
     with pytest.raises(ValueError, match=r"heads have 96 numbers.*; .*caps its attention's logits"):
         chosen("group", {"attn_logit_softcapping": 50.0, "head_dim": 96})
 
 
-def test_auto_takes_it_for_models_that_were_measured() -> None:
+def test_auto_takes_it_for_models_that_were_measured():
     assert choose("auto") == AttentionChoice(
         "CUSTOM", "auto takes it for qwen3, whose engines were measured with it on one GPU"
     )
@@ -103,7 +102,7 @@ def test_auto_takes_it_for_models_that_were_measured() -> None:
     assert two.backend == "FLASH_ATTN" and "no engine of 2 GPUs was measured with it" in two.why
 
 
-def test_vllm_picks_where_there_is_no_choice() -> None:
+def test_vllm_picks_where_there_is_no_choice():
     assert choose("auto", on_cpu=True) == AttentionChoice(None, "the CPU has one kernel")
     latent = {"kv_lora_rank": 512}
     assert choose("auto", latent) == AttentionChoice(None, "vLLM picks the one for latent attention")
@@ -114,11 +113,11 @@ def test_vllm_picks_where_there_is_no_choice() -> None:
 
 
 @pytest.mark.parametrize("given", [given for given, _ in REFUSED])
-def test_auto_falls_back_to_flash_attention(given: dict[str, Any]) -> None:
+def test_auto_falls_back_to_flash_attention(given):
     assert chosen("auto", **given) == "FLASH_ATTN"
 
 
-def test_an_engine_gets_it_by_the_models_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_gets_it_by_the_models_config(tmp_path, monkeypatch):
     shape = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | shape))
     usual, config = (

@@ -1,7 +1,5 @@
 """The kernels compile for the GPU that they are for: Triton brings the compiler, and needs no GPU for it."""
 
-from typing import Any
-
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,7 +25,7 @@ NUMBERS |= {"lse_row_stride"}
         (merge_rows, HEADS, {"partial": "*bf16", "lse": "*fp32", "output": "*bf16"}),
     ],
 )
-def test_a_kernel_compiles_for_hopper(kernel: Any, constants: dict[str, int], pointers: dict[str, str]) -> None:
+def test_a_kernel_compiles_for_hopper(kernel, constants, pointers):
     others = {name: "i32" if name in NUMBERS else "*i32" for name in kernel.arg_names}
     signature = others | pointers | dict.fromkeys(constants, "constexpr")
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -31,7 +31,7 @@ class Compiled:
         return lambda *arguments: self.kernel.launched.append(("as compiled", grid, arguments))
 
 
-def test_what_was_compiled_is_launched_again_for_the_same_key_alone() -> None:
+def test_what_was_compiled_is_launched_again_for_the_same_key_alone():
     kernel = Kernel()
     launch = RepeatedLaunch(kernel, num_warps=4)
     launch(8, "aligned", 1, 2)
@@ -46,7 +46,7 @@ def test_what_was_compiled_is_launched_again_for_the_same_key_alone() -> None:
     ]
 
 
-def test_where_nothing_is_compiled_each_launch_is_the_kernels_own() -> None:
+def test_where_nothing_is_compiled_each_launch_is_the_kernels_own():
     kernel = Kernel(compiles=False)
     launch = RepeatedLaunch(kernel, num_warps=4)
     launch(8, "aligned", 1)

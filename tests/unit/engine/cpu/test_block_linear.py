@@ -32,7 +32,7 @@ def _kernel(shape: tuple[int, int]) -> CpuBlockScaledMM:
         )
 
 
-def test_activations_are_quantized_and_a_reload_replaces_weights() -> None:
+def test_activations_are_quantized_and_a_reload_replaces_weights():
     generator = torch.Generator().manual_seed(0)
     kernel = _kernel((512, 256))
     inputs = torch.randn(7, 256, generator=generator).bfloat16()

@@ -57,7 +57,7 @@ def _through_fp8(x: torch.Tensor) -> torch.Tensor:
     return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 
 
-def _expected(x, weights, ids, w13, w2, *, act=silu, round_first=True, round_second=True):  # type: ignore[no-untyped-def]
+def _expected(x, weights, ids, w13, w2, *, act=silu, round_first=True, round_second=True):
     """One token and one expert after another, in fp32 between the roundings."""
     rows = []
     for token, row in enumerate(_through_fp8(x) if round_first else x.float()):
@@ -78,7 +78,7 @@ def _tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return inputs, torch.rand(TOKENS, 2, generator=generator), ids
 
 
-def test_both_gemm_inputs_are_quantized_and_reloads_take_effect() -> None:
+def test_both_gemm_inputs_are_quantized_and_reloads_take_effect():
     layer = _layer()
     method = _method(layer)
     inputs, weights, ids = _tokens()
@@ -95,7 +95,7 @@ def test_both_gemm_inputs_are_quantized_and_reloads_take_effect() -> None:
             assert (output.float() - other).abs().mean() > 2 * TOLERANCE * size, unrounded
 
 
-def test_swapping_two_experts_changes_the_output() -> None:
+def test_swapping_two_experts_changes_the_output():
     layer = _layer()
     method = _method(layer)
     inputs, weights, ids = _tokens()
@@ -106,7 +106,7 @@ def test_swapping_two_experts_changes_the_output() -> None:
     assert (output - swapped).abs().mean() > 10 * TOLERANCE * output.abs().mean()
 
 
-def test_the_parts_of_ranks_with_whole_experts_add_up() -> None:
+def test_the_parts_of_ranks_with_whole_experts_add_up():
     layer = _layer()
     w13, w2 = _load(layer, seed=0)
     held = {name: parameter.data for name, parameter in layer.named_parameters()}
@@ -126,7 +126,7 @@ def test_the_parts_of_ranks_with_whole_experts_add_up() -> None:
     assert (total - expected).abs().mean() < 2 * TOLERANCE * expected.abs().mean()
 
 
-def test_gelu_experts_are_computed_with_gelu() -> None:
+def test_gelu_experts_are_computed_with_gelu():
     layer = _layer(activation=MoEActivation.GELU)
     method = _method(layer)
     inputs, weights, ids = _tokens()
@@ -137,7 +137,7 @@ def test_gelu_experts_are_computed_with_gelu() -> None:
     assert (output - expected).abs().mean() < TOLERANCE * expected.abs().mean()
 
 
-def test_codes_and_scales_stay_as_they_were_loaded() -> None:
+def test_codes_and_scales_stay_as_they_were_loaded():
     layer = _layer()
     method = _method(layer)
     _load(layer, seed=0)
@@ -158,11 +158,11 @@ def test_codes_and_scales_stay_as_they_were_loaded() -> None:
         ({"apply_router_weight_on_input": True}, "router weights on the input"),
     ],
 )
-def test_unsupported_experts_are_refused_by_name(changes: dict[str, object], complaint: str) -> None:
+def test_unsupported_experts_are_refused_by_name(changes, complaint):
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: .*{complaint}"):
         _method(_layer(**changes))
 
 
-def test_blocks_of_another_size_are_refused() -> None:
+def test_blocks_of_another_size_are_refused():
     with pytest.raises(ValueError, match=r"weight blocks \[64, 128\]"):
         _method(_layer(), block=[64, 128])

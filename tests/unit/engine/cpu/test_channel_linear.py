@@ -7,12 +7,12 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from rollout_service.compat.vllm_internals import GroupShape, QuantFP8
 from rollout_service.engine.cpu.channel_linear import THROUGH_CODES, CpuChannelLinearMethod, through_fp8, through_int8
-from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL, WeightFormat
+from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
 
 BF16_STEP = 2**-8
 
 
-def test_each_token_has_a_scale_of_its_own_and_codes_up_to_127() -> None:
+def test_each_token_has_a_scale_of_its_own_and_codes_up_to_127():
     inputs = torch.randn(5, 300).bfloat16() * torch.tensor([[1.0], [1e3], [1e-3], [1e-30], [0.0]])
     rounded = through_int8(inputs)
     assert torch.equal(rounded[4], torch.zeros(300))
@@ -23,7 +23,7 @@ def test_each_token_has_a_scale_of_its_own_and_codes_up_to_127() -> None:
     assert ((rounded[:4] - inputs[:4].float()).abs() <= 0.5001 * largest / 127).all()
 
 
-def test_int8_inputs_are_those_of_ieee_divisions() -> None:
+def test_int8_inputs_are_those_of_ieee_divisions():
     inputs = torch.randn(200, 300).bfloat16() * torch.logspace(-8, 8, 200).bfloat16()[:, None]
     x = inputs.float().numpy()
     largest = np.abs(x).max(-1, keepdims=True)
@@ -31,7 +31,7 @@ def test_int8_inputs_are_those_of_ieee_divisions() -> None:
     assert np.array_equal(through_int8(inputs).numpy(), codes * (largest / np.float32(127)))
 
 
-def test_fp8_inputs_are_those_of_vllm_but_for_quotients_beside_a_tie() -> None:
+def test_fp8_inputs_are_those_of_vllm_but_for_quotients_beside_a_tie():
     """vLLM's own for the CPU multiplies with the reciprocal, as what torch.compile makes of it on a GPU does; its CUDA
     kernel, which experts and eager engines have, divides."""
     inputs = torch.randn(200, 300).bfloat16() * torch.logspace(-30, 30, 200).bfloat16()[:, None]
@@ -45,7 +45,7 @@ def test_fp8_inputs_are_those_of_vllm_but_for_quotients_beside_a_tie() -> None:
 
 
 @pytest.mark.parametrize("form", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda form: form.name)
-def test_inputs_are_quantized_biases_are_added_and_a_reload_replaces_weights(form: WeightFormat) -> None:
+def test_inputs_are_quantized_biases_are_added_and_a_reload_replaces_weights(form):
     generator = torch.Generator().manual_seed(0)
     method, layer, inputs = CpuChannelLinearMethod(form), torch.nn.Module(), torch.randn(7, 100, generator=generator)
     bias = torch.randn(30, generator=generator).bfloat16()

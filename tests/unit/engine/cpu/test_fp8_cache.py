@@ -1,7 +1,5 @@
 """Of which processors vLLM's attention reads an FP8 KV cache, and what is said of the others."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from vllm.platforms import current_platform
@@ -20,28 +18,26 @@ def on_processor(monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, str | 
 
 
 @pytest.mark.parametrize("feature", ["avx512_f", "amx_tile"])
-def test_one_of_two_features_is_enough(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
+def test_one_of_two_features_is_enough(monkeypatch, feature):
     on_processor(monkeypatch, NEITHER | {feature: True})
     assert why_no_fp8_cache() is None
 
 
 @pytest.mark.parametrize("capabilities", [NEITHER, {"cpu_name": "a processor", "architecture": "aarch64"}])
-def test_a_processor_with_neither_is_named(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, str | bool]
-) -> None:
+def test_a_processor_with_neither_is_named(monkeypatch, capabilities):
     on_processor(monkeypatch, capabilities)
     assert why_no_fp8_cache() == (
         "vLLM reads an FP8 KV cache with AVX-512 or AMX, and this processor (a processor) has neither"
     )
 
 
-def test_with_a_gpu_the_processor_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_the_processor_does_not_matter(monkeypatch):
     on_processor(monkeypatch, NEITHER)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     assert why_no_fp8_cache() is None
 
 
-def test_by_name_it_is_refused_with_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_name_it_is_refused_with_what_to_set(tmp_path, monkeypatch):
     make_model(tmp_path, "llama")
 
     def cache_dtype(dtype: str) -> str:

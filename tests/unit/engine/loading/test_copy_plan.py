@@ -1,6 +1,6 @@
 """Copies are seen as they are made, joined where they meet, and trusted only if they leave the same bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -102,35 +102,35 @@ def shrink(parameter: torch.nn.Parameter) -> None:
 
 
 class TestRecorder:
-    def test_recorded_copies_do_what_the_loader_did(self, recorded: Recorded) -> None:
+    def test_recorded_copies_do_what_the_loader_did(self, recorded):
         for name, parameter in recorded.model.named_parameters():
             mine = recorded.of(name)
             assert parameter.abs().sum() > 0
             assert torch.equal(replayed(parameter, recorded, mine), parameter)
             _require_same(name, parameter, mine, recorded.placement, recorded.area)
 
-    def test_the_area_may_be_a_part_of_other_memory(self, recorded: Recorded) -> None:
+    def test_the_area_may_be_a_part_of_other_memory(self, recorded):
         area = torch.cat([torch.full((96,), 7, dtype=torch.uint8), recorded.area])[96:]
         for name, parameter in recorded.model.named_parameters():
             _require_same(name, parameter, recorded.of(name), recorded.placement, area)
 
-    def test_only_the_part_read_of_each_row_is_staged(self, recorded: Recorded) -> None:
+    def test_only_the_part_read_of_each_row_is_staged(self, recorded):
         assert [(copy.source, copy.row_bytes, copy.rows) for copy in recorded.of("cut")] == [(12, 12, 4)]
         assert recorded.placement.nbytes == sum(4 * p.numel() for p in recorded.model.parameters())
 
-    def test_what_does_not_come_from_a_stored_tensor_is_not_recorded(self) -> None:
+    def test_what_does_not_come_from_a_stored_tensor_is_not_recorded(self):
         model = Fused()
         with recording(model, stored((2, 8))) as recorder:
             model.cut.data.copy_(torch.ones(4, 3))
         assert recorder.copies == []
 
-    def test_a_conversion_on_the_way_is_not_recorded(self) -> None:
+    def test_a_conversion_on_the_way_is_not_recorded(self):
         model, tensors = Fused(), stored((4, 3))
         with recording(model, tensors) as recorder:
             model.cut.data.copy_(tensors["0"].view(torch.int32))
         assert recorder.copies == []
 
-    def test_memory_that_is_used_again_holds_what_was_put_there_last(self) -> None:
+    def test_memory_that_is_used_again_holds_what_was_put_there_last(self):
         sources, memory = Sources(), torch.zeros(100, dtype=torch.uint8)
         start = memory.data_ptr()
         sources.add("a", memory[:40])
@@ -142,7 +142,7 @@ class TestRecorder:
         assert sources.find(start) == ("c", 0) and sources.find(start + 79) == ("d", 29)
         assert sources.find(start - 1) is None
 
-    def test_a_copy_of_one_row_into_many_reads_it_once(self) -> None:
+    def test_a_copy_of_one_row_into_many_reads_it_once(self):
         model, tensors = Fused(), stored((1, 3))
         with recording(model, tensors) as recorder:
             model.cut.data.copy_(tensors["0"].expand(4, 3))
@@ -155,19 +155,17 @@ class TestPlan:
         ("change", "says"),
         [(spoil, "stored"), (transpose, "stored"), (spread, "has gaps"), (shrink, "fewer than were loaded")],
     )
-    def test_a_kernel_that_changes_what_was_loaded_is_noticed(
-        self, recorded: Recorded, change: Callable[[torch.Tensor], None], says: str
-    ) -> None:
+    def test_a_kernel_that_changes_what_was_loaded_is_noticed(self, recorded, change, says):
         change(recorded.model.fused)
         with pytest.raises(NoPlan, match=f"fused.*{says}"):
             _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
 
-    def test_a_kernel_may_read_what_was_loaded_in_another_order(self, recorded: Recorded) -> None:
+    def test_a_kernel_may_read_what_was_loaded_in_another_order(self, recorded):
         """CUTLASS is given [K, N], a view of the [N, K] that was loaded."""
         recorded.model.fused.data = recorded.model.fused.data.T
         _require_same("fused", recorded.model.fused, recorded.of("fused"), recorded.placement, recorded.area)
 
-    def test_a_part_that_was_not_loaded_is_noticed(self, recorded: Recorded) -> None:
+    def test_a_part_that_was_not_loaded_is_noticed(self, recorded):
         held = recorded.model.fused, recorded.placement, recorded.area
         with pytest.raises(NoPlan, match="stored bytes"):
             _require_same("fused", held[0], recorded.of("fused")[:1], *held[1:])
@@ -197,16 +195,16 @@ def places(tensor: torch.Tensor) -> Iterator[int]:
 
 
 class TestRuns:
-    def test_runs_that_follow_each_other_on_both_sides_become_one(self) -> None:
+    def test_runs_that_follow_each_other_on_both_sides_become_one(self):
         first, second, elsewhere = Rows(0, 100, 10), Rows(10, 110, 6), Rows(16, 200, 4)
         assert _coalesce([second, elsewhere, first]) == [Rows(0, 100, 16), elsewhere]
 
-    def test_rows_are_never_joined(self) -> None:
+    def test_rows_are_never_joined(self):
         rows = [Rows(0, 100, 4, rows=2, source_stride_bytes=8, target_stride_bytes=4), Rows(16, 108, 4)]
         assert _coalesce(rows) == rows
 
     @given(pairs_of_views())
-    def test_runs_cover_every_element_once_and_in_its_place(self, views: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def test_runs_cover_every_element_once_and_in_its_place(self, views):
         target, source = views
         wanted = sorted((s + i, t + i) for s, t in zip(places(source), places(target), strict=True) for i in (0, 1))
         made = sorted(

@@ -46,7 +46,7 @@ SPANS = st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 9), st.
 
 @settings(deadline=None)
 @given(st.lists(SPANS, min_size=1, max_size=4), st.integers(1, 50), st.integers(1, 60))
-def test_spans_arrive_whole_however_their_tensor_is_cut(spans: list[Span], chunk_bytes: int, most_bytes: int) -> None:
+def test_spans_arrive_whole_however_their_tensor_is_cut(spans, chunk_bytes, most_bytes):
     size = max(span.end for span in spans)
     data = random.Random(size).randbytes(7 + size)
     cut = [
@@ -63,7 +63,7 @@ def test_spans_arrive_whole_however_their_tensor_is_cut(spans: list[Span], chunk
         assert area[place : place + span.nbytes] == b"".join(data[first : first + span.row_bytes] for first in rows)
 
 
-def test_neighbours_in_the_file_are_one_move_into_the_area() -> None:
+def test_neighbours_in_the_file_are_one_move_into_the_area():
     manifest = version(tensor("a", 32, 8), tensor("b", 64, 40), tensor("c", 20, 104), tensor("d", 16, 124))
     placement = Placement.whole(manifest)
     [piece] = pieces(placement.chunks(manifest, every=True), 1000)
@@ -72,7 +72,7 @@ def test_neighbours_in_the_file_are_one_move_into_the_area() -> None:
     assert placement.moves(piece) == [Move(0, 0, 116, 1, 0), Move(116, 128, 16, 1, 0)]
 
 
-def test_a_rank_reads_the_chunks_of_its_own_spans_and_rank_0_all() -> None:
+def test_a_rank_reads_the_chunks_of_its_own_spans_and_rank_0_all():
     manifest = version(tensor("a", 32, 8), tensor("b", 64, 40), tensor("c", 16, 104))
     placement = Placement([Span("a", 8, 8), Span("c", 0, 16)])
     assert [t.name for t, _ in placement.chunks(manifest, every=False)] == ["a", "c"]
@@ -81,7 +81,7 @@ def test_a_rank_reads_the_chunks_of_its_own_spans_and_rank_0_all() -> None:
     assert [(piece.offset, piece.nbytes) for piece in found] == [(8, 32), (104, 16)]
 
 
-def test_only_the_chunks_of_a_tensor_that_hold_a_span_are_read() -> None:
+def test_only_the_chunks_of_a_tensor_that_hold_a_span_are_read():
     from rollout_service.store.manifest import tensor_digests
 
     data = bytes(3 * CHUNK_BYTES + 5)
@@ -92,12 +92,12 @@ def test_only_the_chunks_of_a_tensor_that_hold_a_span_are_read() -> None:
     assert [(chunk.start, chunk.nbytes) for chunk in chunks] == [(CHUNK_BYTES, CHUNK_BYTES), (3 * CHUNK_BYTES, 5)]
 
 
-def test_equal_spans_lie_once() -> None:
+def test_equal_spans_lie_once():
     placement = Placement([Span("a", 0, 24), Span("a", 0, 24), Span("b", 0, 8)])
     assert placement.places == {Span("a", 0, 24): 0, Span("b", 0, 8): 32} and placement.nbytes == 48
 
 
-def test_tensors_are_batched_where_each_is_aligned_for_its_dtype() -> None:
+def test_tensors_are_batched_where_each_is_aligned_for_its_dtype():
     odd = [tensor("a", 3, 8), tensor("b", 8, 11, "float32"), tensor("c", 4, 19, "bfloat16"), tensor("d", 4, 23)]
     batched = [[t.name for t, _ in piece.chunks] for piece in batches(odd, 1000)]
     assert batched == [["a"], ["b", "c", "d"]]
@@ -105,7 +105,7 @@ def test_tensors_are_batched_where_each_is_aligned_for_its_dtype() -> None:
     assert [whole_span(t).nbytes for t in odd] == [3, 8, 4, 4]
 
 
-def test_where_a_piece_goes_is_worked_out_once_in_each_placement() -> None:
+def test_where_a_piece_goes_is_worked_out_once_in_each_placement():
     manifest = version(tensor("a", 700, 0), tensor("b", 900, 700))
     placement = Placement.whole(manifest)
     one, again = (list(pieces(placement.chunks(manifest, every=True), 1000)) for _ in range(2))

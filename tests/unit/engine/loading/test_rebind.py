@@ -76,7 +76,7 @@ def reload(model: torch.nn.Module) -> list[Held]:
     return before
 
 
-def test_a_kernel_reads_the_live_parameter_after_it_was_bound() -> None:
+def test_a_kernel_reads_the_live_parameter_after_it_was_bound():
     model = started(Method(), Method())
     before = reload(model)
     layer = model[1]
@@ -90,7 +90,7 @@ def test_a_kernel_reads_the_live_parameter_after_it_was_bound() -> None:
         assert layer.quant_method.kernel.first.scale is layer.scale
 
 
-def test_the_scales_in_vllms_moe_quant_config_are_bound() -> None:
+def test_the_scales_in_vllms_moe_quant_config_are_bound():
     class Experts(Method):
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             self.config = fp8_w8a8_moe_quant_config(w1_scale=layer.scale, w2_scale=layer.weight, block_shape=[128, 128])
@@ -104,7 +104,7 @@ def test_the_scales_in_vllms_moe_quant_config_are_bound() -> None:
     assert layer.quant_method.config.w2_scale is layer.weight
 
 
-def test_a_scale_without_dimensions_is_compared_too() -> None:
+def test_a_scale_without_dimensions_is_compared_too():
     model = started(Method())
     before = reload(model)
     model[0].register_parameter("one", torch.nn.Parameter(torch.tensor(3.0), requires_grad=False))
@@ -113,26 +113,26 @@ def test_a_scale_without_dimensions_is_compared_too() -> None:
     assert model[0].quant_method.one is model[0].one
 
 
-def test_after_each_reload_there_is_the_same_to_bind() -> None:
+def test_after_each_reload_there_is_the_same_to_bind():
     model = started(Method())
     for _ in range(3):
         assert bind_to_parameters(model, reload(model)) == 1
         assert bind_to_parameters(model, list(held_tensors(model))) == 0
 
 
-def test_what_is_made_from_weights_is_no_parameter() -> None:
+def test_what_is_made_from_weights_is_no_parameter():
     model = started(Method(derived=True))
     with pytest.raises(Unbound, match=r"quant_method\.kernel\.more.*equals 0 parameters"):
         bind_to_parameters(model, reload(model))
 
 
-def test_what_was_held_before_the_reload_does_not_matter() -> None:
+def test_what_was_held_before_the_reload_does_not_matter():
     model = started(Method())
     model[0].quant_method.workspace = [torch.randn(7)]
     assert bind_to_parameters(model, reload(model)) == 1
 
 
-def test_two_parameters_with_the_same_bytes_are_not_told_apart() -> None:
+def test_two_parameters_with_the_same_bytes_are_not_told_apart():
     model = started(Method())
     before = reload(model)
     layer = model[0]
@@ -141,7 +141,7 @@ def test_two_parameters_with_the_same_bytes_are_not_told_apart() -> None:
         bind_to_parameters(model, before)
 
 
-def test_where_nothing_can_be_replaced_it_is_said() -> None:
+def test_where_nothing_can_be_replaced_it_is_said():
     model = started(Method())
     before = reload(model)
     model[0].quant_method.pair = (model[0].scale.detach().clone(),)
@@ -156,7 +156,7 @@ class Slotted:
         self.tensor = tensor
 
 
-def test_tensors_are_found_in_whatever_holds_them() -> None:
+def test_tensors_are_found_in_whatever_holds_them():
     model = torch.nn.Linear(2, 2)
     tensors = [torch.full((1,), float(i)) for i in range(6)]
     inner = torch.nn.Linear(1, 1, bias=False)

@@ -33,7 +33,7 @@ def corrupt_of(answer: StageAnswer) -> tuple[str, dict[str, Any]]:
     return answer.corrupt
 
 
-def test_a_sound_version_is_done_and_lies_in_the_area(log: WeightLog) -> None:
+def test_a_sound_version_is_done_and_lies_in_the_area(log):
     stager = Stager(area(), rank=1)
     assert staged(stager, log, log.manifest(1).digest) == StageAnswer()
     found = stager.staged(log.folder(1))
@@ -43,7 +43,7 @@ def test_a_sound_version_is_done_and_lies_in_the_area(log: WeightLog) -> None:
     assert stager.staged(log.folder(1)) is None
 
 
-def test_without_an_area_rank_0_checks_and_the_reason_is_given(log: WeightLog) -> None:
+def test_without_an_area_rank_0_checks_and_the_reason_is_given(log):
     for rank in (0, 1):
         stager = Stager(None, rank, refused="there is no memory")
         assert staged(stager, log).refused == "there is no memory"
@@ -55,7 +55,7 @@ def test_without_an_area_rank_0_checks_and_the_reason_is_given(log: WeightLog) -
     assert FIRST in message and detail["tensor"] == FIRST
 
 
-def test_an_unreadable_version_is_corrupt_not_a_worker_failure(log: WeightLog) -> None:
+def test_an_unreadable_version_is_corrupt_not_a_worker_failure(log):
     stager = Stager(area(), rank=0)
     (log.folder(1) / "weights-00001.safetensors").unlink()
     assert "cannot be read" in corrupt_of(staged(stager, log))[0]
@@ -64,12 +64,12 @@ def test_an_unreadable_version_is_corrupt_not_a_worker_failure(log: WeightLog) -
     assert "cannot be read" in corrupt_of(staged(stager, log))[0]
 
 
-def test_another_version_under_the_same_number_is_refused(log: WeightLog) -> None:
+def test_another_version_under_the_same_number_is_refused(log):
     message, _ = corrupt_of(staged(Stager(area(), rank=0), log, digest="0" * 32))
     assert message.endswith(f"with digest {log.manifest(1).digest}, not {'0' * 32}")
 
 
-def test_a_corrupt_version_is_read_again_and_a_staged_one_is_not(log: WeightLog) -> None:
+def test_a_corrupt_version_is_read_again_and_a_staged_one_is_not(log):
     stager, digest = Stager(area(), rank=0), log.manifest(1).digest
     path = log.folder(1) / "weights-00001.safetensors"
     sound = path.read_bytes()
@@ -83,7 +83,7 @@ def test_a_corrupt_version_is_read_again_and_a_staged_one_is_not(log: WeightLog)
     assert staged(stager, log, digest).corrupt is not None
 
 
-def test_memory_that_is_not_there_is_a_reason_and_no_failure(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_there_is_a_reason_and_no_failure(log, monkeypatch):
     huge = torch.nn.Linear(1 << 29, 1 << 29, bias=False, device="meta")
     with pytest.raises(CannotStage, match=r"no 1152921\d+ bytes of memory to stage in"):
         StagingBuffer("host", huge, torch.device("cpu"))

@@ -62,7 +62,7 @@ def flip(path: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "memory"])
-def test_the_tensors_are_those_of_the_files(log: WeightLog, kind: StagingKind) -> None:
+def test_the_tensors_are_those_of_the_files(log, kind):
     staging, manifest = area(kind), log.manifest(1)
     placement = Placement.whole(manifest)
     staging.fill(log.folder(1), manifest, placement, every=True)
@@ -73,7 +73,7 @@ def test_the_tensors_are_those_of_the_files(log: WeightLog, kind: StagingKind) -
     assert bytes(tensors[SECOND].view(torch.uint8).tolist()) == bytes(range(12))
 
 
-def test_memory_taken_for_a_version_has_its_size_and_is_released(log: WeightLog) -> None:
+def test_memory_taken_for_a_version_has_its_size_and_is_released(log):
     staging, manifest = area("memory", torch.nn.Linear(1, 1)), log.manifest(1)
     placement = Placement.whole(manifest)
     staging.fill(log.folder(1), manifest, placement, every=True)
@@ -83,9 +83,7 @@ def test_memory_taken_for_a_version_has_its_size_and_is_released(log: WeightLog)
 
 
 @pytest.mark.parametrize("columns", [slice(0, 500), slice(500, 1000), slice(0, 1000)])
-def test_a_part_of_each_row_lies_packed(
-    large: tuple[Path, Manifest, torch.Tensor], columns: slice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_each_row_lies_packed(large, columns, monkeypatch):
     monkeypatch.setattr(staging_module, "PIECE_BYTES", CHUNK_BYTES)
     folder, manifest, held = large
     span = Span(LARGE, columns.start, columns.stop - columns.start, ROWS, COLUMNS)
@@ -95,9 +93,7 @@ def test_a_part_of_each_row_lies_packed(
     assert torch.equal(staging.memory.view(ROWS, -1), held[:, columns])
 
 
-def test_a_flipped_bit_is_reported_with_tensor_chunk_and_file(
-    large: tuple[Path, Manifest, torch.Tensor],
-) -> None:
+def test_a_flipped_bit_is_reported_with_tensor_chunk_and_file(large):
     folder, manifest, _ = large
     stored = manifest.tensors[0]
     flip(folder / stored.file, stored.offset + CHUNK_BYTES + 7)
@@ -107,7 +103,7 @@ def test_a_flipped_bit_is_reported_with_tensor_chunk_and_file(
     assert e.value.detail == {"version": 3, "tensor": LARGE, "chunk": 1, "file": stored.file}
 
 
-def test_the_rest_is_checked_by_whoever_checks_every_chunk(large: tuple[Path, Manifest, torch.Tensor]) -> None:
+def test_the_rest_is_checked_by_whoever_checks_every_chunk(large):
     folder, manifest, held = large
     stored = manifest.tensors[0]
     flip(folder / stored.file, stored.offset + CHUNK_BYTES + 7)
@@ -118,7 +114,7 @@ def test_the_rest_is_checked_by_whoever_checks_every_chunk(large: tuple[Path, Ma
         staging.fill(folder, manifest, elsewhere, every=True)
 
 
-def test_a_file_that_is_too_short_is_an_error_that_names_it(log: WeightLog) -> None:
+def test_a_file_that_is_too_short_is_an_error_that_names_it(log):
     manifest = log.manifest(1)
     (file,) = log.folder(1).glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-5])
@@ -126,7 +122,7 @@ def test_a_file_that_is_too_short_is_an_error_that_names_it(log: WeightLog) -> N
         area().fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
 
 
-def test_a_gpu_without_memory_to_check_in_refuses_the_version(log: WeightLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_memory_to_check_in_refuses_the_version(log, monkeypatch):
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -138,7 +134,7 @@ def test_a_gpu_without_memory_to_check_in_refuses_the_version(log: WeightLog, mo
         staging.fill(log.folder(1), manifest, Placement.whole(manifest), every=True)
 
 
-def test_after_a_failure_the_next_version_is_staged(log: WeightLog) -> None:
+def test_after_a_failure_the_next_version_is_staged(log):
     commit(log, 2)
     flip_a_byte(log, 1, SECOND)
     staging = area()
@@ -156,7 +152,7 @@ def test_after_a_failure_the_next_version_is_staged(log: WeightLog) -> None:
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(20, 60))
-def test_moves_to_adjacent_places_are_packed_into_one_copy(draw: random.Random, packed_bytes: int) -> None:
+def test_moves_to_adjacent_places_are_packed_into_one_copy(draw, packed_bytes):
     read, packed = torch.randint(0, 256, (400,), dtype=torch.uint8), torch.zeros(packed_bytes, dtype=torch.uint8)
     moves, target = [], 0
     for _ in range(draw.randint(1, 8)):
@@ -185,9 +181,7 @@ def test_moves_to_adjacent_places_are_packed_into_one_copy(draw: random.Random, 
     assert torch.equal(area, wanted)
 
 
-def test_a_version_too_large_for_the_area_is_refused_with_sizes(
-    log: WeightLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_too_large_for_the_area_is_refused_with_sizes(log, monkeypatch):
     monkeypatch.setattr(staging_module, "_SLACK_BYTES", 16)
     manifest = log.manifest(1)
     with pytest.raises(CannotStage, match=r"96 bytes of version 1 would lie in the staging area, which has 24"):

@@ -25,7 +25,7 @@ def serving(stage: Callable[[Path, str | None], StageAnswer]) -> Iterator[str]:
         server.close()
 
 
-async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None:
+async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told():
     asked = []
     answers = [
         StageAnswer(),
@@ -44,7 +44,7 @@ async def test_the_worker_is_told_what_to_stage_and_its_answer_is_told() -> None
     assert asked == [(Path("/log/3"), "abc")] * len(answers)
 
 
-def test_a_replica_of_ray_serve_asks_by_uvloop() -> None:
+def test_a_replica_of_ray_serve_asks_by_uvloop():
     uvloop = pytest.importorskip("uvloop")
     with (
         serving(lambda _folder, _digest: StageAnswer(refused="too large")) as address,
@@ -55,7 +55,7 @@ def test_a_replica_of_ray_serve_asks_by_uvloop() -> None:
         runner.run(stage_at(address, CALL))
 
 
-async def test_what_fails_in_the_worker_is_told() -> None:
+async def test_what_fails_in_the_worker_is_told():
     def stage(folder: Path, digest: str | None) -> StageAnswer:
         raise RuntimeError(f"no plan for {folder}")
 
@@ -63,7 +63,7 @@ async def test_what_fails_in_the_worker_is_told() -> None:
         assert await stage_at(address, CALL) == StageAnswer(failed="RuntimeError: no plan for /log/3")
 
 
-async def test_who_stops_waiting_may_ask_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_stops_waiting_may_ask_again(caplog):
     asked, go_on = threading.Semaphore(0), threading.Event()
 
     def stage(folder: Path, digest: str | None) -> StageAnswer:
@@ -83,14 +83,14 @@ async def test_who_stops_waiting_may_ask_again(caplog: pytest.LogCaptureFixture)
         assert await second == StageAnswer()
 
 
-async def test_a_worker_that_has_ended_is_an_error() -> None:
+async def test_a_worker_that_has_ended_is_an_error():
     with serving(lambda _folder, _digest: StageAnswer()) as address:
         pass
     with pytest.raises(OSError):
         await stage_at(address, CALL)
 
 
-async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch):
     # as if it was killed before it answers
     monkeypatch.setattr(staging_calls._Handler, "handle", lambda handler: handler.rfile.readline())
     with (
@@ -100,7 +100,7 @@ async def test_a_worker_that_ends_meanwhile_is_an_error(monkeypatch: pytest.Monk
         await stage_at(address, CALL)
 
 
-async def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_user_is_not_answered(monkeypatch):
     with serving(lambda _folder, _digest: StageAnswer()) as address:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(ConnectionResetError):

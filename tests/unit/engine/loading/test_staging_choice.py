@@ -20,13 +20,11 @@ GB = 10**9
         ("weights that leave no cache", 70, -1, 100, 1, "host"),
     ],
 )
-def test_the_gpu_only_where_it_costs_little(
-    what: str, area: float, cache: float, host: float, ranks: int, kind: str
-) -> None:
+def test_the_gpu_only_where_it_costs_little(what, area, cache, host, ranks, kind):
     assert choose(int(area * GB), int(cache * GB), int(host * GB), ranks).kind == kind, what
 
 
-def test_the_log_says_what_each_would_cost() -> None:
+def test_the_log_says_what_each_would_cost():
     assert str(choose(int(31.2 * GB), 41 * GB, 100 * GB, 1)) == (
         "engine.staging auto is host (device: 31.2 GB, 76% of the KV cache's 41.0 GB; "
         "host: updates close the engine for 0.62 s)"

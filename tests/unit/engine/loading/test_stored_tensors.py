@@ -29,7 +29,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manifes
     return tmp_path, Manifest(version=1, fingerprint="m", recipe=Recipe(weights="none"), tensors=writer.finish())
 
 
-def test_the_tensors_are_those_of_the_files_in_their_order(tmp_path: Path) -> None:
+def test_the_tensors_are_those_of_the_files_in_their_order(tmp_path):
     log = WeightLog(tmp_path)
     commit(log, 2)
     found = list(stored_tensors(log.folder(2), log.manifest(2)))
@@ -40,7 +40,7 @@ def test_the_tensors_are_those_of_the_files_in_their_order(tmp_path: Path) -> No
     assert bytes(found[0][1].view(torch.uint8).flatten().tolist()) == b"\2" * 80
 
 
-def test_memory_is_reused_only_when_no_tensor_in_it_is_held(many: tuple[Path, Manifest]) -> None:
+def test_memory_is_reused_only_when_no_tensor_in_it_is_held(many):
     kept = []
     for number, (name, tensor) in enumerate(stored_tensors(*many)):
         assert name == str(number) and tensor.view(torch.uint8).unique().tolist() == [number]
@@ -49,14 +49,14 @@ def test_memory_is_reused_only_when_no_tensor_in_it_is_held(many: tuple[Path, Ma
     assert all(tensor.view(torch.uint8).unique().tolist() == [number] for number, tensor in kept)
 
 
-def test_a_tensor_is_announced_first_and_freed_memory_is_reused(many: tuple[Path, Manifest]) -> None:
+def test_a_tensor_is_announced_first_and_freed_memory_is_reused(many):
     told: dict[str, int] = {}
     for name, tensor in stored_tensors(*many, lambda name, tensor: told.update({name: tensor.data_ptr()})):
         assert told[name] == tensor.data_ptr()
     assert len(told) == NUMBER > len(set(told.values()))
 
 
-def test_a_flipped_bit_stops_the_load_before_its_tensor_is_given(many: tuple[Path, Manifest]) -> None:
+def test_a_flipped_bit_stops_the_load_before_its_tensor_is_given(many):
     folder, manifest = many
     damaged = manifest.tensors[30]
     path = folder / damaged.file
