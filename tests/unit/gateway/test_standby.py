@@ -1,8 +1,9 @@
 """A gateway listens at the proxy's port while the proxy does not answer, and only then."""
 
 import asyncio
+import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 
 import httpx
@@ -56,6 +57,15 @@ async def standby(options: HTTPOptions) -> AsyncIterator[Standby]:
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers() -> Iterator[None]:
+    """Restore them: of two uvicorn servers, the one that ends last leaves the handlers of the other."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 @pytest.fixture
