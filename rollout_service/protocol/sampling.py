@@ -225,7 +225,7 @@ class Sampling(CommonSampling):
 
 
 class Scoring(Frozen):
-    """What is scored of a prompt, see ``ScoreRequest``."""
+    """The part of a prompt that is scored, see ``ScoreRequest``."""
 
     start: int
     target_token_ids: tuple[tuple[int, ...], ...] | None = None
