@@ -12,14 +12,18 @@ from rollout_service.client import RolloutClient
 from rollout_service.errors import NotFound
 from rollout_service.protocol.adapters import AdapterStatus
 from rollout_service.protocol.rollout import Rollout
-from tests.support.adapters import save_adapter
+from tests.support.adapters import CONFIG as FULL_CONFIG
+from tests.support.adapters import save_adapter, telltale_of_all_layers
 from tests.support.own_service import own_service
-from tests.support.telltale import assert_made_by, canary_weights, telltale_adapter, token_of
+from tests.support.telltale import CYCLE, assert_made_by, canary_weights, telltale_adapter, token_of
 
 PROMPT = [5, 6, 7, 9, 11]
 CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["down_proj"]}
 OF_A, NEXT_OF_A, OF_B = 20, 21, 22
 """Numbers whose tokens the adapters emit."""
+VERSIONS, MORE_BYTES = 1000, 300 << 20
+"""Versions of one adapter, and the bytes that no process may grow by from the hundredth on; a version has 0.4 MB."""
+MAX_LIVE = 4
 LONG = 1000
 """Tokens of a rollout that runs while an adapter is pushed."""
 
@@ -33,7 +37,7 @@ async def model(tmp_path: Path) -> Path:
 async def running(tmp_path: Path, model: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
     overrides = {
         "model": {"path": str(model)},
-        "engine": {"adapters": {"max_live": 4, "max_rank": 8}, "max_model_len": 2048, "version_wait_s": 6.0},
+        "engine": {"adapters": {"max_live": MAX_LIVE, "max_rank": 8}, "max_model_len": 2048, "version_wait_s": 6.0},
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "weights": {"root": str(tmp_path / "log"), "source_roots": [str(tmp_path)], "poll_s": 1.0, "dead_after_s": 5.0},
     }
@@ -112,6 +116,68 @@ async def test_adapters_are_served_through_updates_and_a_lost_replica(
     await client.remove_adapter("run-a")
     with pytest.raises(NotFound, match="there is no adapter 'run-a'"):
         await sample("run-a")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_a_thousand_versions_under_load_leave_nothing_behind(
+    running: tuple[str, psutil.Process], client: RolloutClient, model: Path, tmp_path: Path
+) -> None:
+    newest, is_over = 0, asyncio.Event()
+
+    async def push(version: int) -> None:
+        nonlocal newest
+        tensors = telltale_of_all_layers(model, _number(version))
+        pushed = await client.push_adapter("run-a", tensors, config=FULL_CONFIG)
+        assert pushed.version == version and len(pushed.replicas) == 2
+        newest = version
+
+    async def sample() -> int:
+        rollouts = 0
+        while not is_over.is_set():
+            wanted = newest
+            rollout = await client.generate(
+                PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True, adapter="run-a", min_adapter_version=wanted
+            )
+            [completion], rollouts = rollout.completions, rollouts + 1
+            version = completion.spans[0].adapter_version
+            assert version is not None and version >= wanted
+            assert_made_by(completion, "run-a", version, _number(version))
+        return rollouts
+
+    await push(1)
+    async with asyncio.TaskGroup() as group:
+        sampling = [group.create_task(sample()) for _ in range(8)]
+        for version in range(2, VERSIONS + 1):
+            await push(version)
+            if version == VERSIONS // 10:
+                before = _usage(running[1])
+        is_over.set()
+    assert sum(task.result() for task in sampling) > VERSIONS
+    assert [each.version for each in await client.adapters()][-1] == VERSIONS
+    assert len(list((tmp_path / "log/adapters").glob("*/*"))) <= MAX_LIVE
+    assert list((tmp_path / "log/adapters.staging").glob("*")) == []
+    after = _usage(running[1])
+    stayed = before.keys() & after.keys()  # Ray ends idle workers
+    assert len([process for process in stayed if "engine" in process or "VLLM" in process]) >= 2, stayed
+    grown = {
+        process: [new - old for old, new in zip(before[process], after[process], strict=True)] for process in stayed
+    }
+    assert all(files < VERSIONS // 20 and nbytes < MORE_BYTES for files, nbytes in grown.values()), grown
+
+
+def _number(version: int) -> int:
+    """Return the number whose token a version emits; never that of the base, which emits the token of 1."""
+    return 2 + version % (CYCLE - 2)
+
+
+def _usage(service: psutil.Process) -> dict[str, tuple[int, int]]:
+    """Return the open files and the bytes in memory of each process of the service, by its title and id."""
+    return {
+        f"{_title(process)} {process.pid}": (process.num_fds(), process.memory_info().rss)
+        for process in service.children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+    }
 
 
 async def _check_other_routes(url: str, model: Path, tmp_path: Path) -> None:
