@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import zstandard
 
 Weights = Mapping[str, torch.Tensor]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-CHECKSUMS = {
+CHECKSUMS: dict[str, Callable[[Bytes], str]] = {
     "xxh3-128": xxhash.xxh3_128_hexdigest,
     "blake3": lambda data: blake3.blake3(data).hexdigest(),
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
@@ -89,7 +89,7 @@ def write_version(
     """Write a version's changes into ``weight_v…``; ``metadata`` replaces entries of the index."""
     folder = store / f"weight_v{version:06d}"
     folder.mkdir(parents=True)
-    listed = {}
+    listed = dict[str, str]()
     for number in range(files if changes else 0):
         held = dict(list(changes.items())[number::files])
         file = f"model-{number:05d}-of-{files:05d}.safetensors"
