@@ -15,7 +15,7 @@ import zstandard
 
 Weights = Mapping[str, torch.Tensor]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-CHECKSUMS: dict[str, Callable[[Bytes], str]] = {
+CHECKSUMS: dict[str, Callable[[Any], str]] = {
     "xxh3-128": xxhash.xxh3_128_hexdigest,
     "blake3": lambda data: blake3.blake3(data).hexdigest(),
     "adler32": lambda data: f"{zlib.adler32(data):08x}",
