@@ -12,7 +12,7 @@ from rollout_service.protocol.mismatch import MismatchTable
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from tests.unit.gateway.fakes import EchoEngine, client_of, http_to
-from tests.unit.monitor.reports import body
+from tests.unit.monitor.reports import body, full
 
 TRUNCATED: list[dict[str, Any]] = [
     {"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.01}, {"min_tokens": 1}, {"min_tokens": 1, "temperature": 0}
@@ -39,7 +39,8 @@ async def test_the_client_and_the_monitor_know_it_too(services):
     async with client_of(services) as client, http_to(services) as http:
         rollout = await client.generate([5, 6, 7], top_p=0.9)
         assert rollout.truncated_sampling and not (await client.generate([5, 6, 7])).truncated_sampling
-        report = body({"trainer_logprobs": [-1.0] * 3}, request_id=rollout.request_id, replica_id=None)
+        sampled = full([-1.0] * 3, [*rollout.completions[0].logprobs])
+        report = body(sampled, truncated_sampling=rollout.truncated_sampling)
         assert (await http.post("/v1/mismatch", content=report)).json()["truncated_tokens"] == 3
         table = MismatchTable.model_validate_json((await http.get("/v1/mismatch")).content)
         metrics = [row.tokens for row in table.truncated]
