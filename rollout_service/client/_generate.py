@@ -17,7 +17,18 @@ Prompt = str | Sequence[int]
 """Text, which the gateway tokenizes, or token ids."""
 
 
-class GenerateOptions(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
+    """The options of ``generate``, ``generate_batch`` and ``score``; ``RolloutOptions`` defines them."""
+
+    min_weight_version: int | str | None
+    weight_version: WantedVersion | Mapping[str, int | str | None] | None
+    adapter: str | None
+    min_adapter_version: int | None
+    session_id: str | None
+    priority: int
+
+
+class GenerateOptions(RequestOptions, total=False):
     """The options of ``generate`` and ``generate_batch``. ``Sampling`` and ``RolloutOptions`` define the defaults: one
     completion at temperature 1 from the whole vocabulary."""
 
@@ -33,12 +44,6 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     min_tokens: int
     logprobs: int
-    min_weight_version: int | str | None
-    weight_version: WantedVersion | Mapping[str, int | str | None] | None
-    adapter: str | None
-    min_adapter_version: int | None
-    session_id: str | None
-    priority: int
     on_abort: OnAbort
     return_routed_experts: bool
     routed_experts_prompt_start: int | None
@@ -46,12 +51,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _ABOUT_THE_REQUEST = (
-    "min_weight_version",
-    "weight_version",
-    "adapter",
-    "min_adapter_version",
-    "session_id",
-    "priority",
+    *RequestOptions.__annotations__,
     "on_abort",
     "return_routed_experts",
     "add_special_tokens",

@@ -2,30 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import httpx
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from rollout_service.client._generate import token_ids_of
+from rollout_service.client._generate import RequestOptions, token_ids_of
 from rollout_service.client._http import parse
 from rollout_service.errors import InvalidRequest, RolloutServiceError
-from rollout_service.protocol.generate import WantedVersion
 from rollout_service.protocol.scoring import ScoreReply, ScoreRequest
 
 
-class ScoreOptions(TypedDict, total=False):
+class ScoreOptions(RequestOptions, total=False):
     """Further options of ``score``; ``ScoreRequest`` defines them."""
 
     request_id: str | None
-    min_weight_version: int | str | None
-    weight_version: WantedVersion | Mapping[str, int | str | None] | None
-    adapter: str | None
-    min_adapter_version: int | None
-    session_id: str | None
-    priority: int
     cache_salt: str | None
 
 
