@@ -159,8 +159,10 @@ class Publisher:
 
     def _remove_old(self, files: Any, path: str) -> None:
         """Remove versions that no follower needs: those before the last whole version but one."""
+        if len(self._wholes) < 2:
+            return  # without listing the store
         for number in published_numbers(files, path):
-            if len(self._wholes) == 2 and number < self._wholes[0]:
+            if number < self._wholes[0]:
                 files.rm(f"{path}/{folder_name(str(number))}", recursive=True)
 
     def _checksums(self, version: Manifest) -> dict[str, str]:
