@@ -1,6 +1,6 @@
 """``POST /inference/v1/score``: logprobs of given tokens, as a distillation's teacher gives them."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -78,5 +78,4 @@ class ScoreReply(BaseModel):
     """For each scored token its own id and the most likely tokens, or its target tokens; None with ``compact``."""
     logprobs: list[list[float]] | None = None
     """Natural logarithms, in the order of ``token_ids``."""
-    compact_logprobs: CompactLogprobs | None = Field(default=None)
-    format: Literal["json", "u32-f32-le-v1"] = "json"
+    compact_logprobs: CompactLogprobs | None = None
