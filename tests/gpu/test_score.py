@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from rollout_service.protocol.sampling import Sampling, Scoring
+from tests.support.models import random_weights
 from tests.support.one_engine import running
 
 PROMPT = tuple(range(3, 40))
@@ -13,6 +14,7 @@ START, TOP = 10, 4
 
 async def test_target_tokens_have_the_logprobs_of_the_top(tmp_path, monkeypatch):
     async with running("qwen3", tmp_path, monkeypatch, linear_backend="cutlass", gpu_memory_utilization=0.2) as one:
+        await one.update(1, random_weights(one.config.model.path, seed=1))
         asked = Sampling(max_tokens=1, ignore_eos=True, prompt_logprobs=TOP)
         [top] = await one.engine.generate("top", PROMPT, asked, scoring=Scoring(start=START))
         assert top.scores is not None
