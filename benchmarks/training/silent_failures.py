@@ -80,8 +80,8 @@ class FailureOptions(Options):
     """Steps in all; a failure that nobody has noticed by then is reported as such."""
     learning_rate: float = 5e-5
     """Of the task addition: the highest."""
-    gpu_share: float = 0.35
-    """Of the task addition: the engine's share of the GPU's memory."""
+    kv_gb: float = 12.0
+    """Of the task addition: the engine's KV cache."""
     report: bool = False
     """Measure nothing: write the table of docs/mismatch.md from the results of all machines."""
 
@@ -117,7 +117,7 @@ def measure_each(options: FailureOptions, setup: Setup, log: Path) -> None:
 
 
 def _setup(options: FailureOptions, folder: Path) -> Setup:
-    addition = AdditionOptions(model=options.model, learning_rate=options.learning_rate, gpu_share=options.gpu_share)
+    addition = AdditionOptions(model=options.model, learning_rate=options.learning_rate, kv_gb=options.kv_gb)
     return setup_of(AblationOptions(task=options.task, out=folder), addition)
 
 

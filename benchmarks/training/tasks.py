@@ -121,8 +121,8 @@ class Addition:
     learning_rate: float
     prompts: int
     completions: int
-    gpu_share: float
-    """The engine's share of the GPU's memory."""
+    kv_gb: float
+    """The engine's KV cache."""
     deployment: Path
     QUESTIONS: ClassVar[re.Pattern[str]] = re.compile(r"\b[a-z]=(\d+)")
 
@@ -131,7 +131,8 @@ class Addition:
         """See ``Setup``."""
         engine: Json = {"max_model_len": CONTEXT}
         if torch.cuda.is_available():
-            engine["gpu_memory_utilization"] = self.gpu_share
+            # A size, since several trainers may share the GPU: vLLM would take what they allocate for the engine's.
+            engine |= {"gpu_memory_utilization": 0.2, "extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}
         return {
             "model": {"path": str(self.folder), "create": None},
             "engine": engine,

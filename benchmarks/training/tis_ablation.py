@@ -173,8 +173,8 @@ class AdditionOptions(Options):
     """Of a step."""
     completions: int = 8
     """Of a prompt."""
-    gpu_share: float = 0.35
-    """Of the GPU's memory for the engine; the trainer needs about 35 GB."""
+    kv_gb: float = 12.0
+    """Of the engine's KV cache, on a GPU; the trainer needs about 35 GB."""
 
 
 def parse_arms(text: str) -> list[str]:
@@ -197,7 +197,7 @@ def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
         addition.learning_rate,
         addition.prompts,
         addition.completions,
-        addition.gpu_share,
+        addition.kv_gb,
         deployment=options.config or GPU_DEPLOYMENT,
     )
 
