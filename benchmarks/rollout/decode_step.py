@@ -1,0 +1,321 @@
+"""The time of a decode step by the clock, by its kernels and by the GPU's limits, with one or several engine settings.
+
+    python -m benchmarks.rollout.decode_step --prompt-min 4096 --prompt-max 4096
+    python -m benchmarks.rollout.decode_step --tried "distributed_executor_backend=mp" --tried "async_scheduling=false"
+
+Each ``--tried`` is a bare engine with random weights whose settings differ from the service's in what it names:
+``argument=value`` of vLLM's AsyncEngineArgs, ``engine.setting=value`` of this service, or ``env.VARIABLE=value``, with
+values in YAML, several joined by ``;``. The engine without differences is measured first. Engines run one after another
+in processes of their own. With ``--together``, the others start at the same time and then take turns.
+
+For each engine: tokens/s; a step by the clock, from a short and a whole run; the CPU cores that its processes keep
+busy; its kernels by kind, recorded over ``--steps`` steps about the middle of a run; and the roofline of the same
+tokens (``benchmarks/rollout/roofline.py``). Each engine's figures are written as soon as they are there. An engine that
+fails or exceeds its time is left out.
+"""
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from benchmarks.common.engine import bare_engine
+from benchmarks.common.gpu_limits import GpuLimits, gpu_limits
+from benchmarks.common.gpu_service import ENGINES_SHARE, EngineOptions, Mode, ModelOptions, fitting, settings_of
+from benchmarks.common.results import Json
+from benchmarks.common.shapes import write_config
+from benchmarks.common.step_profile import profiler_into, record
+from benchmarks.common.work import Work, WorkOptions
+from benchmarks.rollout.roofline import roofline
+from benchmarks.rollout.turns import SHORT, Sample, sampled
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.adapter import EngineAdapter
+from rollout_service.fleet.autoscaling import KV_USAGE
+from rollout_service.model.served_model import ServedModel
+
+RESULT = "rollout_decode_step"
+SAME = ("model", "mode", "layers", "work", "engine", "tried")
+_WARM_UP_TOKENS = 16
+
+
+class StepOptions(Options):
+    """What is compared."""
+
+    tried: tuple[str, ...] = ()
+    """Settings of a further engine: ``argument=value; engine.setting=value; env.VARIABLE=value``. May be repeated."""
+    mode: Mode = Mode.FP8KV
+    """What is in FP8."""
+    repeats: int = 2
+    """Runs of each engine by the clock."""
+    steps: int = 20
+    """Recorded steps of each engine."""
+    together: bool = False
+    """Start the other engines at the same time; --kv-gb must be given and all must fit into the GPU's memory."""
+    own_model: Path | None = None
+    """Folder of a model's config.json, in place of a published shape."""
+    limit_s: float = 240.0
+    """Longest start, and longest measurement, of an engine."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One engine."""
+
+    tried: str
+    """How its settings differ."""
+    settings: dict[str, Any]
+    """The service's configuration."""
+    arguments: dict[str, Any]
+    """Arguments of vLLM that replace the service's."""
+    work: Work
+    options: StepOptions
+    folder: Path
+    """For traces."""
+
+
+def differences(tried: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """Return the service's engine settings, environment variables and vLLM's arguments that ``--tried`` names.
+
+    Raises ValueError for a part that is no ``name=value``.
+    """
+    engine, env, arguments = dict[str, Any](), dict[str, str](), dict[str, Any]()
+    for part in filter(None, map(str.strip, tried.split(";"))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"--tried {tried!r}: {part!r} has no value; give name=value")
+        if name.startswith("env."):
+            env[name.removeprefix("env.")] = value
+        elif name.startswith("engine."):
+            engine[name.removeprefix("engine.")] = yaml.safe_load(value)
+        else:
+            arguments[name] = yaml.safe_load(value)
+    return engine, env, arguments
+
+
+class EngineProcess:
+    """A bare engine in another process, which measures when it is told to."""
+
+    def __init__(self, trial: Trial) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.trial = trial
+        self._began = time.monotonic()
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, trial))
+        self._process.start()
+        theirs.close()  # or the end of the other process would not be noticed
+
+    def wait_until_started(self) -> Json:
+        """Return the seconds of the start and the tokens of the KV cache. Raises RuntimeError if it fails."""
+        return self._receive(self._began + self.trial.options.limit_s)
+
+    def measure(self) -> Json:
+        """Return the figures. Raises RuntimeError if the engine fails."""
+        with suppress(ConnectionError):  # the answer then says that it has ended
+            self._connection.send("measure")
+        return self._receive(time.monotonic() + self.trial.options.limit_s)
+
+    def _receive(self, until: float) -> Json:
+        with suppress(EOFError, ConnectionError):
+            if not self._connection.poll(max(0.0, until - time.monotonic())):
+                raise RuntimeError(f"no answer in {self.trial.options.limit_s:.0f} s")
+            answer: Json = self._connection.recv()
+            return answer
+        raise RuntimeError("its process has ended; stderr has the error")
+
+    def stop(self) -> None:
+        """End the process, which ends its engine."""
+        self._connection.close()
+        self._process.join(30)
+        self._process.terminate()
+        self._process.join(30)
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection, trial: Trial) -> None:
+    asyncio.run(_measure_when_told(connection, trial))
+
+
+async def _measure_when_told(connection: Connection, trial: Trial) -> None:
+    began = time.monotonic()
+    arguments = trial.arguments | {"profiler_config": profiler_into(trial.folder)}
+    async with bare_engine(ServiceConfig.model_validate(trial.settings), arguments=arguments) as engine:
+        await engine.label(0)  # the dummy weights' label is no version
+        await _generate(engine, trial.work, _WARM_UP_TOKENS)
+        connection.send({"start_s": time.monotonic() - began, "kv_tokens": engine.kv_cache_tokens})
+        with suppress(EOFError):
+            await asyncio.to_thread(connection.recv)
+            connection.send(await _measure(engine, trial))
+            await asyncio.to_thread(connection.recv)
+
+
+async def _measure(engine: EngineAdapter, trial: Trial) -> Json:
+    samples = list[Sample]()
+    with _cores_of_children() as cores:
+        for repeat in range(trial.options.repeats):
+            samples.append(
+                await sampled(
+                    trial.work,
+                    lambda prompt, how: engine.generate(uuid.uuid4().hex, tuple(prompt), how),
+                    str(repeat + 1),
+                )
+            )
+    return {
+        "tokens_per_s": statistics.median(trial.work.tokens / sample.seconds for sample in samples),
+        "step_ms": statistics.median(sample.step_ms for sample in samples),
+        "fixed_s": statistics.median(sample.fixed_s for sample in samples),
+        "cores_busy": cores,
+        "samples": [asdict(sample) for sample in samples],
+        "profile": await _profile(engine, trial),
+    }
+
+
+async def _profile(engine: EngineAdapter, trial: Trial) -> Json:
+    """Record steps about the middle of the steps that ``Sample.step_ms`` is about."""
+    work, sequences = trial.work, len(trial.work.prompts) * trial.work.n
+    wanted = sum(map(len, work.prompts)) + sequences * (middle(work.out) - trial.options.steps / 2)
+    running = asyncio.create_task(_generate(engine, work, work.out))
+    try:
+        while engine.scheduler.load(sequences)[KV_USAGE] * engine.kv_cache_tokens < wanted and not running.done():
+            await asyncio.sleep(0.005)
+        return await record(engine, trial.options.steps, trial.folder, seconds=60)
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def _generate(engine: EngineAdapter, work: Work, tokens: int) -> None:
+    how = work.sampling.model_copy(update={"max_tokens": tokens})
+    async with asyncio.TaskGroup() as tasks:
+        for prompt in work.prompts:
+            tasks.create_task(engine.generate(uuid.uuid4().hex, tuple(prompt), how))
+
+
+def middle(tokens: int) -> float:
+    """Return a sequence's mean tokens over the steps that ``Sample.step_ms`` is about."""
+    return (tokens // SHORT + tokens) / 2
+
+
+@contextmanager
+def _cores_of_children() -> Iterator[dict[str, float]]:
+    """Fill in, at the end, the CPU seconds per second of this process and of its children."""
+    cores, began = dict[str, float](), time.perf_counter()
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    yield cores
+    seconds = time.perf_counter() - began
+    for number, (process, used) in enumerate(zip(processes, before, strict=True)):
+        name = "frontend" if number == 0 else f"{number} {' '.join(process.cmdline())[:40]}"
+        cores[name] = round((sum(process.cpu_times()[:2]) - used) / seconds, 2)
+
+
+def measure_all(trials: list[Trial], console: Console) -> Iterator[tuple[Trial, Json]]:
+    """Yield the figures of each engine, or its ``error``. The first runs alone."""
+    together = trials[0].options.together
+    for batch in (trials[:1], trials[1:]) if together else ([trial] for trial in trials):
+        engines = [EngineProcess(trial) for trial in batch]
+        try:
+            started = [_try(engine.wait_until_started) for engine in engines]
+            for engine, start in zip(engines, started, strict=True):
+                console.print(f"{engine.trial.tried or 'as shipped'}: {start}")
+                found = start if "error" in start else start | _try(engine.measure)
+                engine.stop()
+                yield engine.trial, found
+        finally:
+            for engine in engines:
+                engine.stop()
+
+
+def _try(call: Any) -> Json:
+    try:
+        found: Json = call()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return found
+
+
+def compare(found: Json, limits: GpuLimits | None, model: ServedModel, mode: Mode, work: WorkOptions) -> Json:
+    """Return the figures with the roofline, the share of it, and the clock's time by the kernels'."""
+    if "error" in found:
+        return found
+    found = found | {"clock_by_kernels": found["step_ms"] / found["profile"]["kernels_ms"]}
+    if limits is not None:
+        least = roofline(model, mode, work, middle(work.out), limits)
+        found |= {
+            "limits": asdict(limits),
+            "roofline": least,
+            "share_of_roofline": least["limit_ms"] / found["step_ms"],
+        }
+    return found
+
+
+def table_of(cases: list[Json]) -> Table:
+    """Return a table for people: milliseconds of a step."""
+    table = Table(title=f"a decode step on {results.machine()}, ms")
+    for column in ("", *(case["tried"] or "as shipped" for case in cases)):
+        table.add_column(column, justify="right" if column else "left")
+    kinds = dict.fromkeys(kind for case in cases for kind in case["profile"]["ms"])
+    for kind in kinds:
+        table.add_row(kind, *(f"{case['profile']['ms'].get(kind, 0):.2f}" for case in cases))
+    table.add_row("all kernels", *(f"{case['profile']['kernels_ms']:.2f}" for case in cases))
+    table.add_row("by the clock", *(f"{case['step_ms']:.2f}" for case in cases))
+    table.add_row("clock ÷ kernels", *(f"{case['clock_by_kernels']:.3f}" for case in cases))
+    if all("roofline" in case for case in cases):
+        table.add_row("limit", *(f"{case['roofline']['limit_ms']:.2f}" for case in cases))
+        table.add_row("limit ÷ clock", *(f"{case['share_of_roofline']:.1%}" for case in cases))
+    table.add_row("tokens/s", *(f"{case['tokens_per_s']:.0f}" for case in cases))
+    table.add_row("cores busy", *(f"{sum(case['cores_busy'].values()):.2f}" for case in cases))
+    table.add_row("start, s", *(f"{case['start_s']:.0f}" for case in cases))
+    return table
+
+
+def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: EngineOptions) -> None:
+    """Measure, print the table, and add the cases to benchmarks/results/<machine>/rollout_decode_step.json."""
+    console, cases = Console(), list[Json]()
+    limits = gpu_limits() if torch.cuda.is_available() else None
+    base = fitting(work) | engine.settings(work.sequences)
+    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+        folder = Path(temporary)
+        path = options.own_model or write_config(model.model, folder / model.model, model.layers)
+        common: Json = {"model": path.name, "mode": options.mode, "layers": model.layers}
+        common |= {"work": work.as_json(), "engine": base}
+        trials = []
+        tried = ["", *options.tried]
+        if options.together:
+            base |= {"gpu_memory_utilization": round(ENGINES_SHARE / max(1, len(options.tried)), 3)}
+        for number, each in enumerate(tried):
+            own, env, arguments = differences(each)
+            (traces := folder / f"traces-{number}").mkdir()
+            settings = settings_of(options.mode, path, folder, base | {"env": env} | own)
+            trials.append(Trial(each, settings, arguments, work.make(), options, traces))
+        for trial, measured in measure_all(trials, console):
+            found = compare(measured, limits, ServedModel.load(path), options.mode, work)
+            case = common | {"tried": trial.tried} | found
+            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [case], SAME)})
+            if "error" in found:
+                console.print(f"{trial.tried or 'as shipped'}: left out: {found['error']}")
+                continue
+            cases.append(case)
+            console.print(table_of(cases))
+    console.print(f"added to {results.path(RESULT)}")
+
+
+if __name__ == "__main__":
+    run(main)
