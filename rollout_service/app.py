@@ -47,15 +47,15 @@ def build(config: ServiceConfig) -> Application:
         "num_gpus": config.weights.ingest_num_gpus,
         "resources": config.weights.ingest_resources,
     }
+    monitor = _deployment(config, "monitor.deployment.MonitorReplica", "monitor").bind(config)
     ingest = _deployment(config, "ingest.deployment.IngestReplica", "ingest", ray_actor_options=ingest_resources).bind(
         config
     )
-    engine = _engines(config, ingest, None, scaling_options(config.scaling))
+    engine = _engines(config, ingest, monitor, None, scaling_options(config.scaling))
     groups = {
-        name: _engines(config, ingest, name, {"num_replicas": group.replicas})
+        name: _engines(config, ingest, monitor, name, {"num_replicas": group.replicas})
         for name, group in config.scaling.groups.items()
     }
-    monitor = _deployment(config, "monitor.deployment.MonitorReplica", "monitor").bind(config)
     several = config.scaling.gateways > 1  # a single one keeps sessions itself
     sessions = _deployment(config, "sessions.deployment.SessionsReplica", "sessions").bind(config) if several else None
     # when another configuration is deployed, the next gateways serve before these are removed; engines and the ingest
@@ -70,7 +70,13 @@ def build(config: ServiceConfig) -> Application:
     return gateway.bind(config, engine, ingest, monitor, sessions, groups)
 
 
-def _engines(config: ServiceConfig, ingest: Application, group: str | None, scaling: dict[str, object]) -> Application:
+def _engines(
+    config: ServiceConfig,
+    ingest: Application,
+    monitor: Application,
+    group: str | None,
+    scaling: dict[str, object],
+) -> Application:
     """Return the engine deployment, or that of a group of ``scaling.groups``."""
     router = RequestRouterConfig(
         request_router_class=RolloutRouter,
@@ -89,7 +95,7 @@ def _engines(config: ServiceConfig, ingest: Application, group: str | None, scal
         request_router_config=router,
         **scaling,
     )
-    return deployment.bind(config, ingest, group)
+    return deployment.bind(config, ingest, monitor, group)
 
 
 def _deployment(config: ServiceConfig, cls: str, name: str, **options: object) -> Deployment:

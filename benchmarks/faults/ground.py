@@ -99,6 +99,7 @@ class Ground:
     def kv_max_age(self) -> int | None:
         """The bound of kept keys and values; None: every version drops them."""
         weights = self.service.config.weights
+        assert weights.kv_max_age != "auto", "a case checks one bound"
         return weights.kv_max_age if weights.kv_cache_on_update == "keep" else None
 
     @property

@@ -1,6 +1,7 @@
 """Tokens/s and waits of agents' sessions that exceed the KV cache, with and without admission by session.
 
     python -m benchmarks.rollout.sessions            # Qwen3-8B on a GPU: 64 sessions of 33 turns to 40 k tokens
+    python -m benchmarks.rollout.sessions --turns 12 --tokens 14400    # a third of the work, and of the cache
     python -m benchmarks.rollout.sessions --small    # the tiny model on the CPU
 
 Both sides send the same calls to one replica. Only the side ``sessions`` sends session ids, without which a replica
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -36,7 +37,7 @@ from rollout_service.client._generate import GenerateOptions
 from rollout_service.local import LocalService, running_service
 
 RESULT = "rollout_sessions"
-SAME = ("model", "side", "work")
+SAME = ("model", "side", "kv_cache", "work")
 """Fields in which two cases agree that measured the same."""
 BLOCK = 64
 """Number of tokens in a page of the KV cache."""
@@ -59,7 +60,9 @@ class AgentOptions(Options):
     small: bool = False
     """The tiny model on the CPU, with a small run's numbers in place of all below."""
     side: tuple[Side, ...] = tuple(Side)
-    """May be repeated."""
+    """May be repeated. The figures of a side are written when it has ended."""
+    kv_cache: Literal["drop", "keep"] = "drop"
+    """weights.kv_cache_on_update."""
     sessions: int = 64
     """Number of sessions, which all begin at once."""
     turns: int = 33
@@ -91,7 +94,7 @@ class AgentOptions(Options):
 
     def work(self) -> dict[str, Any]:
         """Return the numbers of the run."""
-        return self.model_dump(exclude={"small", "side"})
+        return self.model_dump(exclude={"small", "side", "kv_cache"})
 
 
 SMALL = {"sessions": 16, "turns": 16, "tokens": 3840, "turn_tokens": 16, "tool_s": 0.2, "update_s": 30.0}
@@ -104,6 +107,7 @@ class Case:
 
     model: str
     side: str
+    kv_cache: str
     work: dict[str, Any]
     kv_tokens: int = 0
     """Tokens that the KV cache holds."""
@@ -158,13 +162,13 @@ async def push_periodically(client: RolloutClient, weights: Path, period_s: floa
         case.updates += 1
 
 
-async def measure(service: LocalService, work: AgentOptions, name: str) -> list[Case]:
-    """Run the sides one after the other."""
-    cases, path = list[Case](), service.config.model.path
+async def measure(service: LocalService, work: AgentOptions, name: str) -> None:
+    """Run the sides one after the other, and write each to benchmarks/results/<machine>/rollout_sessions.json."""
+    path = service.config.model.path
     async with RolloutClient(service.url, retries=12) as client:
         load = (await client.fleet()).replicas[0].load
         for side in work.side:
-            case = Case(name, side, work.work(), load.kv_cache_tokens if load else 0)
+            case = Case(name, side, work.kv_cache, work.work(), load.kv_cache_tokens if load else 0)
             pushing = asyncio.create_task(push_periodically(client, path, work.update_s, case))
             began = time.monotonic()
             try:
@@ -176,15 +180,18 @@ async def measure(service: LocalService, work: AgentOptions, name: str) -> list[
                 await asyncio.gather(pushing, return_exceptions=True)
             case.seconds = round(time.monotonic() - began, 2)
             print(f"{side}: {case.as_json()}", flush=True)
-            cases.append(case)
-    return cases
+            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [case.as_json()], SAME)})
 
 
 @contextmanager
 def small_service(folder: Path, work: AgentOptions) -> Iterator[LocalService]:
     """Run the shipped CPU deployment, with one replica of a small cache."""
     overrides: dict[str, dict[str, object]] = {
-        "weights": {"root": str(folder / "log"), "source_roots": [str(folder)]},
+        "weights": {
+            "root": str(folder / "log"),
+            "source_roots": [str(folder)],
+            "kv_cache_on_update": work.kv_cache,
+        },
         "model": {"path": str(folder / "tiny-qwen3")},
         "engine": work.engine(),
     }
@@ -200,21 +207,20 @@ def large_service(
     path = write_config(model.model, folder / model.model, model.layers)
     write_weights(path)
     settings = settings_of(Mode.FP8KV, path, folder, engine.settings(work.sessions) | work.engine())
+    settings["weights"]["kv_cache_on_update"] = work.kv_cache
     with serving(settings, folder, model.verbose) as service:
         yield service
 
 
 def main(agents: AgentOptions, model: ModelOptions, engine: EngineOptions) -> None:
-    """Measure, and add the cases to benchmarks/results/<machine>/rollout_sessions.json."""
+    """Start the service, and measure."""
     work = agents.model_copy(update=SMALL) if agents.small else agents
     name = "tiny-qwen3" if agents.small else str(model.model)
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         folder = Path(temporary)
         serve = small_service(folder, work) if agents.small else large_service(folder, work, model, engine)
         with serve as service:
-            cases = asyncio.run(measure(service, work, name))
-    fresh = [case.as_json() for case in cases]
-    print(results.write(RESULT, {"cases": results.joined(results.cases(RESULT), fresh, SAME)}))
+            asyncio.run(measure(service, work, name))
 
 
 if __name__ == "__main__":

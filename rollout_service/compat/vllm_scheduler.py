@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request
 
 KV_MAX_AGE = "rollout_service_kv_max_age"
-"""Key of ``weights.kv_max_age`` in vLLM's ``additional_config``."""
+"""Key of the first ``weights.kv_max_age`` in vLLM's ``additional_config``."""
 
 
 def salted(version: int, salt: str | None) -> str:
@@ -34,12 +34,14 @@ def is_too_old(begun: int, version: int, max_age: int | None) -> bool:
     return begun > version or (max_age is not None and version - begun > max_age)
 
 
-async def begin_version(llm: AsyncLLM, version: int) -> None:
+async def begin_version(llm: AsyncLLM, version: int, max_age: int | None) -> None:
     """Make the scheduler recompute requests that are too old for ``version``. Call while paused, before its load.
+
+    ``max_age``: see ``is_too_old``. It holds until the next call.
 
     vLLM passes the arguments of ``reset_prefix_cache`` to the scheduler unchanged, and has no other method that does.
     """
-    await llm.reset_prefix_cache(reset_running_requests=version)
+    await llm.reset_prefix_cache(reset_running_requests=[version, max_age])
 
 
 def keeping_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
@@ -63,15 +65,17 @@ class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is unty
             self._renew_salt(request)
         super().add_request(request)
 
-    def reset_prefix_cache(self, reset_running_requests: bool | int = False, reset_connector: bool = False) -> bool:
+    def reset_prefix_cache(
+        self, reset_running_requests: bool | list[Any] = False, reset_connector: bool = False
+    ) -> bool:
         """Drop the cache as vLLM does, or recompute the requests that are too old for a version.
 
-        ``reset_running_requests``: vLLM's bool, or the version's number, see ``begin_version``.
+        ``reset_running_requests``: vLLM's bool, or the arguments of ``begin_version``.
         """
         if isinstance(reset_running_requests, bool):
             was_reset: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
             return was_reset
-        self._version = reset_running_requests
+        self._version, self._max_age = reset_running_requests
         too_old = {name for name, each in self.requests.items() if not each.is_finished() and self._is_too_old(each)}
         now = time.monotonic()
         # vLLM's order: the last one first, since each is put at the front of the waiting queue

@@ -257,9 +257,11 @@ class WeightsConfig(Config):
     """``drop``: every update empties the KV cache, and running rollouts compute theirs again. ``keep``: running
     rollouts and sessions continue with keys and values of older weights. See docs/kv_cache.md."""
 
-    kv_max_age: int | None = Field(default=8, ge=0)
+    kv_max_age: Annotated[int, Field(ge=0)] | Literal["auto"] | None = 8
     """Maximum age of kept keys and values, as a difference of version numbers. An update recomputes those of running
-    rollouts that began with older versions, and no others. None: unbounded."""
+    rollouts that began with older versions, and no others. None: unbounded. ``auto``: raised by one while the trainer
+    reports no suspect mismatch for the oldest ones, and halved once it does (``monitor.suspect_k3``,
+    ``monitor.suspect_prob_error``)."""
 
     part_bytes: int = Field(default=16 << 20, ge=1 << 10, le=LARGEST_PART_BYTES)
     """Size in bytes of an upload's parts, which the ingest requests from trainers."""

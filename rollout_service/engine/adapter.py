@@ -405,13 +405,18 @@ class EngineAdapter:
             self._loading_since = math.inf
         return time.perf_counter() - started
 
+    def bound_kv_age(self, max_age: int) -> None:
+        """Set the maximum age of kept keys and values for the next load, in versions."""
+        if self._kv is not None:
+            self._kv.max_age = max_age
+
     async def _begin_kv(self, version: int, keep_cache: bool) -> None:
         """Drop the keys and values that ``version`` must not read. Call while paused."""
         if self._kv is None or not keep_cache:
             await self._drop_kv()
         if self._kv is not None:
             self._kv.load(version, is_empty=not self._has_kv)  # before the await: requests may arrive then
-            await begin_version(self._llm, version)
+            await begin_version(self._llm, version, self._kv.max_age)
 
     async def _drop_kv(self) -> None:
         if self._has_kv:

@@ -31,6 +31,7 @@ from rollout_service.engine.plugin import (
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import EXPERT_COUNTS, ServedModel
+from rollout_service.protocol.mismatch import FIRST_KV_AGE
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
 
@@ -138,7 +139,9 @@ def not_converted(model: ServedModel, plan: QuantPlan) -> tuple[str, ...]:
 def _kv_age(config: ServiceConfig) -> dict[str, object]:
     """Return the setting of ``KeepingScheduler``; empty without it."""
     weights = config.weights
-    return {} if weights.kv_cache_on_update == "drop" else {KV_MAX_AGE: weights.kv_max_age}
+    if weights.kv_cache_on_update == "drop":
+        return {}
+    return {KV_MAX_AGE: FIRST_KV_AGE if weights.kv_max_age == "auto" else weights.kv_max_age}
 
 
 def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:

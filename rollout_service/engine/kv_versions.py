@@ -32,8 +32,9 @@ class KVVersions:
     """The versions with which an engine's running requests and sessions began."""
 
     def __init__(self, max_age: int | None) -> None:
-        """``max_age``: ``weights.kv_max_age``."""
-        self._max_age = max_age
+        """``max_age``: see ``KVVersions.max_age``."""
+        self.max_age = max_age
+        """Maximum age of keys and values, in versions, from the next load on. None: unbounded."""
         self._version = 0
         self._emptied_at = 0
         """The version that was the first to write into the cache after the cache was last dropped."""
@@ -66,7 +67,7 @@ class KVVersions:
         if is_empty:
             self._emptied_at = version
         for request in self._requests.values():
-            if is_too_old(request.begun, version, self._max_age):  # the scheduler decides by the salt, too
+            if is_too_old(request.begun, version, self.max_age):  # the scheduler decides by the salt, too
                 request.begun = version
                 if request.session is not None:
                     self._remember(request.session, version)
@@ -93,7 +94,7 @@ class KVVersions:
 
     def _session_version(self, session: str) -> int:
         begun = self._sessions.get(session, self._version)
-        if is_too_old(begun, self._version, self._max_age):
+        if is_too_old(begun, self._version, self.max_age):
             begun = self._version
         self._remember(session, begun)
         return begun

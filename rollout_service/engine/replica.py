@@ -43,7 +43,7 @@ from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.sampling import GenerateCall
 from rollout_service.runtime.drain import Drain, end_process
 from rollout_service.runtime.logs import log_with_serve
-from rollout_service.runtime.rpc import EngineCalls, ingest_client
+from rollout_service.runtime.rpc import EngineCalls, ingest_client, monitor_client
 from rollout_service.store.adapters import AdapterStore
 from rollout_service.store.node_cache import NodeCache, find_log
 from rollout_service.tracing import describe
@@ -64,7 +64,7 @@ class EngineReplica:
 
     @says_why_it_fails
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ServiceConfig, ingest: DeploymentHandle, group: str | None
+        self, config: ServiceConfig, ingest: DeploymentHandle, monitor: DeploymentHandle, group: str | None
     ) -> None:
         """``group``: its group in ``scaling.groups``, whose version it serves. None: it follows the newest version."""
         log_with_serve()
@@ -74,7 +74,7 @@ class EngineReplica:
         register()
         config = await asyncio.to_thread(with_model_here, config)
         model = ServedModel.of(config.model)
-        self._config, self._ingest = config, ingest_client(ingest)
+        self._config, self._ingest, self._monitor = config, ingest_client(ingest), monitor_client(monitor)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._routed, self._blocked = False, 0
         self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
@@ -147,6 +147,7 @@ class EngineReplica:
                 AttentionStatus(backends=self._engine.attention_backends, why=why),
                 self._group,
                 self._adapters if max_adapters else None,
+                self._monitor if config.weights.kv_max_age == "auto" else None,
             )
             announcement.status = self._weight_sync.status
             await self._weight_sync.start()

@@ -26,11 +26,12 @@ _LAST_WORD_S = 5.0
 """Timeout in seconds for reporting a failed start, because Serve starts another replica only after this one ends."""
 
 _Replica = TypeVar("_Replica")
-Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle, str | None], Awaitable[None]]
+Constructor = Callable[[_Replica, ServiceConfig, DeploymentHandle, DeploymentHandle, str | None], Awaitable[None]]
 
 
 def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
-    """Decorate an engine replica's constructor. Its arguments are the configuration, the ingest's handle and its group.
+    """Decorate an engine replica's constructor. Its arguments are the configuration, the handles of the ingest and the
+    monitor, and its group.
 
     A failure is logged where ``serve run`` shows it, with the errors of vLLM's own processes, and reported to the
     ingest. It is raised again with the same note for Serve's status.
@@ -38,11 +39,15 @@ def says_why_it_fails(init: Constructor[_Replica]) -> Constructor[_Replica]:
 
     @functools.wraps(init)
     async def constructor(
-        self: _Replica, config: ServiceConfig, ingest: DeploymentHandle, group: str | None = None
+        self: _Replica,
+        config: ServiceConfig,
+        ingest: DeploymentHandle,
+        monitor: DeploymentHandle,
+        group: str | None = None,
     ) -> None:
         with collected_errors() as errors:
             try:
-                await init(self, config, ingest, group)
+                await init(self, config, ingest, monitor, group)
             except Exception as error:
                 reason = reason_of(error)
                 if (root := errors.first()) is not None:

@@ -60,6 +60,10 @@ _GOODBYE_S = 2.0
 """Timeout in seconds for the last call to the ingest, which may be ending, too."""
 
 
+_MONITOR_S = 2.0
+"""Timeout in seconds for a call to the monitor, which delays an update."""
+
+
 class Engine(Protocol):
     """The part of the engine adapter that ``WeightSync`` uses."""
 
@@ -76,6 +80,7 @@ class Engine(Protocol):
     ) -> float: ...
     async def sleep(self) -> object: ...
     async def wake_up(self) -> None: ...
+    def bound_kv_age(self, max_age: int) -> None: ...
 
 
 class Coordinator(Protocol):
@@ -85,6 +90,12 @@ class Coordinator(Protocol):
     async def report(self, status: ReplicaStatus) -> None: ...
     async def goodbye(self, replica_id: str) -> None: ...
     async def pinned(self, group: str) -> Head | None: ...
+
+
+class KVAgeSource(Protocol):
+    """The part of the monitor that ``WeightSync`` uses."""
+
+    async def kv_max_age(self, version: int) -> int: ...
 
 
 class WeightSync:
@@ -105,6 +116,7 @@ class WeightSync:
         attention: AttentionStatus | None = None,
         group: str | None = None,
         adapters: ReplicaAdapters | None = None,
+        kv_ages: KVAgeSource | None = None,
     ) -> None:
         """Create the follower.
 
@@ -119,11 +131,12 @@ class WeightSync:
             attention: the engine's attention status, for reports.
             group: this replica's group in ``scaling.groups``, which is pinned to a version. None: it has no group.
             adapters: this replica's adapters. None: it serves none.
+            kv_ages: chooses ``weights.kv_max_age`` for each version. None: it never changes.
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._running, self._draining, self._load, self._attention = running, draining, load, attention
         self._kv_scales = kv_scales or NoKVScales()
-        self._group, self._adapters = group, adapters
+        self._group, self._adapters, self._kv_ages = group, adapters, kv_ages
         find_pin = None if group is None else functools.partial(ingest.pinned, group)
         self._log = FollowedLog(config.root_here(), copies, fingerprint, find_pin)
         self._life = ReplicaLife()
@@ -417,6 +430,8 @@ class WeightSync:
         kv_scales = await self._kv_scales.scales_for(manifest)
         self._staged = None
         keeps_cache = self._keeps_cache(head, manifest, kv_scales)
+        if keeps_cache and self._kv_ages is not None:
+            await self._bound_kv_age(self._kv_ages, head.version)
         closed = time.perf_counter()
         if not await self._closed_for(head, clear_cache=not keeps_cache):
             return
@@ -442,6 +457,13 @@ class WeightSync:
         self._log.release_all_but(head.version)
         told = {"weight_version": head.version}
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
+
+    async def _bound_kv_age(self, kv_ages: KVAgeSource, version: int) -> None:
+        try:
+            async with asyncio.timeout(_MONITOR_S):
+                self._engine.bound_kv_age(await kv_ages.kv_max_age(version))
+        except (RolloutServiceError, TimeoutError) as error:
+            logger.warning("weights.kv_max_age stays for version %d: the monitor does not answer: %s", version, error)
 
     def _keeps_cache(self, head: Head, manifest: Manifest, kv_scales: dict[str, float] | None) -> bool:
         """Return True if running rollouts keep their KV cache when this version is loaded.

@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 from rollout_service.config import MonitorConfig
 from rollout_service.monitor.judge import Judge
+from rollout_service.monitor.kv_age import KVAgeLimit
 from rollout_service.monitor.scoring import Scored, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
@@ -27,6 +28,7 @@ class Monitor:
         self._config = config
         self._table = VersionTable(keep_versions)
         self._judge = Judge(config)
+        self._kv_age = KVAgeLimit(self._judge)
         self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()
         self._reporting = asyncio.Lock()
 
@@ -54,6 +56,7 @@ class Monitor:
             rows=tuple(await self.rows(version, replica_id)),
             versions=tuple(merged),
             truncated=tuple(self._table.truncated(lambda key: _matches(key, version, replica_id))),
+            kv_max_age=self._kv_age.chosen,
         )
 
     async def per_replica(self) -> MismatchTable:
@@ -63,6 +66,10 @@ class Monitor:
     async def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         """Return the suspicions by version."""
         return self._table.suspicions()
+
+    async def kv_max_age(self, version: int) -> int:
+        """Return the maximum age of kept keys and values for a version that a replica is about to load."""
+        return self._kv_age.choose(version, self._table)
 
     def _count(self, report: MismatchReport, scored: Scored) -> MismatchReceipt:
         taken = [self._add(key, statistics) for key, statistics in scored.statistics.items()]

@@ -79,7 +79,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.sums = Sums()
-        self._by_age: dict[int, Sums] = {}
+        self.by_age: dict[int, Sums] = {}
         """Sums of the same tokens, without sequences, by the age of their keys and values."""
         self._abs_diff = req_floats_sketch(SKETCH_K, True)
 
@@ -98,15 +98,15 @@ class Statistics:
         made, no_sequences = cls(), sequence_sums[:0]
         made.sums = Sums.of(log_ratio, sequence_sums, ratio_bound)
         ages = {0: log_ratio} if by_age is None else by_age
-        made._by_age = {age: Sums.of(tokens, no_sequences, ratio_bound) for age, tokens in ages.items()}
+        made.by_age = {age: Sums.of(tokens, no_sequences, ratio_bound) for age, tokens in ages.items()}
         made._abs_diff.update(log_ratio.abs().float().numpy())
         return made
 
     def merge(self, other: "Statistics") -> None:
         """Add the observations of ``other``."""
         self.sums = self.sums + other.sums
-        for age, sums in other._by_age.items():
-            self._by_age[age] = self._by_age.get(age, Sums()) + sums
+        for age, sums in other.by_age.items():
+            self.by_age[age] = self.by_age.get(age, Sums()) + sums
         self._abs_diff.merge(other._abs_diff)
 
     def row(self, version: int, replica_id: str | None, suspect_since: float | None = None) -> MismatchRow:
@@ -128,7 +128,7 @@ class Statistics:
             quantiles=dict(zip(QUANTILES, self._abs_diff.get_quantiles(QUANTILES, inclusive=True), strict=True)),
             kv_ages=tuple(
                 KVAgeRow(age=age, tokens=of_age.tokens, k3=of_age.mean_k3, prob_error=of_age.mean_prob_error)
-                for age, of_age in sorted(self._by_age.items())
+                for age, of_age in sorted(self.by_age.items())
                 if of_age.tokens
             ),
             suspect_since=suspect_since,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollout_service.monitor.statistics import Statistics
+from rollout_service.monitor.statistics import Statistics, Sums
 from rollout_service.protocol.mismatch import MismatchRow, NotJudged, Suspicion
 
 ROWS_PER_VERSION = 512
@@ -81,6 +81,14 @@ class VersionTable:
             for key, entry in sorted(self._entries(), key=lambda item: item[0])
             if wanted(key) and entry.truncated_tokens
         ]
+
+    def by_kv_age(self, since: int) -> dict[int, Sums]:
+        """Return the sums of the tokens of ``since`` and newer versions, by the age of their keys and values."""
+        found = Statistics()
+        for key, entry in self._entries():
+            if key.version >= since:
+                found.merge(entry.statistics)
+        return found.by_age
 
     def suspicions(self) -> dict[int, tuple[Suspicion, ...]]:
         """Return the suspicions by version."""

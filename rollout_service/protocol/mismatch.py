@@ -2,6 +2,9 @@
 
 from rollout_service.protocol.base import Frozen
 
+FIRST_KV_AGE = 1
+"""The maximum age of kept keys and values with which ``weights.kv_max_age: auto`` begins."""
+
 
 class Suspicion(Frozen):
     """Reason why a version is suspect: the logprobs of one replica differ too much from the trainer's."""
@@ -79,6 +82,9 @@ class MismatchTable(Frozen):
     """The same rows merged over replicas."""
     truncated: tuple[NotJudged, ...] = ()
     """Tokens of truncated rollouts, which are not judged; see docs/correction.md."""
+    kv_max_age: int | None = None
+    """The maximum age that ``weights.kv_max_age: auto`` has chosen for the newest update; None: it is not set to auto,
+    or there was no update."""
 
 
 class MismatchReceipt(Frozen):

@@ -55,6 +55,9 @@ class Steps:
         self.scheduler.add_request(request)
         return request
 
+    def begin(self, version: int, max_age: int | None = 1) -> None:
+        assert self.scheduler.reset_prefix_cache([version, max_age])
+
     def step(self) -> dict[str, int]:
         """Return the number of tokens that each request computes in a step, after which it samples one."""
         scheduled = self.scheduler.schedule()
@@ -76,56 +79,66 @@ def test_class_follows_vllms_choice(vllm_config):
 
 
 def test_only_requests_beyond_the_bound_are_recomputed(steps):
-    steps.scheduler.reset_prefix_cache(1)
+    steps.begin(1)
     old = steps.add("old", salted(1, "mine"))
     assert steps.step() == {"old": 70}
-    steps.scheduler.reset_prefix_cache(2)
+    steps.begin(2)
     new = steps.add("new", salted(2, "mine"))
     assert steps.step() == {"old": 1, "new": 70}
-    steps.scheduler.reset_prefix_cache(3)
+    steps.begin(3)
     assert steps.step() == {"old": 72, "new": 1}
     assert (old.cache_salt, new.cache_salt) == ("3 mine", "2 mine")
     assert old.num_output_tokens == 3 and new.num_output_tokens == 2
 
 
+def test_bound_may_change_with_each_version(steps):
+    steps.begin(1)
+    request = steps.add("a", "1")
+    steps.step()
+    steps.begin(3, max_age=None)
+    assert steps.step() == {"a": 1} and request.cache_salt == "1"
+    steps.begin(4, max_age=2)
+    assert steps.step() == {"a": 72} and request.cache_salt == "4"
+
+
 def test_waiting_and_late_requests_get_the_new_salt(steps):
-    steps.scheduler.reset_prefix_cache(1)
+    steps.begin(1)
     waiting = steps.add("waiting", "1")
-    steps.scheduler.reset_prefix_cache(3)
+    steps.begin(3)
     late, kept = steps.add("late", "1 mine"), steps.add("kept", "2")
     assert [each.cache_salt for each in (waiting, late, kept)] == ["3", "3 mine", "2"]
     assert waiting.block_hashes != kept.block_hashes and len(waiting.block_hashes) == len(kept.block_hashes) == 2
 
 
 def test_renewed_requests_share_their_prefix_again(steps):
-    steps.scheduler.reset_prefix_cache(1)
+    steps.begin(1)
     for name in ("a", "b"):
         steps.add(name, "1")
     steps.step()
-    steps.scheduler.reset_prefix_cache(9)
+    steps.begin(9)
     assert sorted(steps.step().values()) == [71 - 2 * BLOCK, 71]
     steps.add("c", "9")
     assert steps.step()["c"] == 70 - 2 * BLOCK
 
 
 def test_requests_without_a_version_are_recomputed_at_each_update(steps):
-    steps.scheduler.reset_prefix_cache(1)
+    steps.begin(1)
     steps.add("score", None)
     steps.step()
-    steps.scheduler.reset_prefix_cache(2)
+    steps.begin(2)
     # the blocks of its prompt have the same hash, so only a request that reads no prefix cache may have no version
     assert steps.step()["score"] > 1
 
 
 def test_numbers_above_the_version_are_renewed(steps):
-    steps.scheduler.reset_prefix_cache(5)
+    steps.begin(5)
     request = steps.add("a", "5")
-    steps.scheduler.reset_prefix_cache(2)
+    steps.begin(2)
     assert request.cache_salt == "2"
 
 
 def test_vllms_own_reset_drops_everything(steps):
-    steps.scheduler.reset_prefix_cache(1)
+    steps.begin(1)
     steps.add("a", "1")
     steps.step()
     assert steps.scheduler.reset_prefix_cache(True, True)

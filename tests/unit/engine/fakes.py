@@ -75,6 +75,9 @@ class FakeEngine:
             raise MemoryTaken(self.memory_taken)
         self.calls.append("wake up")
 
+    def bound_kv_age(self, max_age: int) -> None:
+        self.calls.append(f"bound age {max_age}")
+
     async def stage(self, folder: Path, digest: str | None = None) -> None:
         """Reads and checks a version's tensors, as the workers of an engine do."""
         if self.fail_stage is not None:

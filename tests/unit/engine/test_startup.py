@@ -96,7 +96,7 @@ class LastWord:
 class Replica:
     @says_why_it_fails
     async def __init__(  # Serve awaits it
-        self, config: str, ingest: LastWord, group: str | None
+        self, config: str, ingest: LastWord, monitor: None, group: str | None
     ) -> None:
         self.config = config
         if config == "bad":
@@ -114,7 +114,7 @@ def replica_id(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_replica_that_cannot_start_reports_why_and_reraises(away, caplog):
     ingest = LastWord(away)
     with pytest.raises(ValueError, match="cannot be served"):
-        await Replica.__init__(object.__new__(Replica), "bad", ingest)
+        await Replica.__init__(object.__new__(Replica), "bad", ingest, None)
     reason = "ValueError: cannot be served; caused by MemoryError: no memory"
     assert f"engine replica r1 could not start: {reason}" in caplog.text
     said = [(s.replica_id, s.state, s.version, s.error) for s in ingest.heard]
@@ -124,5 +124,5 @@ async def test_a_replica_that_cannot_start_reports_why_and_reraises(away, caplog
 
 async def test_a_replica_that_starts_reports_no_failure():
     ingest, replica = LastWord(), object.__new__(Replica)
-    await Replica.__init__(replica, "good", ingest)
+    await Replica.__init__(replica, "good", ingest, None)
     assert replica.config == "good" and ingest.heard == []

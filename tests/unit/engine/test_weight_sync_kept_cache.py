@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
+from rollout_service.errors import NotReady
 from rollout_service.kv_scales.calibrator import NoKVScales
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
@@ -140,3 +141,31 @@ async def test_wake_up_loads_without_a_cache(keeping, log, engine, ingest):
     await ingest.change(version=1, paused=False, asleep=False)
     await serving(keeping, ingest, 1)
     assert engine.calls[-3:] == CLEARS and "wake up" in engine.calls
+
+
+class Ages:
+    """Answers with the version's number, or not at all."""
+
+    error: NotReady | None = None
+
+    async def kv_max_age(self, version: int) -> int:
+        if self.error is not None:
+            raise self.error
+        return version
+
+
+async def test_auto_bounds_the_age_before_each_kept_update(log, engine, ingest, scales, caplog):
+    config, ages = WeightsConfig(root=log.root, poll_s=0.01, kv_cache_on_update="keep", kv_max_age="auto"), Ages()
+    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_scales=scales, kv_ages=ages)
+    await weight_sync.start()
+    engine.calls.clear()
+    await push(log, ingest, 1)
+    await serving(weight_sync, ingest, 1)
+    assert engine.calls == ["bound age 1", *KEEPS]
+    engine.calls.clear()
+    ages.error = NotReady("the monitor is being replaced")
+    await push(log, ingest, 2)
+    await serving(weight_sync, ingest, 2)
+    weight_sync.stop()
+    assert "bound age 2" not in engine.calls and "resume" in engine.calls
+    assert "stays for version 2: the monitor does not answer" in caplog.text
