@@ -34,8 +34,9 @@ class Alert:
 ALERTS = (
     Alert(
         "RolloutMismatchSuspect", "page",
-        "max by (instance, version, replica) (rollout_version_suspect)", "> 0", "1m",
-        "replica {{ $labels.replica }} samples version {{ $labels.version }} too far from the trainer",
+        "max by (instance, version, adapter, replica) (rollout_version_suspect)", "> 0", "1m",
+        "replica {{ $labels.replica }} samples version {{ $labels.version }}"
+        "{{ if $labels.adapter }} with adapter {{ $labels.adapter }}{{ end }} too far from the trainer",
         "GET /v1/mismatch?version={{ $labels.version }}: one replica alone is broken, all of them mean the version or "
         "the trainer. Do not train on its rollouts; docs/mismatch.md.",
     ),

@@ -8,12 +8,12 @@ SUSPECT_K3, SUSPECT_PROB_ERROR = 0.01, 1.05
 """Defaults of the config's section ``monitor``."""
 
 
-def statistic(name: str, by: str = "version, replica") -> str:
-    """A statistic of each version and replica."""
+def statistic(name: str, by: str = "version, adapter, replica") -> str:
+    """A statistic of each version, adapter and replica."""
     return f"max by ({by}) (rollout_mismatch_{name}{{{REPLICA}}})"
 
 
-EACH = "v{{version}} {{replica}}"
+EACH = "v{{version}} {{adapter}} {{replica}}"
 
 NOW = Row(
     "Is the rollout policy the trainer's?",
@@ -24,7 +24,7 @@ NOW = Row(
             "1: a replica's mismatch with this version is above monitor.suspect_k3 or monitor.suspect_prob_error. One "
             "replica alone: a broken update, replace the replica. All of them: the version, the quantization or the "
             "trainer's temperature, mask or tokenizer; compare with the version before, stop training on its rollouts.",
-            [Query(f"max by (version, replica) (rollout_version_suspect{{{REPLICA}}})", "v{{version}} {{replica}}")],
+            [Query(f"max by (version, adapter, replica) (rollout_version_suspect{{{REPLICA}}})", EACH)],
             warn_above=1,
             steps=True,
         ),
@@ -35,8 +35,9 @@ NOW = Row(
             "looked.",
             [
                 Query(
-                    f"max by (version, replica) (time() - rollout_version_suspect_timestamp_seconds{{{REPLICA}}})",
-                    "v{{version}} {{replica}}",
+                    "max by (version, adapter, replica) "
+                    f"(time() - rollout_version_suspect_timestamp_seconds{{{REPLICA}}})",
+                    EACH,
                 )
             ],
         ),
@@ -69,7 +70,7 @@ KL = Row(
     "KL: how far, and is it the version or one replica?",
     [
         Panel(
-            "k3 per version and replica",
+            "k3 per version, adapter and replica",
             "none",
             "mean(exp(lr) - 1 - lr), the KL of engine against trainer in nats per token. FP8 noise of large models is "
             "0.001 to 0.01. A jump with one version is a broken update or a change in the trainer; one replica apart "
@@ -84,7 +85,7 @@ KL = Row(
             "none",
             "Per replica. All lines should lie on one another: a replica that stands out did not load what the others "
             "did. Replace it, and discard its rollouts.",
-            [Query(f"{statistic('k3')} and {AT_NEWEST}", "{{replica}}")],
+            [Query(f"{statistic('k3')} and {AT_NEWEST}", "{{adapter}} {{replica}}")],
             warn_above=SUSPECT_K3,
         ),
         Panel(
@@ -93,22 +94,22 @@ KL = Row(
             "Largest, median and smallest of all replicas per version. A wide band: replicas differ at the same "
             "weights, see k3 of the newest version. A narrow one that lies high: the version itself.",
             [
-                Query(f"max by (version) ({statistic('k3')})", "v{{version}} largest"),
-                Query(f"quantile by (version) (0.5, {statistic('k3')})", "v{{version}} median"),
-                Query(f"min by (version) ({statistic('k3')})", "v{{version}} smallest"),
+                Query(f"max by (version, adapter) ({statistic('k3')})", "v{{version}} {{adapter}} largest"),
+                Query(f"quantile by (version, adapter) (0.5, {statistic('k3')})", "v{{version}} {{adapter}} median"),
+                Query(f"min by (version, adapter) ({statistic('k3')})", "v{{version}} {{adapter}} smallest"),
             ],
             warn_above=SUSPECT_K3,
         ),
         Panel(
-            "Band of |lr| per version and replica",
+            "Band of |lr| per version, adapter and replica",
             "none",
             "Quantiles 0.5, 0.9, 0.99 and 0.999 of |trainer - rollout| in nats. A median near 0 below a high 0.999 is "
             "noise on a few uncertain tokens, as FP8 makes it. A median that moves is wrong everywhere: weights, "
             "temperature or tokenizer.",
             [
                 Query(
-                    f"{statistic('abs_diff', 'version, replica, quantile')} and {AT_NEWEST}",
-                    "q{{quantile}} {{replica}}",
+                    f"{statistic('abs_diff', 'version, adapter, replica, quantile')} and {AT_NEWEST}",
+                    "q{{quantile}} {{adapter}} {{replica}}",
                 )
             ],
             logarithmic=True,

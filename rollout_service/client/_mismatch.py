@@ -81,9 +81,14 @@ class MismatchCalls:
             truncated_tokens=sum(receipt.truncated_tokens for receipt in receipts),
         )
 
-    async def mismatch(self, version: int | None = None) -> MismatchTable:
-        """Return the mismatch of one weight version, or of all that the service keeps, per replica and merged."""
+    async def mismatch(self, version: int | None = None, *, adapter: str | None = None) -> MismatchTable:
+        """Return the mismatch of one weight version, or of all that the service keeps, per replica and merged.
+
+        ``adapter``: only of this adapter, as ``run-a`` or ``run-a@3``.
+        """
         params = {} if version is None else {"version": str(version)}
+        if adapter is not None:
+            params["adapter"] = adapter
         reply = await self._control.send("GET", "/v1/mismatch", params=params, repeat=Repeat.IDEMPOTENT)
         return parse(MismatchTable, reply)
 

@@ -36,9 +36,13 @@ async def table(
     services: Here,
     version: Annotated[WeightVersion | None, Query()] = None,
     replica: str | None = None,
+    adapter: str | None = None,
 ) -> MismatchTable:
-    """Return the statistics per version and replica, and merged over replicas."""
-    return await _answer(services.monitor.table(version, replica), ANSWER_S)
+    """Return the statistics per version, replica and adapter, and merged over replicas.
+
+    ``adapter``: only of one, as ``run-a`` or ``run-a@3``.
+    """
+    return await _answer(services.monitor.table(version, replica, adapter), ANSWER_S)
 
 
 async def with_suspicions(versions: Sequence[WeightStatus], services: Services) -> tuple[WeightStatus, ...]:

@@ -28,8 +28,8 @@ MEASURED_VERSIONS = 8
 
 
 def exposition(state: ServiceState, mismatch: Iterable[MismatchRow] = (), truncated: Iterable[NotJudged] = ()) -> bytes:
-    """Return Prometheus' text format, version 0.0.4. Only rows of live replicas and of the newest versions are
-    included."""
+    """Return Prometheus' text format, version 0.0.4. Not all mismatch rows are included, see
+    ``_current``."""
     samples = _Samples()
     _service(samples, state)
     for status in state.fleet.replicas:
@@ -38,10 +38,9 @@ def exposition(state: ServiceState, mismatch: Iterable[MismatchRow] = (), trunca
     for version in state.versions:
         _version(samples, version, state)
     _kv_caches(samples, {status.replica_id: status.kv_cache for status in state.fleet.replicas if status.kv_cache})
-    live = {status.replica_id for status in state.fleet.replicas}
-    _mismatch(samples, _current(tuple(mismatch), live))
-    for row in _current(tuple(truncated), live):
-        samples.add(table.MISMATCH_TRUNCATED, row.tokens, row.version, row.replica_id)
+    _mismatch(samples, _current(tuple(mismatch), state.fleet.replicas))
+    for row in _current(tuple(truncated), state.fleet.replicas):
+        samples.add(table.MISMATCH_TRUNCATED, row.tokens, *_labels(row))
     registry = CollectorRegistry()
     registry.register(samples)
     registry.register(VllmGauges(state.fleet.replicas))
@@ -152,9 +151,23 @@ def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
                     samples.add(table.KV_SATURATED, math.nan if share is None else share, replica, layer, tensor)
 
 
-def _current(rows: Sequence[_Row], live: set[str]) -> list[_Row]:
+def _current(rows: Sequence[_Row], replicas: Sequence[ReplicaStatus]) -> list[_Row]:
+    """Return the rows of live replicas and of the newest versions; those of adapters only while a replica holds
+    them."""
     newest = sorted({row.version for row in rows})[-MEASURED_VERSIONS:]
-    return [row for row in rows if row.version in newest and row.replica_id in live]
+    live = {status.replica_id for status in replicas}
+    held = {(each.name, each.version) for status in replicas for each in status.adapters}
+    return [
+        row
+        for row in rows
+        if row.version in newest
+        and row.replica_id in live
+        and (row.adapter is None or (row.adapter, row.adapter_version) in held)
+    ]
+
+
+def _labels(row: MismatchRow | NotJudged) -> tuple[object, ...]:
+    return row.version, row.replica_id, "" if row.adapter is None else f"{row.adapter}@{row.adapter_version}"
 
 
 def _kv_ages(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
@@ -172,7 +185,7 @@ def _kv_ages(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
 def _mismatch(samples: _Samples, rows: Sequence[MismatchRow]) -> None:
     _kv_ages(samples, rows)
     for row in rows:
-        labels = row.version, row.replica_id
+        labels = _labels(row)
         samples.add(table.MISMATCH_TOKENS, row.tokens, *labels)
         samples.add(table.MISMATCH_SEQUENCES, row.sequences, *labels)
         samples.add(table.MISMATCH_K1, row.k1, *labels)

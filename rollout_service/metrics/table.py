@@ -269,9 +269,9 @@ KV_UNFIT = _service(
     "Layers for which FP8 is not accurate enough. GET /v1/fleet names them.",
 )  # fmt: skip
 
-# --- mismatch, per version and replica; lr = the trainer's - the sampled logprob
+# --- mismatch, per version, replica and adapter (run-a@3; empty: none); lr = the trainer's - the sampled logprob
 
-_ROW = ("version", "replica")
+_ROW = ("version", "replica", "adapter")
 MISMATCH_TOKENS = _service("mismatch_tokens_total", "counter", "tokens", _ROW, "Tokens measured.")
 MISMATCH_TRUNCATED = _service(
     "mismatch_truncated_tokens_total", "counter", "tokens", _ROW,
@@ -312,12 +312,10 @@ MISMATCH_AGE_PROB_ERROR = _service(
     "mismatch_kv_age_prob_error", "gauge", "ratio", ("kv_age",), "Probability error of these tokens."
 )
 VERSION_SUSPECT = _service(
-    "version_suspect", "gauge", "", ("version", "replica"),
+    "version_suspect", "gauge", "", _ROW,
     "1 if the mismatch is above a threshold.",
 )  # fmt: skip
-SUSPECT_SINCE = _service(
-    "version_suspect_timestamp_seconds", "gauge", "seconds", ("version", "replica"), "Since when, in Unix time."
-)
+SUSPECT_SINCE = _service("version_suspect_timestamp_seconds", "gauge", "seconds", _ROW, "Since when, in Unix time.")
 
 # --- theirs, of which dashboards and docs speak; many more are exported
 

@@ -52,4 +52,5 @@ class Judge:
 
 
 def _name(key: Key) -> str:
-    return f"weight version {key.version} on replica {key.replica_id}"
+    adapter = "" if key.adapter is None else f"adapter {key.adapter}@{key.adapter_version} with "
+    return f"{adapter}weight version {key.version} on replica {key.replica_id}"

@@ -7,11 +7,13 @@ import asyncio
 from collections import OrderedDict
 
 from rollout_service.config import MonitorConfig
+from rollout_service.errors import InvalidRequest
 from rollout_service.monitor.judge import Judge
 from rollout_service.monitor.kv_age import KVAgeLimit
 from rollout_service.monitor.scoring import Scored, parse_report, score
 from rollout_service.monitor.statistics import Statistics
 from rollout_service.monitor.table import Key, VersionTable
+from rollout_service.protocol.adapters import read_adapter_name
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.mismatch_report import MismatchReport
 
@@ -45,17 +47,32 @@ class Monitor:
             scored = await asyncio.to_thread(score, report, self._config.ratio_bound)
             return self._count(report, scored)
 
-    async def rows(self, version: int | None = None, replica_id: str | None = None) -> list[MismatchRow]:
-        """Return the statistics of each version and replica, oldest version first. Filters: None: all."""
-        return self._table.rows(lambda key: _matches(key, version, replica_id))
+    async def rows(self) -> list[MismatchRow]:
+        """Return the statistics of each version, replica and adapter, oldest version first."""
+        return self._table.rows()
 
-    async def table(self, version: int | None = None, replica_id: str | None = None) -> MismatchTable:
-        """Return the rows, and the same merged over replicas."""
-        merged = self._table.merge_replicas(lambda key: _matches(key, version, replica_id))
+    async def table(
+        self, version: int | None = None, replica_id: str | None = None, adapter: str | None = None
+    ) -> MismatchTable:
+        """Return the rows, and the same merged over replicas.
+
+        Filters; None: all. ``adapter``: a name, or a name and a version as in ``run-a@3``.
+        """
+        named = None if adapter is None else read_adapter_name(adapter)
+        if adapter is not None and named is None:
+            raise InvalidRequest(f"adapter={adapter} is no adapter's name: give one such as run-a or run-a@3")
+
+        def matches(key: Key) -> bool:
+            return (
+                version in (None, key.version)
+                and replica_id in (None, key.replica_id)
+                and (named is None or (key.adapter == named[0] and named[1] in (None, key.adapter_version)))
+            )
+
         return MismatchTable(
-            rows=tuple(await self.rows(version, replica_id)),
-            versions=tuple(merged),
-            truncated=tuple(self._table.truncated(lambda key: _matches(key, version, replica_id))),
+            rows=tuple(self._table.rows(matches)),
+            versions=tuple(self._table.merge_replicas(matches)),
+            truncated=tuple(self._table.truncated(matches)),
             kv_max_age=self._kv_age.chosen,
         )
 
@@ -92,7 +109,3 @@ class Monitor:
         if entry is not None:
             self._judge.judge(key, entry)
         return entry is not None
-
-
-def _matches(key: Key, version: int | None, replica_id: str | None) -> bool:
-    return (version is None or key.version == version) and (replica_id is None or key.replica_id == replica_id)

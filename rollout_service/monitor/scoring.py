@@ -1,4 +1,4 @@
-"""Convert a report's numbers to log-ratios per version and replica; errors name the invalid number."""
+"""Convert a report's numbers to log-ratios per version, replica and adapter; errors name the invalid number."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from rollout_service.protocol.rollout import Span
 from rollout_service.web.errors import validation_error
 
 Doubles: TypeAlias = NDArray[np.float64]
-_Span: TypeAlias = tuple[int, str, int, int, int]
-"""Version, replica, first token, the token after the last, and the age of its keys and values."""
+_Span: TypeAlias = tuple[Key, int, int, int]
+"""Version, replica and adapter, first token, the token after the last, and the age of its keys and values."""
 MAX_AGE = 64
 """Highest age of keys and values that is counted on its own, in versions; older ones are counted with it."""
 POSITIVE_BY_ROUNDING = 1e-3
@@ -37,7 +37,7 @@ def parse_report(body: bytes) -> MismatchReport:
 
 @dataclass(frozen=True)
 class Scored:
-    """Statistics of a report, by version and replica."""
+    """Statistics of a report, by version, replica and adapter."""
 
     statistics: dict[Key, Statistics]
     truncated: dict[Key, int]
@@ -45,7 +45,7 @@ class Scored:
 
 
 def score(report: MismatchReport, ratio_bound: float) -> Scored:
-    """Compute statistics of each version and replica in the report. Raises InvalidRequest at the first invalid
+    """Compute statistics of each version, replica and adapter in the report. Raises InvalidRequest at the first invalid
     number."""
     groups: dict[Key, _Group] = defaultdict(_Group)
     apart: dict[Key, _Group] = defaultdict(_Group)
@@ -83,13 +83,13 @@ def _collect(
     log_ratio: Doubles,
     selected: NDArray[np.bool_],
 ) -> None:
-    """Assign each token to its version and replica, and the sequence only if one of them sampled all of it."""
+    """Assign each token to its key, and the sequence only if one key has all of it."""
     parts: dict[Key, list[Doubles]] = defaultdict(list)
-    for version, replica_id, start, end, age in spans:
+    for key, start, end, age in spans:
         tokens = log_ratio[start:end][selected[start:end]]
         if len(tokens):
-            parts[Key(version, replica_id)].append(tokens)
-            groups[Key(version, replica_id)].by_age[age].append(tokens)
+            parts[key].append(tokens)
+            groups[key].by_age[age].append(tokens)
     for key, tokens_of in parts.items():
         groups[key].tokens += tokens_of
         if len(parts) == 1:
@@ -101,7 +101,8 @@ def _spans(where: str, rollout: ReportedRollout, completion: ReportedCompletion)
     for span in completion.spans:
         replica_id = span.replica_id or rollout.replica_id
         assert replica_id is not None, "the report would have been refused"
-        yield span.version, replica_id, span.start, span.end, _age(span.version, span.oldest_kv)
+        key = Key(span.version, replica_id, span.adapter, span.adapter_version)
+        yield key, span.start, span.end, _age(span.version, span.oldest_kv)
 
 
 def _age(version: int, kv_from: int) -> int:

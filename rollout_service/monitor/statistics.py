@@ -109,12 +109,21 @@ class Statistics:
             self.by_age[age] = self.by_age.get(age, Sums()) + sums
         self._abs_diff.merge(other._abs_diff)
 
-    def row(self, version: int, replica_id: str | None, suspect_since: float | None = None) -> MismatchRow:
+    def row(
+        self,
+        version: int,
+        replica_id: str | None,
+        suspect_since: float | None = None,
+        adapter: str | None = None,
+        adapter_version: int | None = None,
+    ) -> MismatchRow:
         """Return the displayed row. At least one token is required."""
         sums = self.sums
         return MismatchRow(
             version=version,
             replica_id=replica_id,
+            adapter=adapter,
+            adapter_version=adapter_version,
             tokens=sums.tokens,
             sequences=sums.sequences,
             k1=sums.k1 / sums.tokens,

@@ -13,10 +13,18 @@ names."""
 
 
 class Key(NamedTuple):
-    """Version and replica of a row's tokens."""
+    """Version, replica and adapter of a row's tokens."""
 
     version: int
     replica_id: str
+    adapter: str | None = None
+    """The adapter that sampled them with that version of the model; None: none."""
+    adapter_version: int | None = None
+
+    @property
+    def order(self) -> tuple[int, str, int, str]:
+        """Return what rows are sorted by."""
+        return self.version, self.adapter or "", self.adapter_version or 0, self.replica_id
 
 
 @dataclass
@@ -69,8 +77,8 @@ class VersionTable:
     def rows(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
         """Return one row per selected key, oldest version first."""
         return [
-            entry.statistics.row(*key, suspect_since=entry.suspect_since)
-            for key, entry in sorted(self._entries(), key=lambda item: item[0])
+            entry.statistics.row(**key._asdict(), suspect_since=entry.suspect_since)
+            for key, entry in sorted(self._entries(), key=lambda item: item[0].order)
             if wanted(key) and entry.statistics.sums.tokens
         ]
 
@@ -78,7 +86,7 @@ class VersionTable:
         """Return the separately counted tokens of the selected keys, oldest version first."""
         return [
             NotJudged(**key._asdict(), tokens=entry.truncated_tokens)
-            for key, entry in sorted(self._entries(), key=lambda item: item[0])
+            for key, entry in sorted(self._entries(), key=lambda item: item[0].order)
             if wanted(key) and entry.truncated_tokens
         ]
 
@@ -98,6 +106,8 @@ class VersionTable:
                 sums = entry.statistics.sums
                 suspicion = Suspicion(
                     replica_id=key.replica_id,
+                    adapter=key.adapter,
+                    adapter_version=key.adapter_version,
                     since=entry.suspect_since,
                     tokens=sums.tokens,
                     k3=sums.mean_k3,
@@ -107,17 +117,18 @@ class VersionTable:
         return suspect
 
     def merge_replicas(self, wanted: Callable[[Key], bool] = lambda _: True) -> list[MismatchRow]:
-        """Return one row per version, merged over all selected replicas (``replica_id`` None), oldest first."""
-        joined: dict[int, Entry] = {}
+        """Return one row per version and adapter, merged over all selected replicas (``replica_id`` None), oldest
+        first."""
+        joined: dict[Key, Entry] = {}
         for key, entry in self._entries():
             if wanted(key) and entry.statistics.sums.tokens:
-                into = joined.setdefault(key.version, Entry())
+                into = joined.setdefault(key._replace(replica_id=""), Entry())
                 into.statistics.merge(entry.statistics)
                 since = [at for at in (into.suspect_since, entry.suspect_since) if at is not None]
                 into.suspect_since = min(since, default=None)
         return [
-            entry.statistics.row(version, None, entry.suspect_since)
-            for version, entry in sorted(joined.items(), key=lambda item: item[0])
+            entry.statistics.row(**key._asdict() | {"replica_id": None}, suspect_since=entry.suspect_since)
+            for key, entry in sorted(joined.items(), key=lambda item: item[0].order)
         ]
 
     def _entries(self) -> Iterator[tuple[Key, Entry]]:

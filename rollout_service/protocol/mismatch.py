@@ -16,6 +16,9 @@ class Suspicion(Frozen):
     """Number of tokens measured so far; ``k3`` and ``prob_error`` as in MismatchRow."""
     k3: float
     prob_error: float
+    adapter: str | None = None
+    """The adapter that sampled them, with ``version`` of the model; None: none."""
+    adapter_version: int | None = None
 
 
 class KVAgeRow(Frozen):
@@ -38,6 +41,9 @@ class MismatchRow(Frozen):
     version: int
     replica_id: str | None
     """The replica that sampled the tokens; None: all replicas merged."""
+    adapter: str | None = None
+    """The adapter that sampled the tokens, with ``version`` of the model; None: none."""
+    adapter_version: int | None = None
     tokens: int
     sequences: int
     """Sequences that one version sampled from end to end; ``chi2_seq`` covers these."""
@@ -70,6 +76,8 @@ class NotJudged(Frozen):
 
     version: int
     replica_id: str
+    adapter: str | None = None
+    adapter_version: int | None = None
     tokens: int
 
 
@@ -77,7 +85,7 @@ class MismatchTable(Frozen):
     """All mismatch statistics, oldest version first."""
 
     rows: tuple[MismatchRow, ...]
-    """Rows per version and replica."""
+    """Rows per version, replica and adapter version."""
     versions: tuple[MismatchRow, ...]
     """The same rows merged over replicas."""
     truncated: tuple[NotJudged, ...] = ()

@@ -169,6 +169,14 @@ class TestServiceState:
         assert shown["k3"] == pytest.approx({"0": 0.2, "2": 0.25})
         assert shown["prob_error"] == pytest.approx({"0": 1.2, "2": 1.25})
 
+    def test_adapters_are_exported_while_a_replica_holds_them(self):
+        def of(adapter: str, version: int) -> MismatchRow:
+            return row(9).model_copy(update={"adapter": adapter, "adapter_version": version})
+
+        held = HeldAdapter(name="run-a", version=3, digest="d")
+        found = samples(state(replica("a", 9, adapters=(held,))), row(9), of("run-a", 3), of("run-a", 2), of("b", 3))
+        assert [s.labels["adapter"] for s in found if s.name == "rollout_mismatch_k3"] == ["", "run-a@3"]
+
     def test_rows_merged_over_replicas_are_not_exported(self):
         found = samples(state(replica("a", 9)), row(9), row(9, replica_id=None))
         assert [s.labels["replica"] for s in found if s.name == "rollout_mismatch_k3"] == ["a"]

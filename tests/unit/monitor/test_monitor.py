@@ -100,8 +100,34 @@ class TestTable:
     async def test_rows_are_those_that_are_asked_for(self, monitor):
         await monitor.report(body(full([-1.0], [-1.0], [span(1, 0, 1)])))
         await monitor.report(body(full([-1.0], [-1.0], [span(2, 0, 1)]), replica_id="r2"))
-        assert [row.version for row in await monitor.rows(replica_id="r2")] == [2]
-        assert [row.replica_id for row in await monitor.rows(version=1)] == ["r1"]
+        assert [row.version for row in (await monitor.table(replica_id="r2")).rows] == [2]
+        assert [row.replica_id for row in (await monitor.table(version=1)).rows] == ["r1"]
+
+    async def test_adapters_have_rows_of_their_own(self, monitor):
+        def of(adapter: str, version: int, start: int) -> dict[str, object]:
+            return {**span(3, start, start + 1), "adapter": adapter, "adapter_version": version}
+
+        spans = [span(3, 0, 1), of("b", 9, 1), of("a", 10, 2), of("a", 9, 3)]
+        for replica in ("r1", "r2"):
+            await monitor.report(body(full([-1.0] * 4, [-1.0, -1.0, -2.0, -1.0], spans), replica_id=replica))
+        table = await monitor.table()
+        merged = [(row.version, row.adapter, row.adapter_version, row.tokens) for row in table.versions]
+        assert merged == [(3, None, None, 2), (3, "a", 9, 2), (3, "a", 10, 2), (3, "b", 9, 2)]
+        assert len(table.rows) == 8
+        named = (await monitor.table(adapter="a")).versions
+        assert [(row.adapter_version, row.k1) for row in named] == [(9, 0), (10, -1)]
+        [exact] = (await monitor.table(replica_id="r1", adapter="a@10")).rows
+        assert exact == table.rows[4] and exact.replica_id == "r1"
+        assert (await monitor.table(adapter="c")).rows == ()
+        with pytest.raises(InvalidRequest, match="no adapter's name"):
+            await monitor.table(adapter="a@b")
+
+    async def test_suspect_adapter_is_named(self, monitor, caplog):
+        spans = [{**span(3, 0, 4), "adapter": "run-a", "adapter_version": 7}]
+        await monitor.report(body(full([-1.0] * 4, [-1.5] * 4, spans)))
+        [suspicion] = (await monitor.suspicions())[3]
+        assert (suspicion.adapter, suspicion.adapter_version) == ("run-a", 7)
+        assert "adapter run-a@7 with weight version 3 on replica r1 is suspect" in caplog.text
 
 
 class TestTruncated:
@@ -115,7 +141,7 @@ class TestTruncated:
         table = await monitor.table()
         assert table.rows == table.versions == ()
         assert [not_judged.model_dump() for not_judged in table.truncated] == [
-            {"version": 3, "replica_id": "r1", "tokens": 5}
+            {"version": 3, "replica_id": "r1", "adapter": None, "adapter_version": None, "tokens": 5}
         ]
         await monitor.report(body(full(model, sampled)))
         assert list(await monitor.suspicions()) == [3]

@@ -20,7 +20,8 @@ def row_of(statistics: Statistics) -> MismatchRow:
 
 
 def moments(row: MismatchRow) -> dict[str, float]:
-    return row.model_dump(exclude={"version", "replica_id", "quantiles", "kv_ages", "suspect_since"})
+    apart = {"version", "replica_id", "adapter", "adapter_version", "quantiles", "kv_ages", "suspect_since"}
+    return row.model_dump(exclude=apart)
 
 
 def near(values: dict[str, float]) -> dict[str, object]:
