@@ -77,8 +77,7 @@ def on_a_gpu(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, obje
 
 def no_gpu(config: ServiceConfig) -> list[str]:
     """Why the deployment cannot run on this machine's GPUs; empty: it can."""
-    findings = checks.gpus(checks.Plan(config, "127.0.0.1", 0))
-    return [f"{each.check}: {each.found} ({each.advice})" for each in findings if each.level == "problem"]
+    return [str(problem) for problem in checks.gpus(checks.Plan(config, "127.0.0.1", 0))]
 
 
 def demonstrate(

@@ -1,12 +1,10 @@
-"""Facts about this machine: GPUs, disks, ports and packages. Functions query once, and change nothing."""
+"""Facts about this machine: GPUs, ports and packages. Functions query once, and change nothing."""
 
 import errno
-import os
 import shutil
 import socket
 import subprocess
 from importlib import metadata
-from pathlib import Path
 
 from rollout_service.engine.environment import is_vllm_for_cpu
 from rollout_service.gpu import nvidia_smi
@@ -24,14 +22,6 @@ class TorchCuda(Frozen):
     """Number of GPUs that it can use, after ``CUDA_VISIBLE_DEVICES``."""
     error: str = ""
     """Reason why it can use none."""
-
-
-class Disk(Frozen):
-    """The disk of a folder that exists or would be created."""
-
-    folder: Path
-    free_bytes: int
-    writable: bool
 
 
 def is_gpu_host() -> bool:
@@ -60,27 +50,9 @@ def torch_cuda() -> TorchCuda:
     return TorchCuda(built_for=torch.version.cuda, devices=torch.cuda.device_count())
 
 
-def nvcc() -> str | None:
-    """Return the path of CUDA's compiler and its version; None: not found."""
-    found = shutil.which("nvcc") or shutil.which(_NVCC)
-    if found is None:
-        return None
-    release = [line for line in nvidia_smi.output_of(found, "--version").splitlines() if "release" in line]
-    return f"{found}, {release[0].split('release')[1].split(',')[0].strip()}" if release else found
-
-
-def disk(folder: Path) -> Disk:
-    """Return the disk of the nearest existing parent folder. Raises OSError."""
-    there = folder.absolute()
-    while not there.is_dir():
-        if there.exists():
-            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(there))
-        there = there.parent
-    return Disk(
-        folder=folder,
-        free_bytes=shutil.disk_usage(there).free,
-        writable=os.access(there, os.W_OK | os.X_OK),
-    )
+def has_nvcc() -> bool:
+    """Return True if CUDA's compiler is here."""
+    return any(shutil.which(path) is not None for path in ("nvcc", _NVCC))
 
 
 def why_not_bound(host: str, port: int) -> str | None:

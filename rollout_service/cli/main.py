@@ -89,14 +89,13 @@ def serve(
     except (OSError, ValueError) as error:
         fail(error)
     if print_config:
-        if prepared.model.level == "problem":
-            complain(f"this would not start: {prepared.model.found}")
+        for problem in prepared.wrong_model:
+            complain(f"this would not start: {problem.found}")
         typer.echo(serve.as_yaml(prepared.document), nl=False)
         return
     kept = _keep_to_gpus(prepared, gpus)
     if problems := kept.prepared.problems():
-        lines = [f"  {each.check}: {each.found}" + (f" → {each.advice}" if each.advice else "") for each in problems]
-        fail("\n".join(["this would not work, and nothing was started:", *lines]))
+        fail("\n  ".join(["this would not work, and nothing was started:", *map(str, problems)]))
     for line in (*kept.lines, kept.prepared.choices()):
         complain(line)
     serve.run(kept.prepared.document, gpus=len(kept.gpus), named=gpus is not None)
@@ -212,38 +211,32 @@ def doctor(
             help="A Serve config that is to run here; by default the one in deployments/ for this machine.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine, and print what to set: GPUs, memory, disks, ports and certificates.
 
     Changes nothing. Exits with 1 if a problem would keep the service from starting.
     """
-    from pydantic import TypeAdapter, ValidationError
-    from rich.console import Console
+    from pydantic import ValidationError
 
     from rollout_service.config import deployment_file
 
     try:
         from rollout_service.cli import machine
-        from rollout_service.cli.checks import Finding, Plan, with_model
-        from rollout_service.cli.doctor import examine, print_findings
+        from rollout_service.cli.checks import Plan, problems, with_model
     except ModuleNotFoundError as error:
         fail(f"doctor needs {error.name}, which comes with an engine: install rollout-service[cpu] or [gpu]")
     if path is None:
         path = deployment_file.GPU if machine.engines_on_gpus() else deployment_file.CPU
     try:
-        plan, model = with_model(Plan.of(deployment_file.read_document(path)))
+        plan, found = with_model(Plan.of(deployment_file.read_document(path)))
     except ValidationError as error:
         fail(_invalid(path, error))
     except ValueError as error:
         fail(error)
-    findings = [model, *examine(plan)]
-    if json:
-        typer.echo(TypeAdapter(list[Finding]).dump_json(findings, indent=2))
-    else:
-        print_findings(findings, Console())
-    if any(finding.level == "problem" for finding in findings):
-        raise typer.Exit(1)
+    found += problems(plan)
+    if found:
+        fail("\n  ".join([f"{path} would not start on this machine:", *map(str, found)]))
+    typer.echo(f"{path} can start on this machine")
 
 
 @command(app)

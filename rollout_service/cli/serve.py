@@ -13,8 +13,7 @@ from typing import NoReturn
 import typer
 import yaml
 
-from rollout_service.cli.checks import Finding, Plan, with_model
-from rollout_service.cli.doctor import examine
+from rollout_service.cli.checks import Plan, Problem, problems, with_model
 from rollout_service.cli.output import complain, fail
 from rollout_service.config import ModelConfig
 from rollout_service.config.deployment_file import CPU, GPU, Document, args_of, read_document, start_options
@@ -82,8 +81,8 @@ class Prepared:
     """Contains the current commit of the model, and a context no longer than the model's."""
     plan: Plan
     """The same, with the model in a folder of this machine; its weights may be missing there."""
-    model: Finding
-    """Finding about serving the model with these settings."""
+    wrong_model: list[Problem]
+    """The reason why the model cannot be served with these settings, if there is one."""
 
     @classmethod
     def of(cls, document: Document) -> "Prepared":
@@ -117,25 +116,21 @@ class Prepared:
             "--print-config > FILE writes all settings, to be changed and run by serve run FILE"
         )
 
-    def problems(self) -> list[Finding]:
+    def problems(self) -> list[Problem]:
         """Return all problems that would keep it from starting."""
-        found = [self.model, *examine(self.plan)]
-        if self.model.level != "problem":
-            found.append(self._log())
-        return [finding for finding in found if finding.level == "problem"]
+        return [*self.wrong_model, *problems(self.plan), *([] if self.wrong_model else self._log_problems())]
 
-    def _log(self) -> Finding:
+    def _log_problems(self) -> list[Problem]:
         """Check that the service may continue the existing log; if that is empty, that the weights have room."""
         config, model = self.plan.config, ServedModel.of(self.plan.config.model)
         try:
             log = WeightLog(log_place(config).root)
             plan = model.plan(config.quant, config.engine.tensor_parallel_size, config.engine.expert_parallel)
-            recipe = recipe_of(config.quant, plan)
-            if own_newest(log, model, recipe, config) is None:
+            if own_newest(log, model, recipe_of(config.quant, plan), config) is None:
                 require_room(Plan.of(self.document).config.model)
         except (RolloutServiceError, OSError) as error:
-            return Finding(check="weights", level="problem", found=str(error))
-        return Finding(check="weights", level="ok", found=str(log.root))
+            return [Problem("weights", str(error))]
+        return []
 
 
 def gpu_indices(text: str) -> tuple[int, ...]:

@@ -230,9 +230,9 @@ class WeightsConfig(Config):
 
     root: Path = AUTO
     """Folder of the weight log, on the ingest's node, or ``auto``. ``auto``: in the host's memory, below /dev/shm and
-    private to the user, if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` and ``doctor`` show the
-    choice and the reason. A log in memory is lost if the host crashes; trainers then push again from a checkpoint. An
-    existing log is continued wherever it lies.
+    private to the user, if the host has enough memory, else ``disk_root``. ``GET /v1/fleet`` shows the choice and the
+    reason. A log in memory is lost if the host crashes; trainers then push again from a checkpoint. An existing log is
+    continued wherever it lies.
 
     Environment variables in it, such as ``$SCRATCH``, are expanded on each node, with the values at Ray's start there.
 

@@ -190,7 +190,7 @@ class TestGpus:
 
     def test_too_few_for_the_fewest_replicas_is_a_problem(self, tiny_model):
         kept = keep_to_gpus(self.prepared(tiny_model, replicas=(3, 3)), None)
-        [found] = [finding.found for finding in kept.prepared.problems() if finding.check == "gpus"]
+        [found] = [problem.found for problem in kept.prepared.problems() if problem.check == "gpus"]
         assert found == "2 can be used, and 3 replicas of 1 GPUs each need 3"
 
     @pytest.mark.parametrize(
