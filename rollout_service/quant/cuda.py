@@ -300,7 +300,7 @@ def quantize_blocks(
         column = first_column + column
         inside = (row < rows) & (column < columns)
         weights = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0)
-    quantized, scale = _quantize(_as_bf16(weights, INTERPRETED), POWER_OF_TWO, INTERPRETED)
+    quantized, scale = _quantize(as_bf16(weights, INTERPRETED), POWER_OF_TWO, INTERPRETED)
     tl.store(scales + block, scale)
     if WHOLE:
         tl.store(codes + first_row * columns + first_column + row * columns + column, quantized)
@@ -341,24 +341,24 @@ def quantize_rows(
         column = first + offset
         inside = (row < rows) & (column < columns)
         weights = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0)
-        largest = tl.maximum(largest, _as_bf16(weights, INTERPRETED).to(tl.int16, bitcast=True) & 0x7FFF)
+        largest = tl.maximum(largest, as_bf16(weights, INTERPRETED).to(tl.int16, bitcast=True) & 0x7FFF)
     amax_bits = tl.max(largest, 1)[:, None].to(tl.int32) << 16
     amax = tl.maximum(amax_bits, _AMAX_FLOOR_BITS).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, _E4M3_MAX if FP8 else _INT8_MAX)
     tl.store(scales + row, scale, mask=row < rows)
     if not INTERPRETED:
-        high, low = _split_reciprocal(scale)
+        high, low = split_reciprocal(scale)
     for first in range(0, columns, COLUMNS):
         column = first + offset
         inside = (row < rows) & (column < columns)
         weights = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0)
-        weights = _as_bf16(weights, INTERPRETED).to(tl.float32)
+        weights = as_bf16(weights, INTERPRETED).to(tl.float32)
         if INTERPRETED:  # noqa: SIM108 - what is compiled must not read names that are not there
             quotient = tl.div_rn(weights, scale)
         else:
             quotient = tl.fma(weights, high, weights * low)
         if FP8:
-            quantized = (_round_to_e4m3(quotient) if INTERPRETED else quotient).to(tl.float8e4nv)
+            quantized = (round_to_e4m3(quotient) if INTERPRETED else quotient).to(tl.float8e4nv)
         else:
             integers = (quotient + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS
             quantized = integers.to(tl.int8)
@@ -375,15 +375,15 @@ def _quantize(weights, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr):
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     weights = weights.to(tl.float32)
     if INTERPRETED:
-        quotient = _round_to_e4m3(tl.div_rn(weights, scale))
+        quotient = round_to_e4m3(tl.div_rn(weights, scale))
     else:
-        high, low = _split_reciprocal(scale)
+        high, low = split_reciprocal(scale)
         quotient = tl.fma(weights, high, weights * low)
     return quotient.to(tl.float8e4nv), scale
 
 
 @triton.jit
-def _as_bf16(weights, INTERPRETED: tl.constexpr):
+def as_bf16(weights, INTERPRETED: tl.constexpr):
     if INTERPRETED and weights.dtype != tl.bfloat16:
         bits = weights.to(tl.float32).to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -393,7 +393,7 @@ def _as_bf16(weights, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _split_reciprocal(scale):
+def split_reciprocal(scale):
     """Return high and low with 1/scale = high + low and 0 ≤ low: a negative low would turn the product of a negative
     zero into +0."""
     nearest = tl.div_rn(1.0, scale)
@@ -404,7 +404,7 @@ def _split_reciprocal(scale):
 
 
 @triton.jit
-def _round_to_e4m3(quotient):
+def round_to_e4m3(quotient):
     """Round to nearest even at 3 mantissa bits, or to multiples of 2^-9 below the smallest normal; stays fp32, keeps
     the sign."""
     bits = quotient.to(tl.int32, bitcast=True)
