@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.common.results import Json
 from rollout_service.config import QuantConfig
 from rollout_service.engine.layout_reader import read_layout
+from rollout_service.model.quant_plan import plan
 from rollout_service.model.served_model import ServedModel
 from tests.support import families
 
@@ -29,9 +30,9 @@ def _reading(folder: Path) -> Json:
         layout = read_layout(folder)
     except ValueError as refusal:
         return {"refusal": str(refusal).partition(f"{folder.name}: ")[2], "source": None, "fp8": None, "kept": []}
-    plan = model.planned(KEEP, layout)
+    decided = plan(layout.linears(model.shapes), KEEP, 1, model.heads, layout=layout)
     outside = {model.head, model.embedding}
     sizes = {n: math.prod(s) for n, s in model.shapes.items() if len(s) > 1 and n not in outside}
-    share = sum(sizes[name] for name in plan.quantized) / sum(sizes.values())
-    kept = sorted(set(plan.kept.values()) - {"router"})
+    share = sum(sizes[name] for name in decided.quantized) / sum(sizes.values())
+    kept = sorted(set(decided.kept.values()) - {"router"})
     return {"refusal": None, "source": layout.source, "fp8": share, "kept": kept}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 from rollout_service.cli.small_files import require_sound_checkpoint
 from rollout_service.config import EngineConfig, ModelConfig, QuantConfig, ServiceConfig
 from rollout_service.engine.attention.choice import SHOWN, attention_choice, attention_settings
-from rollout_service.model.families import shard_shape
 from rollout_service.model.hub import config_file
 from rollout_service.model.names import kind, ranges
 from rollout_service.model.quant_plan import QuantPlan
@@ -18,9 +17,6 @@ from rollout_service.protocol.fleet import AttentionStatus
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-TABLE = "model/families.py, as in vLLM 0.32"
-"""Source of the engine's layout of a family's layers, if vLLM was not asked."""
 
 
 class TensorKind(Frozen):
@@ -99,7 +95,7 @@ def inspect_model(
         tensor_parallel_size=tensor_parallel_size,
         experts_per_gpu=_experts_per_gpu(model.num_experts, tensor_parallel_size) if expert_parallel else None,
         kinds=tuple(_kinds(model, plan, tensor_parallel_size, expert_parallel)),
-        layout=TABLE if model.layout is None else model.layout.source,
+        layout=model.layout.source,
         not_converted=plan.not_converted,
         attention=_attention(folder, quant, tensor_parallel_size),
     )
@@ -203,17 +199,11 @@ def _why_not(name: str, model: ServedModel, plan: QuantPlan) -> str:
 
 def _shard(name: str, model: ServedModel, tensor_parallel_size: int, expert_parallel: bool) -> tuple[int, int] | None:
     module = _module(name)
-    if model.layout is not None:
-        shape = model.layout.linears({name: model.shapes[name]}).get(module)
-        if shape is None:
-            return None
-        shards = model.layout.shards(module, shape, tensor_parallel_size, expert_parallel=expert_parallel)
-        return sum(rows for rows, _ in shards), shards[0][1]
-    if module not in model.linears:
+    shape = model.layout.linears({name: model.shapes[name]}).get(module)
+    if shape is None:
         return None
-    return shard_shape(
-        module, model.linears[module], tensor_parallel_size, model.heads, expert_parallel=expert_parallel
-    )
+    shards = model.layout.shards(module, shape, tensor_parallel_size, expert_parallel=expert_parallel)
+    return sum(rows for rows, _ in shards), shards[0][1]
 
 
 def _dtype(name: str, model: ServedModel, plan: QuantPlan) -> Literal["FP8", "INT8", "BF16", "FP32"]:

@@ -41,8 +41,7 @@ from rollout_service.compat.vllm_internals import (
 from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.engine.args import engine_args
 from rollout_service.engine.plugin import register
-from rollout_service.model.engine_layout import EngineLayout, LayoutModule, LayoutPart, Section
-from rollout_service.model.families import Cut
+from rollout_service.model.engine_layout import Cut, EngineLayout, LayoutModule, LayoutPart, Section
 from rollout_service.model.quant_plan import SCALE_SUFFIX, plan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.quant.blockwise import scale_shape

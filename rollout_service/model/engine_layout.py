@@ -6,11 +6,13 @@ vllm.
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Literal
 
-from rollout_service.model.families import Cut, EngineModule
 from rollout_service.protocol.base import Frozen
 
 Shape = tuple[int, int]
+Cut = Literal["output", "input", "none"]
+"""Dimension of a weight [N, K] that tensor parallelism divides: N, K, or neither (each GPU holds all of it)."""
 
 
 class Section(Frozen):
@@ -59,6 +61,11 @@ class LayoutModule(Frozen):
     experts: bool = False
     """True for the routed experts of a layer."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of its parts."""
+        return tuple(part.name for part in self.parts)
+
 
 class EngineLayout(Frozen):
     """The linear modules of one model as vLLM builds them."""
@@ -75,10 +82,6 @@ class EngineLayout(Frozen):
     """vLLM's ``packed_modules_mapping``, with which it also looks up the parts of a fused module."""
     not_loaded: tuple[str, ...] = ()
     """Tensors of the checkpoint that vLLM does not load; a version must not have them."""
-
-    def engine_modules(self) -> list[EngineModule]:
-        """Return ``modules`` in the form of the plan."""
-        return [EngineModule(module.name, tuple(part.name for part in module.parts)) for module in self.modules]
 
     def linears(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shape]:
         """Return modules that can be quantized → shape [N, K] of their weights. ``shapes``: of all tensors, by name."""

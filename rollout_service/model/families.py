@@ -4,10 +4,10 @@ From vLLM 0.32: ``packed_modules_mapping`` and the classes of linear layers in i
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from rollout_service.model.engine_layout import Cut, EngineLayout, LayoutModule, LayoutPart, Section, Shape
 from rollout_service.protocol.experts import ExpertNaming
 
 FAMILIES: dict[str, ExpertNaming | None] = {
@@ -22,9 +22,6 @@ FAMILIES: dict[str, ExpertNaming | None] = {
     "mixtral": ExpertNaming(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
 }
 """``model_type`` of config.json → names of its routed experts on disk; None: a dense model."""
-
-Cut = Literal["output", "input", "none"]
-"""Dimension of a weight [N, K] that tensor parallelism divides: N, K, or neither (each GPU holds all of it)."""
 
 CUTS: dict[str, Cut] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "output"),
@@ -55,28 +52,20 @@ class Heads:
     kv: int
 
 
-@dataclass(frozen=True)
-class EngineModule:
-    """One module of the engine, and the modules of the checkpoint that it is made of, in order.
+def table_layout(linears: Mapping[str, Shape], heads: Heads | None = None) -> EngineLayout:
+    """Return the layout of a checkpoint's linear modules (name → weight shape), by the tables of this file.
 
-    All routed experts of a layer are one module, ``….experts``.
+    ``heads``: None if each GPU has KV heads of its own. Raises ValueError for a module of an unknown kind.
     """
-
-    name: str
-    parts: tuple[str, ...]
-
-    @property
-    def holds_experts(self) -> bool:
-        """Return True for the routed experts of a layer."""
-        return _EXPERT.match(self.parts[0]) is not None
-
-
-def engine_modules(names: Iterable[str]) -> list[EngineModule]:
-    """Return the engine's modules that the linear modules ``names`` of a checkpoint become."""
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(_engine_name(name), []).append(name)
-    return [_engine_module(name, members) for name, members in parts.items()]
+    members: dict[str, list[str]] = {}
+    for name in linears:
+        members.setdefault(_engine_name(name), []).append(name)
+    return EngineLayout(
+        source="model/families.py, as in vLLM 0.32",
+        modules=tuple(_module(name, parts, linears, heads) for name, parts in members.items()),
+        kept={},
+        fused=FUSED,
+    )
 
 
 def _engine_name(name: str) -> str:
@@ -86,35 +75,22 @@ def _engine_name(name: str) -> str:
     return next((f"{parent}.{fused}" for fused, leaves in FUSED.items() if leaf in leaves), name)
 
 
-def _engine_module(name: str, members: list[str]) -> EngineModule:
-    if _EXPERT.match(members[0]):
-        return EngineModule(name, tuple(members))
-    if len(members) == 1:  # without q_lora_rank, DeepSeek has separate q_proj and kv_a_proj_with_mqa
-        return EngineModule(members[0], tuple(members))
-    order = FUSED[name.rpartition(".")[2]]
-    return EngineModule(name, tuple(sorted(members, key=lambda member: order.index(member.rpartition(".")[2]))))
+def _module(name: str, members: list[str], linears: Mapping[str, Shape], heads: Heads | None) -> LayoutModule:
+    experts = _EXPERT.match(members[0]) is not None
+    if not experts and len(members) == 1:  # without q_lora_rank, DeepSeek has separate q_proj and kv_a_proj_with_mqa
+        name = members[0]
+    elif not experts:
+        order = FUSED[name.rpartition(".")[2]]
+        members = sorted(members, key=lambda member: order.index(member.rpartition(".")[2]))
+    return LayoutModule(name=name, parts=tuple(_part(each, linears[each], heads) for each in members), experts=experts)
 
 
-def shard_shape(
-    name: str, shape: tuple[int, int], ways: int, heads: Heads | None = None, *, expert_parallel: bool = False
-) -> tuple[int, int]:
-    """Return the shard of a linear module's weight ``shape`` [N, K] on one of ``ways`` GPUs.
-
-    ``expert_parallel``: a routed expert is whole, on one GPU.
-
-    Raises ValueError if the module is of an unknown kind or cannot be divided evenly.
-    """
-    if expert_parallel and _EXPERT.match(name):
-        return shape
+def _part(name: str, shape: Shape, heads: Heads | None) -> LayoutPart:
     leaf = name.rpartition(".")[2]
     if leaf not in CUTS:
         raise ValueError(f"{name}: it is not known how vLLM divides a module called {leaf} between GPUs")
-    rows, columns = shape
-    if CUTS[leaf] == "none":
-        return shape
-    if CUTS[leaf] == "input":
-        return rows, _divide(name, columns, ways)
-    return _divide(name, rows, min(ways, heads.kv) if heads and leaf in KV else ways), columns
+    sections = (Section(rows=shape[0], max_ways=heads.kv),) if heads and leaf in KV else ()
+    return LayoutPart(name=name, cut=CUTS[leaf], sections=sections)
 
 
 def require_whole_heads(heads: Heads, ways: int) -> None:
@@ -124,9 +100,3 @@ def require_whole_heads(heads: Heads, ways: int) -> None:
             f"tensor_parallel_size={ways} cannot share out {heads.query} attention heads and {heads.kv} KV heads: it "
             "must divide the first, and divide or be a multiple of the second"
         )
-
-
-def _divide(name: str, size: int, ways: int) -> int:
-    if size % ways:
-        raise ValueError(f"{name}: its dimension of {size} cannot be divided between {ways} GPUs")
-    return size // ways

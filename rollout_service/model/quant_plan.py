@@ -1,29 +1,18 @@
 """Choose the tensors of a model that are quantized, with reasons for the others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from rollout_service.config.engine import QuantConfig
-from rollout_service.model.engine_layout import EngineLayout
-from rollout_service.model.families import (
-    CUTS,
-    EngineModule,
-    Heads,
-    engine_modules,
-    require_whole_heads,
-    shard_shape,
-)
+from rollout_service.model.engine_layout import EngineLayout, LayoutModule, Shape
+from rollout_service.model.families import Heads, require_whole_heads, table_layout
 from rollout_service.model.names import collapse, kind
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_BLOCK, WEIGHT_FORMATS, WeightFormat
 
 SCALE_SUFFIX = FP8_BLOCK.scale_suffix
 """Suffix of the name of a weight's block scales."""
-
-Shape = tuple[int, int]
-Shards = tuple[Shape, ...]
-"""Shards of one module of the checkpoint on a GPU: several if its sections are sharded separately."""
 
 
 @dataclass(frozen=True)
@@ -70,49 +59,39 @@ def plan(
     form = WEIGHT_FORMATS[config.weights]
     if heads is not None:
         require_whole_heads(heads, tensor_parallel_size)
-    modules = engine_modules(linears) if layout is None else layout.engine_modules()
-    kept = _skipped_modules(modules, config.skip)
-    candidates = [module for module in modules if module.parts[0] not in kept]
-    ragged = _ragged_modules(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
+    layout = table_layout(linears, heads) if layout is None else layout
+    kept = _skipped_modules(layout.modules, config.skip)
+    candidates = [module for module in layout.modules if module.names[0] not in kept]
+    ragged = _ragged_modules(candidates, linears, tensor_parallel_size, expert_parallel, layout)
     if not form.in_blocks:  # only blocks must divide: modules that cannot be sharded at all were refused above
         ragged = {}
     if ragged and config.indivisible == "error":
         ways_out = _ways_out(candidates, linears, tensor_parallel_size, heads, expert_parallel, layout)
         raise ValueError(_refusal(ragged, tensor_parallel_size, ways_out))
-    for module in modules:
-        if not ragged.keys().isdisjoint(module.parts):
-            kept |= {part: _indivisible(module, part, ragged) for part in module.parts}
-    not_converted = [name for module in modules if module.parts[0] in kept for name in _lookup_names(module, layout)]
+    for module in layout.modules:
+        if not ragged.keys().isdisjoint(module.names):
+            kept |= {part: _indivisible(module, part, ragged) for part in module.names}
+    in_bf16 = [*(module.name for module in layout.modules if module.names[0] in kept), *layout.not_converted]
+    not_converted = sorted(name for module in in_bf16 for name in layout.known_as(module))
     quantized = frozenset(f"{name}.weight" for name in linears if name not in kept)
-    if layout is None:
-        return QuantPlan(quantized, tuple(sorted(not_converted)), kept, form)
-    not_converted += [name for module in layout.not_converted for name in layout.known_as(module)]
-    return QuantPlan(quantized, tuple(sorted(not_converted)), {**layout.kept, **kept}, form)
+    return QuantPlan(quantized, tuple(not_converted), {**layout.kept, **kept}, form)
 
 
-def _lookup_names(module: EngineModule, layout: EngineLayout | None) -> tuple[str, ...]:
-    if layout is not None:
-        return layout.known_as(module.name)
-    if module.holds_experts or len(module.parts) == 1:
-        return (module.name,)
-    return (module.name, *module.parts)
-
-
-def _skipped_modules(modules: list[EngineModule], patterns: tuple[str, ...]) -> dict[str, str]:
+def _skipped_modules(modules: Sequence[LayoutModule], patterns: tuple[str, ...]) -> dict[str, str]:
     """Return checkpoint modules that a pattern matches, directly or through their fused module → reason."""
-    names = [name for module in modules for name in {module.name, *module.parts}]
+    names = [name for module in modules for name in {module.name, *module.names}]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
         raise ValueError(
             f"quant.skip: {', '.join(idle)} matches no linear module; their names are like "
-            f"{modules[0].parts[0] if modules else '(there are none)'}"
+            f"{modules[0].names[0] if modules else '(there are none)'}"
         )
     skipped: dict[str, str] = {}
     torn: list[str] = []
     for module in modules:
-        found = {part: pattern for part in module.parts if (pattern := _match((part, module.name), patterns))}
+        found = {part: pattern for part in module.names if (pattern := _match((part, module.name), patterns))}
         skipped |= {part: f"quant.skip {pattern}" for part, pattern in found.items()}
-        torn += [part for part in module.parts if found and part not in found]
+        torn += [part for part in module.names if found and part not in found]
     if torn:
         raise ValueError(
             f"quant.skip leaves out only a part of what the engine fuses into one layer; {len(torn)} modules are to be "
@@ -126,26 +105,20 @@ def _match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 
 
 def _ragged_modules(
-    modules: Iterable[EngineModule],
+    modules: Iterable[LayoutModule],
     linears: Mapping[str, Shape],
     ways: int,
-    heads: Heads | None,
     expert_parallel: bool,
-    layout: EngineLayout | None,
+    layout: EngineLayout,
 ) -> dict[str, Shape]:
     """Return modules whose shard on a GPU is not a whole number of blocks → that shard."""
     found: dict[str, Shape] = {}
     for module in modules:
-        for part in module.parts:
-            if layout is None:
-                shards: Shards = (shard_shape(part, linears[part], ways, heads, expert_parallel=expert_parallel),)
-                is_cut = CUTS[part.rpartition(".")[2]] != "none"
-            else:
-                shards = layout.shards(part, linears[part], ways, expert_parallel=expert_parallel)
-                is_cut = layout.is_cut(part)
+        for part in module.names:
+            shards = layout.shards(part, linears[part], ways, expert_parallel=expert_parallel)
             # the last part of a layer may end with an incomplete block, like DeepSeek's kv_a_proj_with_mqa, which has
             # 576 rows in its published FP8 format
-            may_end_ragged = not is_cut and part == module.parts[-1]
+            may_end_ragged = not layout.is_cut(part) and part == module.names[-1]
             for place, (rows, columns) in enumerate(shards, start=1):
                 if columns % BLOCK or (rows % BLOCK and not (may_end_ragged and place == len(shards))):
                     found.setdefault(part, (rows, columns))
@@ -153,12 +126,12 @@ def _ragged_modules(
 
 
 def _ways_out(
-    modules: list[EngineModule],
+    modules: list[LayoutModule],
     linears: Mapping[str, Shape],
     ways: int,
     heads: Heads | None,
     expert_parallel: bool,
-    layout: EngineLayout | None,
+    layout: EngineLayout,
 ) -> list[str]:
     """Return settings that make every shard a whole number of blocks; each one is sufficient."""
 
@@ -166,7 +139,7 @@ def _ways_out(
         try:
             if heads is not None:
                 require_whole_heads(heads, fewer)
-            return not _ragged_modules(modules, linears, fewer, heads, whole_experts, layout)
+            return not _ragged_modules(modules, linears, fewer, whole_experts, layout)
         except ValueError:
             return False
 
@@ -190,10 +163,10 @@ def _refusal(ragged: Mapping[str, Shape], ways: int, ways_out: list[str]) -> str
     )
 
 
-def _indivisible(module: EngineModule, part: str, ragged: Mapping[str, Shape]) -> str:
+def _indivisible(module: LayoutModule, part: str, ragged: Mapping[str, Shape]) -> str:
     if part in ragged:
         return f"a GPU's shard {list(ragged[part])} is no whole number of {BLOCK}×{BLOCK} blocks"
-    other = next(name for name in module.parts if name in ragged)
+    other = next(name for name in module.names if name in ragged)
     return f"in one layer with {kind(other)}, of which {_indivisible(module, other, ragged)}"
 
 

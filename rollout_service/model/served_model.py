@@ -28,7 +28,7 @@ from rollout_service.compat.transformers_internals import ignored_when_loading, 
 from rollout_service.config import ModelConfig, QuantConfig
 from rollout_service.errors import InvalidManifest
 from rollout_service.model.engine_layout import EngineLayout
-from rollout_service.model.families import FAMILIES, Heads
+from rollout_service.model.families import FAMILIES, Heads, table_layout
 from rollout_service.model.naming import naming_of
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.model.tensor_table import Expected, differences
@@ -136,24 +136,21 @@ class ServedModel:
             self._require_experts_for(tensor_parallel_size)
         if quant.weights == "none":
             return QuantPlan(frozenset())
-        if self.layout is None:
-            return plan(self.linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel)
-        return self.planned(quant, self.layout, tensor_parallel_size, expert_parallel)
-
-    def planned(
-        self, quant: QuantConfig, layout: EngineLayout, tensor_parallel_size: int = 1, expert_parallel: bool = False
-    ) -> QuantPlan:
-        """Return the plan with ``layout``, for any family. Raises the ValueErrors of ``quant_plan.plan``."""
-        linears = layout.linears(self.shapes)
-        return plan(linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel, layout=layout)
+        linears = self.layout.linears(self.shapes)
+        return plan(
+            linears, quant, tensor_parallel_size, self.heads, expert_parallel=expert_parallel, layout=self.layout
+        )
 
     @cached_property
-    def layout(self) -> EngineLayout | None:
-        """vLLM's layout of its modules; None for a family of ``families.FAMILIES``, whose table is equivalent.
+    def layout(self) -> EngineLayout:
+        """vLLM's layout of its modules, by the table for a family of ``families.FAMILIES``.
 
-        Asking vLLM takes seconds, unless the answer is cached. Raises the ValueErrors of ``vllm_layout.read_layout``.
+        For others vLLM is asked, which takes seconds unless the answer is cached. Raises the ValueErrors of
+        ``vllm_layout.read_layout``.
         """
-        return None if self.config.model_type in FAMILIES else read_layout(self.path)
+        if self.config.model_type in FAMILIES:
+            return table_layout(self.linears, self.heads)
+        return read_layout(self.path)
 
     def _require_experts_for(self, gpus: int) -> None:
         if not self.num_experts:
@@ -170,7 +167,7 @@ class ServedModel:
     @cached_property
     def stored(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a version: ``shapes``, without a tied head that the engine does not load."""
-        if not self.tied or self.layout is None:
+        if not self.tied:
             return self.shapes
         return {name: shape for name, shape in self.shapes.items() if name not in self.layout.not_loaded}
 

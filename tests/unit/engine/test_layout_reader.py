@@ -8,7 +8,6 @@ import pytest
 
 from rollout_service.config import QuantConfig
 from rollout_service.model.engine_layout import EngineLayout
-from rollout_service.model.families import engine_modules, shard_shape
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.model.served_model import ServedModel
 from rollout_service.model.vllm_layout import read_layout
@@ -51,8 +50,8 @@ class TestTheTable:
 
     def test_vllm_fuses_the_same_modules_in_the_same_order(self, read, family):
         model, layout = read[family]
-        of_table = {module.name: module.parts for module in engine_modules(model.linears)}
-        of_vllm = {module.name: module.parts for module in layout.engine_modules()}
+        of_table = {module.name: module.names for module in model.layout.modules}
+        of_vllm = {module.name: module.names for module in layout.modules}
         assert {name: set(parts) for name, parts in of_vllm.items()} == {n: set(p) for n, p in of_table.items()}
         fused = [name for name in of_vllm if not name.endswith(".experts")]
         assert [of_vllm[name] for name in fused] == [of_table[name] for name in fused]
@@ -62,8 +61,8 @@ class TestTheTable:
         model, layout = read[family]
         for name, shape in model.linears.items():
             for whole in (False, True):
-                expected = shard_shape(name, shape, ways, model.heads, expert_parallel=whole)
-                assert layout.shards(name, shape, ways, expert_parallel=whole) == (expected,), name
+                expected = model.layout.shards(name, shape, ways, expert_parallel=whole)
+                assert layout.shards(name, shape, ways, expert_parallel=whole) == expected, name
 
     def test_both_make_the_same_plan(self, read, family):
         model, layout = read[family]

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from rollout_service.config.engine import QuantConfig
-from rollout_service.model.families import FUSED, Heads, engine_modules
+from rollout_service.model.families import FUSED, Heads, table_layout
 from rollout_service.model.quant_plan import QuantPlan, plan
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import FP8_CHANNEL, INT8_CHANNEL
@@ -128,7 +128,7 @@ class TestIndivisible:
             planned = plan(linears, config, 2)
             assert planned.quantized == {"a.gate_proj.weight", "a.up_proj.weight"}
             assert planned.form is form and planned.not_converted == ()
-            with pytest.raises(ValueError, match="dimension of 130 cannot be divided between 4 GPUs"):
+            with pytest.raises(ValueError, match="130 rows or columns cannot be divided between 4 GPUs"):
                 plan(linears, config, 4)
 
     def test_a_module_that_does_not_divide_may_be_skipped(self):
@@ -235,15 +235,15 @@ def vllm_accepts(shape: tuple[int, int], cut: tuple[int, int], outputs: list[int
 
 
 class TestAsInVllm:
-    @given(st.sets(st.sampled_from([module.name for module in engine_modules(MIXED)])), st.booleans())
+    @given(st.sets(st.sampled_from([module.name for module in table_layout(MIXED).modules])), st.booleans())
     def test_vllm_leaves_in_bf16_exactly_what_the_plan_keeps(self, kept, mapped):
         decided = plan(MIXED, QuantConfig(skip=tuple(sorted(kept))))
         fused = {name: list(parts) for name, parts in FUSED.items()} if mapped else {}  # Qwen3-MoE may lack an entry
-        for module in engine_modules(MIXED):
+        for module in table_layout(MIXED).modules:
             assert is_layer_skipped(module.name, list(decided.not_converted), fused) is (module.name in kept), (
                 module.name
             )
-            assert {f"{part}.weight" in decided.quantized for part in module.parts} == {module.name not in kept}
+            assert {f"{part}.weight" in decided.quantized for part in module.names} == {module.name not in kept}
 
     def test_experts_that_the_plan_accepts_are_accepted_by_vllm(self, ways):
         ours = {size: accepts(plan, moe(size), QuantConfig(), ways) for size in SIZES}
