@@ -60,7 +60,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import WIRE_DTYPE_BYTES
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
-from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, ShieldedTasks
+from rollout_service.runtime.tasks import ChangeNotifier, ClosableLock, RepeatedTask, ShieldedTasks
 from rollout_service.store.chunk_server import ChunkServer
 from rollout_service.store.durable_io import DISK_FULL, WriterLock, no_room, remove_tree
 from rollout_service.store.labels import VersionLabels
@@ -118,8 +118,7 @@ class Ingest:
         )
         self._adapters = AdapterIngest(config, self._log, self._model, self._fleet, self._labels, self._writing)
         self._kv_scales = VersionScales(config, self._model, self._log)
-        self._background: list[asyncio.Task[None]] = []
-        self._expiring: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
         self._summaries: dict[int, VersionSummary] = {}
         self.upload_address: UploadAddress | None = None
@@ -131,6 +130,11 @@ class Ingest:
         weights = config.weights
         self.publisher = None if weights.publish is None else Publisher(self._log, weights.publish, weights.poll_s)
         """Publishes the versions for other services."""
+        self.watcher = None if weights.watch is None else self.pulls.watch(weights.watch, weights.poll_s)
+        """Pulls the versions of another service."""
+        self._expiry_s = min(60.0, weights.staged_ttl_s / 4)
+        expiry = RepeatedTask("dropping abandoned uploads", self._expire_later, self._expiry_s)
+        self._repeated = [expiry, *(task for task in (self.watcher, self.publisher) if task is not None)]
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
         """KV scales: the measurements of replicas, and the dtype of the KV cache."""
         self._add_calls()
@@ -163,12 +167,9 @@ class Ingest:
         except BaseException:
             await self.stop()
             raise
-        self._expiring = asyncio.create_task(self._expire_staged())
-        self._background += [self._expiring, asyncio.create_task(self._prepare_memory())]  # the second one ends
-        if self._config.weights.watch is not None:
-            self.pulls.begin_following(self._config.weights.watch, self._config.weights.poll_s)
-        if self.publisher is not None:
-            self.publisher.begin()
+        self._preparing = asyncio.create_task(self._prepare_memory())
+        for task in self._repeated:
+            task.begin()
 
     async def stop(self) -> None:
         """Release the log; staged versions stay on disk. A started commit is finished first.
@@ -176,11 +177,10 @@ class Ingest:
         Callers that still wait or write get NotReady. May be called again.
         """
         self._stopped.set()
-        for task in self._background:
-            task.cancel()
-        self.pulls.end_following()
-        if self.publisher is not None:
-            self.publisher.end()
+        if self._preparing is not None:
+            self._preparing.cancel()
+        for task in self._repeated:
+            task.end()
         await self.transfer.stop()
         for writing in (self._writing, self._fleet, self.kv):
             await writing.close()
@@ -191,11 +191,8 @@ class Ingest:
 
     def check_tasks(self) -> None:
         """Raise RolloutServiceError if a background task has ended."""
-        if self._expiring is not None and self._expiring.done():
-            raise RolloutServiceError("staged versions do not expire any more: the task for that has ended")
-        self.pulls.check()
-        if self.publisher is not None:
-            self.publisher.check()
+        for task in self._repeated:
+            task.check()
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._uploads.open)
@@ -628,6 +625,10 @@ class Ingest:
                 )
             await self._uploads.discard(version)
 
+    async def _expire_later(self) -> None:
+        await asyncio.sleep(self._expiry_s)
+        await self._shielded.run(self._expire())
+
     async def _expire(self) -> None:
         async with self._writing:
             await self._uploads.expire()
@@ -637,11 +638,3 @@ class Ingest:
             await asyncio.to_thread(self._uploads.prepare_memory, self._stopped.is_set)
         except OSError as error:
             logger.warning("the first pushes take longer, since no memory is prepared for them: %s", error)
-
-    async def _expire_staged(self) -> None:
-        while True:
-            await asyncio.sleep(min(60.0, self._config.weights.staged_ttl_s / 4))
-            try:
-                await self._shielded.run(self._expire())
-            except (OSError, RolloutServiceError) as error:  # the next turn tries again
-                logger.warning("staged versions that nobody goes on with stay for now: %s", error)

@@ -6,7 +6,6 @@ versions have the same digests. Most hold the changes to the version that was pu
 
 import asyncio
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,18 +18,16 @@ from rollout_service.errors import LogCorrupt, RolloutServiceError, VersionConfl
 from rollout_service.ingest.stores import open_store, published_numbers
 from rollout_service.ingest.trainer_weights import folder_name
 from rollout_service.model.weight_files import INDEX_FILE
+from rollout_service.runtime.tasks import RepeatedTask
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest, StoredTensor
 from rollout_service.store.reading import VersionReader, pieces
 
-logger = logging.getLogger(__name__)
 MAX_LINKS = 16
 """Maximum number of deltas between two whole versions. A new follower reads that many."""
 _MAX_SHARE = 0.25
 """Maximum size of a delta, as a share of the version's: it is built in memory, and a whole version is not."""
-_LONGEST_WAIT = 64
-"""Maximum wait after failures, in multiples of the first wait."""
 
 
 class _Change(NamedTuple):
@@ -38,57 +35,35 @@ class _Change(NamedTuple):
     checksum: str
 
 
-class Publisher:
+class Publisher(RepeatedTask):
     """Writes each newest version of a log to a store. Skips versions that are replaced while it writes."""
 
     def __init__(self, log: WeightLog, store: str, retry_s: float) -> None:
         """``store``: a folder or URL of this log alone. ``retry_s``: the wait after a failure, at first."""
-        self._log, self._store, self._retry_s = log, store, retry_s
+        super().__init__(f"weights.publish={store}", self._publish_next, retry_s)
+        self._log, self._store = log, store
         self._base: Manifest | None = None
         self._links = 0
         self._wholes: list[int] = []
         self._committed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._committed.set()  # an earlier process may not have published the newest version
         self.needed: frozenset[int] = frozenset()
         """Versions that must stay in the log: the one that is written, and the base of the next delta."""
-        self.problem: Exception | None = None
-        """The reason for which the newest version is not in the store."""
-
-    def begin(self) -> None:
-        """Publish the newest version, and later ones once ``committed`` is called."""
-        self._task = asyncio.create_task(self._publish_all())
-        self._committed.set()
-
-    def end(self) -> None:
-        """Begin to publish nothing more."""
-        if self._task is not None:
-            self._task.cancel()
 
     def committed(self) -> None:
         """Note that there is a newer version."""
         self._committed.set()
 
-    def check(self) -> None:
-        """Raise RolloutServiceError if nothing is published any more."""
-        if self._task is not None and self._task.done():
-            raise RolloutServiceError("versions are not published any more: the task for that has ended")
-
-    async def _publish_all(self) -> None:
-        wait_s = self._retry_s
-        while True:
-            await self._committed.wait()
-            self._committed.clear()
-            try:
-                await asyncio.to_thread(self.publish)
-                self.problem, wait_s = None, self._retry_s
-            except (RolloutServiceError, OSError) as error:  # the next turn tries again
-                if str(error) != str(self.problem):
-                    logger.warning("weights.publish=%s: the newest version is not there yet: %s", self._store, error)
-                if isinstance(error, LogCorrupt):
-                    self._base = None  # it may be the base that is damaged: the next attempt needs none
-                self.problem, wait_s = error, min(2 * wait_s, _LONGEST_WAIT * self._retry_s)
-                self._committed.set()
-                await asyncio.sleep(wait_s)
+    async def _publish_next(self) -> None:
+        await self._committed.wait()
+        self._committed.clear()
+        try:
+            await asyncio.to_thread(self.publish)
+        except (RolloutServiceError, OSError) as error:
+            self._committed.set()
+            if isinstance(error, LogCorrupt):
+                self._base = None  # it may be the base that is damaged: the next attempt needs none
+            raise
 
     def publish(self) -> None:
         """Write the newest version, unless it is published. Version 0 is not: followers make it from ``model.path``.

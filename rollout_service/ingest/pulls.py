@@ -11,10 +11,9 @@ from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.protocol.base import is_label
 from rollout_service.protocol.upload import CommitUpload, PullWeights
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.runtime.tasks import RepeatedTask
 
 logger = logging.getLogger(__name__)
-_LONGEST_WAIT = 64
-"""Maximum wait after failures to follow a store, in polls."""
 
 
 class Versions(Protocol):
@@ -32,9 +31,6 @@ class Pulls:
     def __init__(self, ingest: Versions, weights: TrainerWeights) -> None:
         self._ingest, self.weights = ingest, weights
         self._settling: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None
-        self.problem: Exception | None = None
-        """The reason for which the newest version of the followed store is not served."""
 
     async def pull_weights(self, request: PullWeights) -> WeightStatus:
         """Commit a published version, or stage and verify it if ``request`` names a local checkpoint.
@@ -63,36 +59,20 @@ class Pulls:
             await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
         return version
 
-    def begin_following(self, store: str, poll_s: float) -> None:
-        """Serve the newest version of a store, looking for one every ``poll_s`` seconds."""
-        self._following = asyncio.create_task(self._follow(store, poll_s))
+    def watch(self, store: str, poll_s: float) -> RepeatedTask:
+        """Return a task that serves the newest version of a store, looking for one every ``poll_s`` seconds."""
+        served: int | None = None
 
-    def end_following(self) -> None:
-        """Stop looking for new versions."""
-        if self._following is not None:
-            self._following.cancel()
+        async def look() -> None:
+            nonlocal served
+            newest = await asyncio.to_thread(self.weights.newest, store)
+            if newest is not None and newest != served:
+                folder, uri = (None, store) if is_url(store) else (store, None)
+                await self.pull_weights(PullWeights(source_dir=folder, uri=uri, target_version=newest, wait="none"))
+                served = newest
+            await asyncio.sleep(poll_s)
 
-    def check(self) -> None:
-        """Raise RolloutServiceError if the store is not followed any more."""
-        if self._following is not None and self._following.done():
-            raise RolloutServiceError("weights.watch is not followed any more: the task for that has ended")
-
-    async def _follow(self, store: str, poll_s: float) -> None:
-        served, wait_s = None, poll_s
-        while True:
-            try:
-                newest = await asyncio.to_thread(self.weights.newest, store)
-                if newest is not None and newest != served:
-                    folder, uri = (None, store) if is_url(store) else (store, None)
-                    request = PullWeights(source_dir=folder, uri=uri, target_version=newest, wait="none")
-                    await self.pull_weights(request)
-                    served = newest
-                self.problem, wait_s = None, poll_s
-            except (RolloutServiceError, OSError) as error:  # the next turn tries again
-                if str(error) != str(self.problem):
-                    logger.warning("weights.watch=%s: the version before stays: %s", store, error)
-                self.problem, wait_s = error, min(2 * wait_s, _LONGEST_WAIT * poll_s)
-            await asyncio.sleep(wait_s)
+        return RepeatedTask(f"weights.watch={store}", look, poll_s)
 
     def begin_settling(self, folder: Path) -> None:
         """Keep the version in ``folder`` for the next delta, in the background."""

@@ -1,13 +1,17 @@
 """Helpers for asyncio."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from rollout_service.errors import NotReady
+from rollout_service.errors import NotReady, RolloutServiceError
 
+logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_LONGEST_WAIT = 64
+"""Maximum wait after failures, in multiples of ``wait_s``."""
 
 
 @asynccontextmanager
@@ -34,6 +38,48 @@ class ShieldedTasks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
+
+
+class RepeatedTask:
+    """Work that a process repeats in the background. After each failure, it waits twice as long as before."""
+
+    def __init__(self, name: str, work: Callable[[], Awaitable[None]], wait_s: float) -> None:
+        """
+        Args:
+            name: the task, for messages.
+            work: one turn, which itself waits until there is something to do.
+            wait_s: half of the wait after the first failure, in seconds.
+        """
+        self._name, self._work, self._wait_s = name, work, wait_s
+        self._task: asyncio.Task[None] | None = None
+        self.problem: Exception | None = None
+        """The error of the last turn; None: it has succeeded."""
+
+    def begin(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._repeat())
+
+    def end(self) -> None:
+        """Cancel the task."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def check(self) -> None:
+        """Raise RolloutServiceError if the task has ended."""
+        if self._task is not None and self._task.done():
+            raise RolloutServiceError(f"{self._name}: the task for that has ended")
+
+    async def _repeat(self) -> None:
+        wait_s = self._wait_s
+        while True:
+            try:
+                await self._work()
+                self.problem, wait_s = None, self._wait_s
+            except (RolloutServiceError, OSError) as error:  # the next turn tries again
+                if str(error) != str(self.problem):
+                    logger.warning("%s has failed, and is tried again: %s", self._name, error)
+                self.problem, wait_s = error, min(2 * wait_s, _LONGEST_WAIT * self._wait_s)
+                await asyncio.sleep(wait_s)
 
 
 _ENDING = "this process is ending and another one takes its place: send it again"

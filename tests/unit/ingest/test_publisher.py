@@ -193,9 +193,9 @@ async def test_a_damaged_whole_version_is_not_followed(model, store, weights):
         data[-1] ^= 1
         file.write_bytes(data)
         async with running(model, store.parent / "follower", watch=str(store), source_roots=[store]) as follower:
-            while follower.pulls.problem is None:
+            while follower.watcher.problem is None:
                 await asyncio.sleep(0.01)
-            assert "has the checksum" in str(follower.pulls.problem)
+            assert "has the checksum" in str(follower.watcher.problem)
             shutil.rmtree(index.parent)
             good.rename(index.parent)
             await require_same(leader, follower)

@@ -428,9 +428,9 @@ async def test_a_watched_store_is_followed(config, store, steps, model, how, url
     try:
         await served(follower, 1)
         wrong = publish(store, 2, steps[2], steps[3])
-        while follower.pulls.problem is None:
+        while follower.watcher.problem is None:
             await asyncio.sleep(0.01)
-        assert "has the checksum" in str(follower.pulls.problem)
+        assert "has the checksum" in str(follower.watcher.problem)
         shutil.rmtree(wrong)
         save_checkpoint(store / "weight_v000003", steps[3])
         await served(follower, 3)
@@ -537,7 +537,7 @@ async def test_a_follower_that_ends_fails_the_health_check(config, store, monkey
             try:
                 follower.check_tasks()
             except RolloutServiceError as error:
-                assert "is not followed any more" in str(error)
+                assert str(error) == f"weights.watch={store}: the task for that has ended"
                 break
             await asyncio.sleep(0.01)
     finally:
