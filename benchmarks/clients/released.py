@@ -74,6 +74,15 @@ CLIENTS = (
         links={"TRL, sync": "trainers/trl.md"},
     ),
     Client(
+        "TRL's distillation",
+        "completions, with prompt logprobs",
+        "",
+        "its teachers' clients against [scores](rollouts.md#scores-of-given-tokens), and a step of its trainer",
+        folder="trl",
+        packages=("trl",),
+        links={"TRL's distillation": "trainers/trl.md#distillation"},
+    ),
+    Client(
         "SkyRL",
         "generate, chat, its `sample`",
         "vLLM's weight-transfer routes",
@@ -106,6 +115,15 @@ CLIENTS = (
         folder="verifiers",
         packages=("verifiers", "renderers"),
         source="559b447",
+        links={"prime-rl": "trainers/prime_rl.md"},
+    ),
+    Client(
+        "prime-rl's next renderers",
+        "generate, with packed logprobs",
+        "",
+        "their `generate`, with top logprobs",
+        folder="renderers",
+        packages=("renderers",),
         links={"prime-rl": "trainers/prime_rl.md"},
     ),
     Client(

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.clients.lines import ClientError
-from tests.support.native_route import assert_as_native
+from tests.support.native_route import LOGPROB_TOLERANCE, assert_as_native
 
 pytestmark = pytest.mark.client("SkyRL")
 
@@ -33,7 +33,7 @@ async def test_generate_has_the_native_tokens(skyrl, client, push):
             await assert_as_native(client, prompt, tokens, logprobs, version=version, min_tokens=1)
 
 
-async def test_tinker_samples_with_the_prompts_logprobs(skyrl, push):
+async def test_tinker_samples_with_the_prompts_logprobs(skyrl, client, push):
     await push()
     body = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPTS[0]}]},
@@ -47,6 +47,15 @@ async def test_tinker_samples_with_the_prompts_logprobs(skyrl, push):
     assert all(len(each["tokens"]) == len(each["logprobs"]) > 0 for each in made["sequences"])
     first, *others = made["prompt_logprobs"]
     assert first is None and len(others) == len(PROMPTS[0]) - 1 and all(logprob < 0 for logprob in others)
+    scores = await client.score(PROMPTS[0], top_logprobs=2)
+    assert others == pytest.approx(scores.logprobs[scores.offsets[:-1]].tolist(), abs=LOGPROB_TOLERANCE)
+    first, *tops = made["topk_prompt_logprobs"]
+    assert first is None
+    for top, start, end in zip(tops, scores.offsets, scores.offsets[1:], strict=False):
+        row = dict(zip(scores.token_ids[start:end].tolist(), scores.logprobs[start:end].tolist(), strict=True))
+        assert len(top) == 2 and dict(top) == pytest.approx(
+            {token: row[token] for token, _ in top}, abs=LOGPROB_TOLERANCE
+        )
 
 
 async def test_chats_and_texts_become_tokens(skyrl, client, push):

@@ -1,0 +1,223 @@
+"""Measure what packed scores cost the processes around an engine: a teacher's 256 sequences of 32k tokens, top 64.
+
+    python -m benchmarks.rollout.scores
+
+There is no engine. The replica's part packs lists as vLLM returns them, and pickles the reply. A gateway in a process
+of its own unpickles a copy for each request and answers by HTTP. The client in this process unpacks the reply.
+"""
+
+import asyncio
+import multiprocessing
+import pickle
+import random
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import httpx
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+
+from benchmarks.common import results
+from benchmarks.common.command import Options, run
+from rollout_service.client import RolloutClient
+from rollout_service.config import MonitorConfig
+from rollout_service.config.engine import EngineConfig
+from rollout_service.engine.adapter import scores
+from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.deployment import create_app
+from rollout_service.monitor.monitor import Monitor
+from rollout_service.protocol.rollout import Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall, Scoring
+from rollout_service.web.auth import Authorizer
+from tests.unit.client.real_ingest import App
+from tests.unit.client.service import serving
+
+RESULT = "rollout_scores"
+VOCABULARY = 151_936
+BEAT_S = 0.005
+"""Seconds between two looks at the gateway's event loop."""
+
+
+class ScoreOptions(Options):
+    """The sequences."""
+
+    tokens: int = 32_768
+    """Tokens of each."""
+    top: int = 64
+    """Top logprobs of each token."""
+    requests: int = 8
+    """Sequences that are scored."""
+    at_once: int = 4
+    """Requests of the client at a time."""
+    sequences: int = 256
+    """Sequences of a batch, for which the result is multiplied."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Seconds of CPU for one sequence, and what a batch takes."""
+
+    tokens: int
+    top: int
+    requests: int
+    reply_bytes: int
+    """Size of one reply."""
+    pack_s: float
+    """In the replica: packing vLLM's lists."""
+    pickle_s: float
+    """In the replica: pickling for Ray."""
+    gateway_s: float
+    """In the gateway: unpickling, checks and HTTP."""
+    blocked_s: float
+    """The longest time in which the gateway's event loop did nothing else."""
+    gateway_peak_bytes: int
+    """Peak memory of the gateway's process."""
+    client_s: float
+    """In the client: HTTP and unpacking."""
+    elapsed_s: float
+    """For one sequence, with client and gateway at work together."""
+    sequences: int
+    batch_gateway_s: float
+    """For a batch, of one gateway's CPU."""
+
+
+@dataclass
+class StoredReply:
+    """Stands for a replica: returns a copy of one pickled rollout."""
+
+    pickled: bytes
+
+    async def generate(self, call: GenerateCall) -> Rollout:
+        """Return the rollout under the name of the call."""
+        rollout: Rollout = pickle.loads(self.pickled)
+        return rollout.model_copy(update={"request_id": call.request_id})
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """Return a result and the seconds of CPU that it took."""
+    started = time.process_time()
+    made = function()
+    return made, time.process_time() - started
+
+
+def output_of(options: ScoreOptions, tokens: list[int]) -> RequestOutput:
+    """Return what vLLM returns for a prompt with prompt logprobs."""
+    width, rng = 1 + options.top, random.Random(0)
+    flat = FlatLogprobs()
+    flat.append(None)
+    rows = options.tokens - 1
+    flat.start_indices += range(0, rows * width, width)
+    flat.end_indices += range(width, rows * width + 1, width)
+    flat.token_ids += [rng.randrange(VOCABULARY) for _ in range(rows * width)]
+    flat.logprobs += [-10 * rng.random() for _ in range(rows * width)]
+    flat.ranks += list(range(width)) * rows
+    return RequestOutput("scores", None, tokens, flat, [], finished=True)
+
+
+async def watch(blocked: list[float]) -> None:
+    """Append by how much the event loop is late, again and again."""
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(BEAT_S)
+        blocked.append(time.perf_counter() - started - BEAT_S)
+
+
+def gateway(connection: Connection, pickled: bytes, options: ScoreOptions) -> None:
+    """Serve until told to end; then send the seconds of CPU, the longest block and the peak memory."""
+
+    async def main() -> None:
+        async with httpx.AsyncClient() as http:
+            services = Services(
+                name="teacher",
+                vocab_size=VOCABULARY,
+                max_model_len=options.tokens + 1,
+                tokenizer=None,
+                dispatcher=Dispatcher(StoredReply(pickled), ingest=None, limits=EngineConfig()),
+                ingest=None,  # type: ignore[arg-type]  # no route of this benchmark asks it
+                authorizer=Authorizer(None),
+                http=http,
+                monitor=Monitor(MonitorConfig()),
+                max_logprobs=options.top,
+            )
+            async with serving(App(create_app(services))) as served:
+                blocked: list[float] = []
+                watching = asyncio.create_task(watch(blocked))
+                started = time.process_time()
+                connection.send(served.url)
+                await asyncio.to_thread(connection.recv)
+                watching.cancel()
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+                connection.send((time.process_time() - started, max(blocked), peak))
+
+    asyncio.run(main())
+
+
+async def score(url: str, tokens: list[int], options: ScoreOptions) -> None:
+    """Score all sequences, a few at a time. Raises ValueError for a reply of another size."""
+    places = asyncio.Semaphore(options.at_once)
+    async with RolloutClient(url) as client:
+
+        async def one() -> None:
+            async with places:
+                found = await client.score(tokens, top_logprobs=options.top)
+            if len(found.logprobs) != (options.tokens - 1) * (options.top + 1):
+                raise ValueError(f"a reply has {len(found.logprobs)} logprobs")
+
+        await asyncio.gather(*(one() for _ in range(options.requests)))
+
+
+def measure(options: ScoreOptions) -> Case:
+    """Pack, serve and unpack."""
+    tokens = [3 + i % 1000 for i in range(options.tokens)]
+    output = output_of(options, tokens)
+    packed, pack_s = timed(lambda: scores(output, Scoring(start=1)))
+    sampled = Completion(
+        index=0, token_ids=(3,), logprobs=(-1.0,), finish_reason="length", spans=(Span(version=1, start=0, end=1),)
+    ).model_copy(update={"scores": packed})
+    rollout = Rollout(request_id="", prompt_token_ids=tuple(tokens), completions=(sampled,), replica_id="replica")
+    pickled, pickle_s = timed(lambda: pickle.dumps(rollout, protocol=5))
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=gateway, args=(there, pickled, options))
+    process.start()
+    try:
+        url = here.recv()
+        started = time.perf_counter()
+        _, client_s = timed(lambda: asyncio.run(score(url, tokens, options)))
+        elapsed_s = time.perf_counter() - started
+        here.send(None)
+        gateway_s, blocked_s, peak = here.recv()
+    finally:
+        process.join(10)
+        process.kill()
+    return Case(
+        tokens=options.tokens,
+        top=options.top,
+        requests=options.requests,
+        reply_bytes=len(packed.model_dump_json()),
+        pack_s=pack_s,
+        pickle_s=pickle_s,
+        gateway_s=gateway_s / options.requests,
+        blocked_s=blocked_s,
+        gateway_peak_bytes=peak,
+        client_s=client_s / options.requests,
+        elapsed_s=elapsed_s / options.requests,
+        sequences=options.sequences,
+        batch_gateway_s=options.sequences * gateway_s / options.requests,
+    )
+
+
+def main(options: ScoreOptions) -> None:
+    """Measure, print, and write benchmarks/results/<machine>/rollout_scores.json."""
+    case = asdict(measure(options))
+    for name, value in case.items():
+        print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+    results.write(RESULT, {"cases": [case]})
+
+
+if __name__ == "__main__":
+    run(main)
