@@ -39,16 +39,14 @@ def main(
     fp8_kv_cache: Annotated[bool, typer.Option(help="Where it can be; else the KV cache is BF16.")] = True,
     fake_quant: Annotated[
         bool,
-        typer.Option(
-            help="Compute the policy as the engines do, and train through their rounding (not that of the KV cache)."
-        ),
+        typer.Option(help="Compute the policy as the engines do, and train through their rounding. BF16 KV cache."),
     ] = False,
 ) -> None:
     """Train a small model to write digits backwards, with rollouts from an FP8 service, and report how it went."""
     report = Report(out, steps, fake_quant=fake_quant)
     disable_progress_bar()  # transformers' own
     sections: dict[str, dict[str, object]] = {"weights": {"root": out / "weights"}}
-    if not fp8_kv_cache:
+    if fake_quant or not fp8_kv_cache:
         sections["kv_cache"] = {"dtype": "bfloat16", "scales_policy": "unit"}
     if config == DEPLOYMENT and machine.installed("vllm") is not None:
         sections = on_a_gpu(sections)

@@ -80,7 +80,7 @@ CLIENTS = (
         "its teachers' clients against [scores](rollouts.md#scores-of-given-tokens), and a step of its trainer",
         folder="trl",
         packages=("trl",),
-        links={"TRL's distillation": "trainers/trl.md#distillation"},
+        links={"TRL's distillation": "trainers/trl.md"},
     ),
     Client(
         "SkyRL",

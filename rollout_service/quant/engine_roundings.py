@@ -89,6 +89,15 @@ class EngineRoundings:
         self.remove()
 
 
+def refuse_fp8_cache(recipe: TrainerRecipe | None) -> None:
+    """Raise ValueError if the engines' KV cache is FP8, which no trainer imitates."""
+    if recipe is not None and recipe.kv_cache == "fp8_e4m3":
+        raise ValueError(
+            "the engines' KV cache is FP8, which is not imitated, and most of the mismatch would remain: set "
+            "kv_cache.dtype: bfloat16, or train without fake_quant and engine_roundings"
+        )
+
+
 def kernels_of(model: nn.Module, recipe: TrainerRecipe | None = None) -> Kernels:
     """Return the kernels of the engines of the service with that recipe.
 
@@ -125,8 +134,10 @@ def engine_roundings(
     checkpointing also stores. FSDP2 rounds it, which loses a part of the gain, unless its ``MixedPrecisionPolicy`` has
     ``cast_forward_inputs=False``. With gradient checkpointing, call ``remove()`` after the backward pass.
 
-    Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``.
+    Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``, and for engines with an FP8 KV
+    cache.
     """
+    refuse_fp8_cache(recipe)
     kernels = kernels or kernels_of(model, recipe)
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:

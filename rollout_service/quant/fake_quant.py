@@ -32,6 +32,7 @@ from rollout_service.quant.engine_roundings import (
     Fused,
     engine_roundings,
     kernels_of,
+    refuse_fp8_cache,
     silu_and_mul,
 )
 from rollout_service.quant.forwards import Forward, Forwards
@@ -98,10 +99,11 @@ def fake_quant(
             the same results. ``bf16``, the dtype of autocast or else of the weight, rounds each scaled code once more.
 
     A layer's result has the dtype of autocast or else of its weight, but fp32 where a compiled engine does not round.
-    The model's parameters do not change. An FP8 KV cache is not imitated: a warning says so.
+    The model's parameters do not change.
 
     Raises ValueError if the service quantizes nothing, uses another format than FP8 blocks, quantizes a weight that
-    ``model`` does not have, or only a part of a layer; for ``fp8`` if the model is not on a GPU that supports it.
+    ``model`` does not have, or only a part of a layer; for engines with an FP8 KV cache; for ``fp8`` if the model is
+    not on a GPU that supports it.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): train without fake_quant")
@@ -110,14 +112,10 @@ def fake_quant(
             f"the service quantizes to {recipe.weights}, and fake_quant supports fp8_block only: train without "
             "fake_quant, or set quant.weights: fp8_block"
         )
+    refuse_fp8_cache(recipe)
     held = _quantized_parameters(model, recipe)
     quantizer = Quantizer(power_of_two=recipe.scales == "power_of_two")
     kernels = kernels or kernels_of(model, recipe)
-    if recipe.kv_cache == "fp8_e4m3":
-        logger.warning(
-            "the engines' KV cache is FP8, which fake_quant does not imitate, and most of the mismatch remains: set "
-            "kv_cache.dtype: bfloat16"
-        )
     arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, kernels, products))
     modules = {name: model.get_submodule(name) for name in held}
     with ExitStack() as undone:

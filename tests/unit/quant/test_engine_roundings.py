@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from rollout_service.compat.transformers_internals import AttentionFunction, registered_attention
+from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.engine_roundings import EngineRoundings, engine_roundings
 from rollout_service.quant.forwards import Forwards
 from tests.support.models import FAMILIES
@@ -204,6 +205,10 @@ class TestRefused:
     def test_what_is_no_transformers_model(self):
         with pytest.raises(ValueError, match="Linear holds no transformers model"):
             engine_roundings(nn.Linear(2, 2))
+
+    def test_an_fp8_kv_cache_is_refused(self):
+        with pytest.raises(ValueError, match="KV cache is FP8"):
+            engine_roundings(made("llama"), TrainerRecipe(weights="none", kv_cache="fp8_e4m3"))
 
 
 class TestForwards:

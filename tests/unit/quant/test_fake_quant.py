@@ -132,11 +132,11 @@ class TestKernels:
                 assert torch.equal(logits(model), found[-1])
         assert not any(torch.equal(found[i], found[i - 1]) for i in range(3))
 
-    def test_an_fp8_kv_cache_is_not_imitated_with_a_warning(self, caplog):
+    def test_an_fp8_kv_cache_is_refused(self):
         with fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "bfloat16"})):
-            assert "KV cache" not in caplog.text
-        with fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "fp8_e4m3"})):
-            assert "the engines' KV cache is FP8, which fake_quant does not imitate" in caplog.text
+            pass
+        with pytest.raises(ValueError, match=r"KV cache is FP8, .* set kv_cache\.dtype: bfloat16"):
+            fake_quant(nn.Linear(128, 128), LINEAR.model_copy(update={"kv_cache": "fp8_e4m3"}))
 
 
 class TestBackward:
