@@ -35,7 +35,6 @@ from rollout_service.fleet.continuation import (
     without_tokens,
 )
 from rollout_service.fleet.detokenizer import Decode
-from rollout_service.fleet.placements import RoutedFleet
 from rollout_service.fleet.progress import CallProgress, ProgressPoller, RolloutProgress
 from rollout_service.fleet.queue import DispatchQueue
 from rollout_service.metrics import table
@@ -43,6 +42,7 @@ from rollout_service.metrics.process import outcome_of, record
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Completion, OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.runtime.placements import RoutedFleet
 from rollout_service.runtime.rpc import EngineCalls, IngestCalls
 from rollout_service.runtime.tasks import raise_first_failure
 
@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (Overloaded, TooEarly, NotReady)
 _UNPLACED_S = 5.0
-"""Time in seconds after which a call that no replica has taken is sent again: Serve refuses it once it has given up the
-engines."""
+"""Time in seconds after which a call that no replica has taken is sent again, twice as long each time: Serve refuses it
+once it has given up the engines."""
 _FLEET_ANSWERS_S = 5.0
 _SHOW_QUEUE_S = 5.0
 _MAX_FAILED_STARTS = 3
@@ -328,15 +328,18 @@ class Dispatcher:
 
         Raises NotReady if Serve has given up the engines or the ingest, or if starts keep failing.
         """
+        checks = 1
         while self._fleet is not None and not self._fleet.replicas:
             generating = asyncio.ensure_future(self._engine.generate(call))
             try:
-                await asyncio.wait([generating], timeout=_UNPLACED_S)
-                if generating.done() or progress.replica_id is not None:
-                    return await generating
+                for _ in range(checks):
+                    await asyncio.wait([generating], timeout=_UNPLACED_S)
+                    if generating.done() or progress.replica_id is not None or self._fleet.replicas:
+                        return await generating
+                    await self._require_startable()
             finally:
                 generating.cancel()
-            await self._require_startable()
+            checks *= 2  # Serve keeps a cancelled call until it has a replica for it
         return await self._engine.generate(call)
 
     async def _require_startable(self) -> None:

@@ -13,16 +13,16 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rollout_service.errors import NotReady, RolloutServiceError
 from rollout_service.fleet.continuation import StopSearch, slice_completion
-from rollout_service.fleet.placements import PLACEMENTS, Placements
 from rollout_service.fleet.queue import Ticket
 from rollout_service.protocol.progress import Piece, ProgressAsk
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.runtime.placements import PLACEMENTS, Placements
 from rollout_service.runtime.rpc import EngineCalls
 
 logger = logging.getLogger(__name__)
@@ -177,8 +177,6 @@ class CallProgress:
     """Number of the call in this gateway, another one each time that it is sent."""
     replica_id: str | None = None
     """The replica that took the call; None: none so far."""
-    early: list[tuple[str, Piece]] = field(default_factory=list)
-    """Pieces that replicas reported before the router named the call's replica."""
 
     def add(self, piece: Piece) -> None:
         """Append a piece that the replica reported."""
@@ -261,14 +259,9 @@ class ProgressPoller:
     def follow(self, call: CallProgress) -> Iterator[None]:
         """Poll for a call that is sent within this context, under a new ``number``."""
         if not self._calls:
-            loop = asyncio.get_running_loop()
-
-            def placed(number: int, replica_id: str) -> None:
-                loop.call_soon_threadsafe(self._place, number, replica_id)
-
-            self._placements.listen(self._origin, placed)
+            self._placements.listen(self._origin, self._place)
         number = next(self._numbers)
-        call.number, call.replica_id, call.early = number, None, []
+        call.number, call.replica_id = number, None
         self._calls[number] = call
         try:
             yield
@@ -284,10 +277,6 @@ class ProgressPoller:
         call.replica_id = replica_id
         for completion in call.completions:
             completion.replica_id = replica_id
-        for reporter, piece in call.early:
-            if reporter == replica_id:
-                call.add(piece)
-        call.early.clear()
         if replica_id not in self._polling:
             self._polling[replica_id] = asyncio.create_task(
                 self._poll(replica_id),
@@ -317,11 +306,7 @@ class ProgressPoller:
                 acknowledged = reply.number
                 for piece in reply.pieces:
                     call = self._calls.get(piece.call)
-                    if call is None:
-                        continue
-                    if call.replica_id is None:  # the reply and the placement come on two of Serve's threads
-                        call.early.append((replica_id, piece))
-                    elif call.replica_id == replica_id:
+                    if call is not None and call.replica_id == replica_id:
                         call.add(piece)
         finally:
             del self._polling[replica_id]

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 if TYPE_CHECKING:
     from rollout_service.protocol.adapters import WantedAdapter
     from rollout_service.protocol.sampling import GenerateCall
+    from rollout_service.runtime.placements import CallId
 
 STATS_PERIOD_S = 1.0
 """Interval in seconds at which Serve requests routing stats of replicas."""
@@ -125,20 +126,21 @@ def prefixes(prompt: Sequence[int], salt: str | None = None) -> tuple[int, ...]:
 class _Sent:
     replica_id: str
     sequences: int
+    session: str | None
     chosen_at: float
-    prefixes: tuple[int, ...] = ()
+    prefixes: tuple[int, ...]
     arrived: bool = False
 
 
 class Ledger:
     """Load of replicas by this and by other gateways, and the last replica of each session and prefix.
 
-    Has a lock, since Serve reports the end of calls on threads of Ray.
+    Has a lock: the router runs on a thread of Serve, and the gateway reports arrivals and ends of calls.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[CallId, _Sent] = {}
         self._own: dict[str, int] = {}
         self._reports: dict[str, Mapping[str, int]] = {}
         """Replica → its sequences by the gateway that sent them."""
@@ -151,7 +153,7 @@ class Ledger:
 
     def choose(
         self,
-        call_id: str,
+        call_id: "CallId",
         replica_id: str,
         sequences: int,
         session: str | None,
@@ -164,7 +166,7 @@ class Ledger:
         """
         with self._lock:
             self.complete(call_id)
-            self._sent[call_id] = _Sent(replica_id, sequences, now, begins)
+            self._sent[call_id] = _Sent(replica_id, sequences, session, now, begins)
             self._own[replica_id] = self._own.get(replica_id, 0) + sequences
             self._choices += 1
             self._turns[replica_id] = self._choices
@@ -173,17 +175,17 @@ class Ledger:
             for prefix in begins:
                 _remember(self._prefixes, prefix, replica_id, MAX_PREFIXES)
 
-    def arrive(self, call_id: str, replica_id: str, session: str | None) -> None:
-        """Note which replica took the call."""
+    def arrive(self, call_id: "CallId", replica_id: str) -> None:
+        """Note which replica got the call."""
         with self._lock:
             sent = self._sent.get(call_id)
-            if sent is None:  # it is already done
+            if sent is None:  # another router's
                 return
             if sent.replica_id != replica_id:
-                self.choose(call_id, replica_id, sent.sequences, session, sent.chosen_at, sent.prefixes)
+                self.choose(call_id, replica_id, sent.sequences, sent.session, sent.chosen_at, sent.prefixes)
             self._sent[call_id].arrived = True
 
-    def complete(self, call_id: str) -> None:
+    def complete(self, call_id: "CallId") -> None:
         """Note that a call has ended."""
         with self._lock:
             sent = self._sent.pop(call_id, None)
@@ -256,6 +258,11 @@ class RolloutRouter(RequestRouter):
             group: The replicas' group in ``scaling.groups``; None: they belong to none.
         """
         self._ledger, self._limit, self._share, self._group = Ledger(), limit, share, group
+        # imported here, not at the top: an object of the gateway's process cannot be part of a module that is shipped
+        # by value
+        from rollout_service.runtime.placements import PLACEMENTS
+
+        PLACEMENTS.add_ledger(self._ledger)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -276,29 +283,13 @@ class RolloutRouter(RequestRouter):
             sequences=1 if call is None else call.sampling.n,
             avoid=getattr(call, "avoid", ()),
         )
-        if call is not None and pending_request is not None and order:
-            call_id = pending_request.metadata.internal_request_id
+        if call is not None and order:
+            call_id = call.origin, call.number
             self._ledger.choose(call_id, order[0], call.sampling.n, session, time.monotonic(), begins)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if (meant := _meant(pending_request)) in by_id:
             order = [meant]
         return [[by_id[replica_id]] for replica_id in order]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Serve's hook: a replica took the call."""
-        call = _call(pending_request)
-        session = getattr(call, "session_id", None)
-        if call is not None and call.number:
-            # imported here, not at the top: an object of the gateway's process cannot be part of a module that is
-            # shipped by value
-            from rollout_service.fleet.placements import PLACEMENTS
-
-            PLACEMENTS.note(call.origin, call.number, replica_id.unique_id)
-        self._ledger.arrive(pending_request.metadata.internal_request_id, replica_id.unique_id, session)
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Serve's hook: the call has ended."""
-        self._ledger.complete(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's hook: replicas came, left, or published new stats."""
@@ -308,8 +299,8 @@ class RolloutRouter(RequestRouter):
                 self._ledger.report(replica.replica_id.unique_id, stats["running"])
         self._ledger.keep_only({replica.replica_id.unique_id for replica in replicas}, time.monotonic())
         super().update_replicas(replicas)
-        # imported here, as in on_request_routed
-        from rollout_service.fleet.placements import RoutedReplica, routed_fleet
+        # imported here, as in initialize_state
+        from rollout_service.runtime.placements import RoutedReplica, routed_fleet
 
         candidates = [self._candidate(replica) for replica in replicas]
         routed_fleet(self._group).update(

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from rollout_service.config import AdaptersConfig, ServiceConfig
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.fleet.placements import routed_fleet
 from rollout_service.fleet.serve_status import not_running
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.runtime.connections import ManyConnections
+from rollout_service.runtime.placements import routed_fleet
 from rollout_service.runtime.rpc import (
     EngineClient,
     IngestCalls,

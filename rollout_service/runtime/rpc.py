@@ -10,15 +10,15 @@ class) and every caller against it. A call of any deployment raises:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
 from rollout_service.protocol.adapters import (
@@ -49,6 +49,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weight_log import DesiredState, Head, LogFile, Newest
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
+from rollout_service.runtime.placements import PLACEMENTS, Placements
 from rollout_service.tracing import only_the_trace
 
 
@@ -174,8 +175,9 @@ def session_client(handle: DeploymentHandle) -> SessionCalls:
 class EngineClient:
     """Client for the handle of the engines' deployment."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: DeploymentHandle, placements: Placements = PLACEMENTS) -> None:
+        """``placements``: is told which replica a call is sent to."""
+        self._handle, self._placements = handle, placements
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """See ``EngineReplica.generate``. Cancelling the call also cancels it there.
@@ -184,28 +186,42 @@ class EngineClient:
         """
         # Serve's router identifies pending calls by an id that all calls of one HTTP request share; outside of the
         # request's context each call has its own
-        response = only_the_trace().run(self._handle.generate.remote, call)
         with _translate_errors("engine"):
             try:
-                rollout: Rollout = await response
-            except asyncio.CancelledError:
-                response.cancel()
-                raise
+                return await asyncio.create_task(self._generate(call), context=only_the_trace())
             except RayActorError as error:
                 raise EngineFailed(f"the replica died with this call: {error}") from error
-        return rollout
+
+    async def _generate(self, call: GenerateCall) -> Rollout:
+        try:
+            async with _dispatched(self._handle.generate, call) as (replica_id, response):
+                self._placements.note(call.origin, call.number, replica_id)
+                try:
+                    rollout: Rollout = await response
+                except asyncio.CancelledError:
+                    response.cancel()
+                    raise
+            return rollout
+        finally:
+            self._placements.end(call.origin, call.number)
 
     async def progress(self, ask: ProgressAsk) -> ProgressReply:
         """See ``EngineReplica.progress``. Raises NotReady if that replica is gone."""
         with _translate_errors("engine"):
-            reply: ProgressReply = await only_the_trace().run(self._handle.progress.remote, ask)
+            reply: ProgressReply = await asyncio.create_task(
+                _send(self._handle.progress, ask), context=only_the_trace()
+            )
         return reply
 
 
 def report_from_thread(ingest: DeploymentHandle, status: ReplicaStatus, timeout_s: float) -> None:
     """Call ``IngestCalls.report`` from a thread without an event loop. Also raises TimeoutError."""
-    with _translate_errors("ingest"):
-        ingest.report.remote(status).result(timeout_s=timeout_s)
+
+    async def report() -> None:
+        async with asyncio.timeout(timeout_s):
+            await ingest_client(ingest).report(status)
+
+    asyncio.run(report())
 
 
 class _Client:
@@ -217,9 +233,26 @@ class _Client:
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: object, **named: object) -> Any:
             with _translate_errors(self._deployment):
-                return await getattr(self._handle, method).remote(*args, **named)
+                return await _send(getattr(self._handle, method), *args, **named)
 
         return call
+
+
+@asynccontextmanager
+async def _dispatched(
+    method: DeploymentHandle, *args: object, **named: object
+) -> AsyncIterator[tuple[str, DeploymentResponse[Any]]]:
+    """Send a call to a replica that the router chooses. Yields the replica's id and the response."""
+    # Serve sends plain ``remote`` calls as streams (2.60.0). At its end, a stream blocks all calls of the replica until
+    # the caller has confirmed every item, which a hung process never does. Calls to a reserved slot are not streams.
+    async with method.choose_replica(*args, **named) as replica:
+        yield replica.replica_id, method.dispatch(replica, *args, **named)
+
+
+async def _send(method: DeploymentHandle, *args: object, **named: object) -> Any:
+    """Return the reply of a replica that the router chooses. Cancelling this does not cancel the call there."""
+    async with _dispatched(method, *args, **named) as (_, response):
+        return await response
 
 
 @contextmanager

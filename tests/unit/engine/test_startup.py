@@ -11,12 +11,13 @@ from ray.exceptions import ActorDiedError
 from rollout_service.engine.child_errors import tell_errors
 from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus
+from tests.support.handles import FakeMethod
 
 LONG_S = 30.0
 
 
-class Ingest:
-    """Keeps reports; handle and answer of a Serve deployment in one."""
+class Ingest(FakeMethod):
+    """Keeps reports; handle and method of a Serve deployment in one."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
@@ -27,13 +28,10 @@ class Ingest:
     def report(self) -> "Ingest":
         return self
 
-    def remote(self, status: ReplicaStatus) -> "Ingest":
+    async def remote(self, status: ReplicaStatus) -> None:
         self.reports.append(status)
         if len(self.reports) >= 3:
             self.enough.set()
-        return self
-
-    def result(self, timeout_s: float) -> None:
         if self.failures > 0:
             self.failures -= 1
             raise ActorDiedError()
@@ -76,7 +74,7 @@ def test_it_says_what_the_follower_says_once_there_is_one():
     assert ingest.reports[-1].target == 4
 
 
-class LastWord:
+class LastWord(FakeMethod):
     """Keeps the report of a replica that could not start; handle and method in one."""
 
     def __init__(self, away: bool = False) -> None:

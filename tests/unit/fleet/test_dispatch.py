@@ -20,13 +20,14 @@ from rollout_service.errors import (
 )
 from rollout_service.fleet import dispatch as dispatch_module
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.fleet.placements import PLACEMENTS, RoutedFleet, RoutedReplica
 from rollout_service.metrics import process, table
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.runtime.placements import PLACEMENTS, RoutedFleet, RoutedReplica
 from rollout_service.runtime.rpc import EngineClient
+from tests.support.handles import FakeMethod
 from tests.unit.metrics.counts import Counts
 
 Step = Callable[[GenerateCall], Rollout] | Exception
@@ -93,7 +94,7 @@ class Response:
 
 
 @dataclass
-class Script:
+class Script(FakeMethod):
     """An engine deployment whose answers are written down; None never comes."""
 
     steps: list[Step | None]
@@ -382,6 +383,22 @@ class TestFleet:
         await ingest.asked.wait()
         engine.placed.set()
         assert (await waiting).attempts == 1
+
+    async def test_a_call_without_a_replica_is_sent_ever_more_rarely(self, monkeypatch):
+        monkeypatch.setattr(dispatch_module, "_UNPLACED_S", 0.0)
+        engine, sent, enough = Starting(), list[int](), asyncio.Event()
+
+        class Looking(Ingest):
+            async def fleet(self) -> Fleet:
+                sent.append(len(engine.calls))
+                if len(sent) >= 8:
+                    enough.set()
+                return await super().fleet()
+
+        waiting = asyncio.create_task(self.of(engine, RoutedFleet(), Looking()).complete(call()))
+        await enough.wait()
+        waiting.cancel()
+        assert sent[:8] == [1, 2, 2, 3, 3, 3, 3, 4]
 
     async def test_a_cancelled_call_leaves_the_queue(self):
         engine = Starting()

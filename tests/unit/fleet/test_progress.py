@@ -6,7 +6,6 @@ import pytest
 
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
 from rollout_service.fleet.continuation import StopSearch, merge_completions
-from rollout_service.fleet.placements import Placements
 from rollout_service.fleet.progress import (
     RETRY_S,
     CallProgress,
@@ -20,6 +19,7 @@ from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.protocol.sampling_mask import pack, unpack
+from rollout_service.runtime.placements import Placements
 
 CALL = GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling())
 
@@ -126,20 +126,6 @@ async def test_what_comes_too_late_is_for_nobody():
         placements.note("g", elsewhere.number, "b")
         await engine.used_up.wait()
         assert not second.is_empty and elsewhere.is_empty
-
-
-async def test_what_comes_before_the_placement_is_kept_for_it():
-    early = tuple(Piece(call=number, start=0, made=made(number)) for number in (2, 3))
-    engine, placements = Engine(early, (Piece(call=2, start=1, made=made(8)),)), Placements()
-    poller = ProgressPoller(engine, "g", placements)
-    first, second, elsewhere = call_of(), call_of(), call_of()
-    with poller.follow(first), poller.follow(second), poller.follow(elsewhere):
-        placements.note("g", first.number, "a")
-        await engine.used_up.wait()
-        placements.note("g", second.number, "a")
-        placements.note("g", elsewhere.number, "b")
-        await asyncio.sleep(0)
-        assert [c.token_ids for c in second.reported()] == [(2, 8)] and elsewhere.is_empty
 
 
 async def test_nobody_is_asked_when_all_calls_are_answered():

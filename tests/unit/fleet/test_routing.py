@@ -21,6 +21,12 @@ from rollout_service.fleet.routing import (
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 
+
+def call_of(number: int) -> tuple[str, int]:
+    """The id of a call of one gateway."""
+    return "gateway", number
+
+
 IDLE = [Candidate("a", version=3), Candidate("b", version=3), Candidate("c", version=3)]
 
 
@@ -33,8 +39,8 @@ class TestRanked:
         ledger, chosen = Ledger(), []
         for call in range(6):
             order = rank_replicas([Candidate(i, load=ledger.load(i), turn=ledger.turn(i)) for i in "abc"])
-            ledger.choose(str(call), order[0], 1, None, now=0)
-            ledger.complete(str(call))
+            ledger.choose(call_of(call), order[0], 1, None, now=0)
+            ledger.complete(call_of(call))
             chosen.append(order[0])
         assert chosen == ["a", "b", "c"] * 2
 
@@ -97,7 +103,7 @@ class TestRanked:
             begins = prefixes([group] * PREFIX_TOKENS)
             candidates = [Candidate(i, load=ledger.load(i), turn=ledger.turn(i), capacity=64) for i in "ab"]
             order = rank_replicas(candidates, prefix_replica=ledger.replica_with(begins))
-            ledger.choose(str(call), order[0], 1, None, 0.0, begins)
+            ledger.choose(call_of(call), order[0], 1, None, 0.0, begins)
             chosen.append(order[0])
         assert chosen == ["a"] * 8 + ["b"] * 8 + ["a"] * 8
 
@@ -109,54 +115,54 @@ class TestRanked:
 class TestLedger:
     def test_calls_count_with_all_their_sequences_from_choice_to_end(self):
         ledger = Ledger()
-        ledger.choose("1", "a", 8, None, now=0)
-        ledger.choose("2", "a", 1, None, now=0)
+        ledger.choose(call_of(1), "a", 8, None, now=0)
+        ledger.choose(call_of(2), "a", 1, None, now=0)
         assert ledger.load("a") == 9
-        ledger.arrive("1", "a", None)
-        ledger.complete("1")
+        ledger.arrive(call_of(1), "a")
+        ledger.complete(call_of(1))
         assert ledger.load("a") == 1
-        ledger.complete("2")
-        ledger.complete("2")
+        ledger.complete(call_of(2))
+        ledger.complete(call_of(2))
         assert ledger.load("a") == 0
 
     def test_a_call_counts_where_it_arrived_and_so_does_its_session(self):
         ledger = Ledger()
-        ledger.choose("1", "a", 4, "s", now=0)
-        ledger.arrive("1", "b", "s")
+        ledger.choose(call_of(1), "a", 4, "s", now=0)
+        ledger.arrive(call_of(1), "b")
         assert (ledger.load("a"), ledger.load("b"), ledger.replica_of("s")) == (0, 4, "b")
 
-    def test_a_call_done_before_its_arrival_is_told_counts_no_more(self):
+    def test_calls_of_other_routers_are_ignored(self):
         ledger = Ledger()
-        ledger.choose("1", "a", 4, None, now=0)
-        ledger.complete("1")
-        ledger.arrive("1", "a", None)
-        assert ledger.load("a") == 0
+        ledger.choose(call_of(1), "a", 4, None, now=0)
+        ledger.arrive(("another", 1), "b")
+        ledger.complete(("another", 1))
+        assert (ledger.load("a"), ledger.load("b")) == (4, 0)
 
     def test_of_a_replicas_report_only_other_gateways_load_counts(self):
         ledger = Ledger()
         ledger.origin = "us"
-        ledger.choose("1", "a", 4, None, now=0)
+        ledger.choose(call_of(1), "a", 4, None, now=0)
         ledger.report("a", {"us": 9, "them": 5, "others": 1})  # of a moment when we had 9 there
         assert ledger.load("a") == 10
-        ledger.complete("1")
+        ledger.complete(call_of(1))
         assert ledger.load("a") == 6
         ledger.report("a", {"us": 4})
         assert ledger.load("a") == 0
 
     def test_what_was_on_a_replica_that_is_gone_is_forgotten(self):
         ledger = Ledger()
-        ledger.choose("1", "a", 4, None, now=0)
+        ledger.choose(call_of(1), "a", 4, None, now=0)
         ledger.report("a", {"them": 6})
         ledger.keep_only({"b"}, now=1)
         assert ledger.load("a") == 0
-        ledger.complete("1")
+        ledger.complete(call_of(1))
         assert ledger.load("a") == 0
 
     def test_a_call_that_never_left_counts_for_a_while_only(self):
         ledger = Ledger()
-        ledger.choose("1", "a", 4, None, now=0)
-        ledger.choose("2", "a", 1, None, now=0)
-        ledger.arrive("2", "a", None)
+        ledger.choose(call_of(1), "a", 4, None, now=0)
+        ledger.choose(call_of(2), "a", 1, None, now=0)
+        ledger.arrive(call_of(2), "a")
         ledger.keep_only({"a"}, now=NEVER_SENT_S - 1)
         assert ledger.load("a") == 5
         ledger.keep_only({"a"}, now=NEVER_SENT_S + 1)
@@ -164,9 +170,9 @@ class TestLedger:
 
     def test_a_beginning_is_remembered_where_its_last_call_arrived(self):
         ledger, begins = Ledger(), prefixes(range(2 * PREFIX_TOKENS))
-        ledger.choose("1", "a", 4, None, 0.0, begins)
+        ledger.choose(call_of(1), "a", 4, None, 0.0, begins)
         assert ledger.replica_with(begins) == "a"
-        ledger.arrive("1", "b", None)
+        ledger.arrive(call_of(1), "b")
         assert ledger.replica_with(begins) == "b"
         assert ledger.replica_with(prefixes(range(PREFIX_TOKENS))) == "b"
         assert ledger.replica_with(prefixes(range(1, 1 + PREFIX_TOKENS))) is None
@@ -175,8 +181,8 @@ class TestLedger:
     def test_the_longest_beginning_in_common_decides(self):
         ledger, system = Ledger(), range(PREFIX_TOKENS)
         first, second = [*system, *[1] * PREFIX_TOKENS], [*system, *[2] * PREFIX_TOKENS]
-        ledger.choose("1", "a", 1, None, 0.0, prefixes(first))
-        ledger.choose("2", "b", 1, None, 0.0, prefixes(second))
+        ledger.choose(call_of(1), "a", 1, None, 0.0, prefixes(first))
+        ledger.choose(call_of(2), "b", 1, None, 0.0, prefixes(second))
         assert ledger.replica_with(prefixes([*first, 3])) == "a"
         assert ledger.replica_with(prefixes([*system, 4])) == "b"
 
@@ -184,16 +190,16 @@ class TestLedger:
         monkeypatch.setattr(routing, "MAX_PREFIXES", 2)
         ledger = Ledger()
         for number, prompt in enumerate((1, 2, 1, 3)):
-            ledger.choose(str(number), "a", 1, None, 0.0, prefixes([prompt] * PREFIX_TOKENS))
+            ledger.choose(call_of(number), "a", 1, None, 0.0, prefixes([prompt] * PREFIX_TOKENS))
         known = [ledger.replica_with(prefixes([prompt] * PREFIX_TOKENS)) for prompt in (1, 2, 3)]
         assert known == ["a", None, "a"]
 
     def test_the_session_that_was_silent_longest_is_forgotten_first(self):
         ledger = Ledger()
         for session in range(MAX_SESSIONS):
-            ledger.choose("1", "a", 1, str(session), now=0)
-        ledger.choose("1", "b", 1, "0", now=0)
-        ledger.choose("1", "a", 1, "new", now=0)
+            ledger.choose(call_of(1), "a", 1, str(session), now=0)
+        ledger.choose(call_of(1), "b", 1, "0", now=0)
+        ledger.choose(call_of(1), "a", 1, "new", now=0)
         assert (ledger.replica_of("0"), ledger.replica_of("1"), ledger.replica_of("new")) == ("b", None, "a")
         assert ledger.replica_of(None) is None
 
@@ -225,8 +231,8 @@ class TestReplicasOfServe:
         router = RolloutRouter.__new__(RolloutRouter)  # without Serve's event loop and controller
         router.initialize_state(limit=8, share=2, group=None)
         for replica_id, load in reversed(loads.items()):  # the session was on the first one last
-            router._ledger.choose(f"before on {replica_id}", replica_id, load, call.session_id, now=0)
-        pending = SimpleNamespace(args=[call], metadata=SimpleNamespace(internal_request_id="now"))
+            router._ledger.choose(("before", load), replica_id, load, call.session_id, now=0)
+        pending = SimpleNamespace(args=[call])
         replicas = [
             SimpleNamespace(
                 replica_id=SimpleNamespace(unique_id=replica_id), routing_stats=self.STATS | stats.get(replica_id, {})

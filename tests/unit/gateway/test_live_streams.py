@@ -14,13 +14,13 @@ from rollout_service.config.engine import EngineConfig
 from rollout_service.errors import InvalidRequest, NonFiniteLogprob, RolloutServiceError
 from rollout_service.fleet.continuation import slice_completion
 from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.fleet.placements import PLACEMENTS
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import EOS, VOCABULARY
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.runtime.placements import PLACEMENTS
 from tests.unit.gateway.chats import HELLO, URL, ids
 
 TEXT = "hello, world"

@@ -8,8 +8,11 @@ import ray
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from rollout_service.errors import DeploymentFailed, EngineFailed, LogCorrupt, NotFound, NotReady, RolloutServiceError
+from rollout_service.fleet.routing import Ledger
 from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.runtime.placements import Placements
 from rollout_service.runtime.rpc import EngineClient, ingest_client
+from tests.support.handles import ActorHandle, FakeMethod
 
 CALL = GenerateCall(request_id="r", prompt_token_ids=(1, 2), sampling=Sampling())
 
@@ -25,7 +28,7 @@ def actor(object_store: None) -> Any:
                 raise version
             return version
 
-    return Deployment.remote()
+    return ActorHandle(Deployment.remote())
 
 
 class TestClient:
@@ -45,7 +48,7 @@ class TestClient:
         assert raised.value.http_status == 500 and raised.value.__cause__ is not None
 
     async def test_a_deployment_that_died_is_not_ready(self, actor):
-        ray.kill(actor)
+        ray.kill(actor.actor)
         with pytest.raises(NotReady, match="the ingest died with this call: send it again"):
             await ingest_client(actor).status(1)
 
@@ -81,8 +84,21 @@ class TestEngineClient:
             await call
         assert handle.cancelled
 
+    async def test_a_call_is_in_the_ledgers_from_its_choice_to_its_end(self):
+        ledger, placements = Ledger(), Placements()
+        placements.add_ledger(ledger)
+        handle, call_id = Endless(), (CALL.origin, CALL.number)
+        ledger.choose(call_id, "chosen first", 1, None, 0.0)
+        call = asyncio.create_task(EngineClient(handle, placements).generate(CALL))
+        await handle.asked.wait()
+        assert (ledger.load("chosen first"), ledger.load("a")) == (0, 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert ledger.load("a") == 0
 
-class Refusing:
+
+class Refusing(FakeMethod):
     """A handle whose every call fails before it reaches a deployment."""
 
     def __init__(self, error: Exception) -> None:
@@ -93,7 +109,7 @@ class Refusing:
         raise self._error
 
 
-class Endless:
+class Endless(FakeMethod):
     """A handle, and the response of its only method, which never comes."""
 
     def __init__(self) -> None:

@@ -1,34 +1,59 @@
-"""Information from this process's router for the gateway: the replica of each call, and the known replicas.
+"""Information between this process's routers and the gateway: the replica of each call, and the known replicas.
 
-The router runs on one of Serve's threads.
+Routers run on one of Serve's threads.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 OnPlaced = Callable[[int, str], None]
 """Called with a call's number and a replica's id."""
+CallId = tuple[str, int]
+"""The origin and the number of a call."""
+
+
+class CallLedger(Protocol):
+    """The calls that one router has placed."""
+
+    def arrive(self, call_id: CallId, replica_id: str) -> None:
+        """Note which replica got a call. Calls of other routers are ignored."""
+
+    def complete(self, call_id: CallId) -> None:
+        """Note that a call has ended. Calls of other routers are ignored."""
 
 
 class Placements:
-    """Placements of calls by this process's router."""
+    """Placements of calls by this process's routers."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, OnPlaced] = {}
+        self._ledgers: list[CallLedger] = []
 
     def listen(self, origin: str, placed: OnPlaced) -> None:
-        """Call ``placed`` for each call that ``origin`` sends, on the router's thread."""
+        """Call ``placed`` for each call that ``origin`` sends, in the event loop that sends it."""
         self._listeners[origin] = placed
 
     def forget(self, origin: str) -> None:
         """Remove the listener."""
         self._listeners.pop(origin, None)
 
+    def add_ledger(self, ledger: CallLedger) -> None:
+        """Add the ledger of a router."""
+        self._ledgers.append(ledger)
+
     def note(self, origin: str, number: int, replica_id: str) -> None:
-        """Note that a replica has taken a call."""
+        """Note that a call is sent to a replica."""
+        for ledger in self._ledgers:
+            ledger.arrive((origin, number), replica_id)
         placed = self._listeners.get(origin)
         if placed is not None:
             placed(number, replica_id)
+
+    def end(self, origin: str, number: int) -> None:
+        """Note that a call has ended, wherever it was."""
+        for ledger in self._ledgers:
+            ledger.complete((origin, number))
 
 
 PLACEMENTS = Placements()

@@ -1,6 +1,6 @@
 """What the router tells the gateway of the replicas."""
 
-from rollout_service.fleet.placements import RoutedFleet, RoutedReplica
+from rollout_service.runtime.placements import RoutedFleet, RoutedReplica
 
 
 def test_room_is_what_other_gateways_leave_and_the_share_at_least():
