@@ -26,7 +26,7 @@ class Problem(NamedTuple):
     """A reason why the service could not start here."""
 
     check: str
-    """What was checked: a setting, or a part of the machine."""
+    """The setting, or the part of the machine, that was checked."""
     found: str
     advice: str = ""
     """Settings or actions that help; empty if ``found`` names them."""

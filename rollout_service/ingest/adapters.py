@@ -71,13 +71,25 @@ _REFUSED = {
 """Fields of PEFT's configuration that vLLM does not implement, or would ignore."""
 
 
-class AdapterVersions:
-    """The committed versions of adapters, and their uploads. Its caller serializes all methods but ``part``."""
+class AdapterIngest:
+    """The committed versions of adapters, and their uploads. Its coroutines are for other processes: see
+    ``IngestCalls``."""
 
-    def __init__(self, config: ServiceConfig, store: AdapterStore, model: ServedModel) -> None:
-        self._config, self._store, self._model = config, store, model
+    def __init__(
+        self,
+        config: ServiceConfig,
+        log: WeightLog,
+        model: ServedModel,
+        fleet: FleetCoordinator,
+        labels: VersionLabels,
+        writing: ClosableLock,
+    ) -> None:
+        """``writing``: held by the task that writes the log."""
+        self._config, self._store, self._model = config, AdapterStore(log.root), model
+        self._fleet, self._log, self._labels, self._writing = fleet, log, labels, writing
         self._limits = config.engine.adapters
         self._uploads: dict[tuple[str, str], _Upload] = {}
+        self._shielded = ShieldedTasks()
         self.live: tuple[AdapterVersion, ...] = ()
         """The committed versions that replicas should hold, oldest first."""
 
@@ -100,8 +112,112 @@ class AdapterVersions:
         """Return the newest version of an adapter."""
         return next((adapter for adapter in reversed(self.live) if adapter.name == name), None)
 
-    def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
+    def require_none(self) -> None:
+        """Raise VersionConflict if the base cannot be replaced, because adapters belong to it."""
+        if names := sorted({adapter.name for adapter in self.live}):
+            raise VersionConflict(
+                f"the adapters {', '.join(names)} belong to the served weights, and new weights would change what they "
+                "sample: DELETE /v1/adapters/{name} first",
+                {"adapters": names},
+            )
+
+    async def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
         """Start or resume an upload. Raises InvalidManifest, InvalidRequest, InsufficientStorage."""
+        async with self._writing:
+            return await asyncio.to_thread(self._begin, name, begin)
+
+    async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
+        """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage."""
+        if (upload := self._uploads.get((name, digest))) is None:
+            raise _no_upload(name, digest)
+        await asyncio.to_thread(upload.write, index, content)
+
+    async def commit(self, name: str, request: CommitAdapter) -> AdapterStatus:
+        """Commit an upload or a folder, and wait for the replicas as requested. Repeating the commit gets the same
+        answer.
+
+        Raises NotFound, UploadIncomplete, DigestMismatch, InvalidManifest, InvalidRequest, VersionConflict, Forbidden,
+        CommitTimeout, or LogCorrupt if a replica cannot load it.
+        """
+        adapter = await self._shielded.run(self._commit(name, request))
+        if request.wait == "all":
+            await self._fleet.wait_adapter(adapter, request.timeout_s)
+        await self._sweep()
+        return self._status(adapter)
+
+    async def remove(self, name: str) -> None:
+        """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
+        await self._shielded.run(self._remove(name))
+
+    async def all(self) -> list[AdapterStatus]:
+        """Return the committed versions, oldest first."""
+        return [self._status(adapter) for adapter in self.live]
+
+    async def file(self, adapter: AdapterVersion, file: str, offset: int) -> bytes:
+        """Return up to ``ADAPTER_PART_BYTES`` of a file, for a node without the log. Raises NotFound,
+        InvalidRequest."""
+        if file not in ADAPTER_FILES:
+            raise InvalidRequest(f"an adapter has no file {file!r}")
+
+        def read() -> bytes:
+            with (self._store.folder(adapter) / file).open("rb") as stream:
+                stream.seek(offset)
+                return stream.read(ADAPTER_PART_BYTES)
+
+        try:
+            return await asyncio.to_thread(read)
+        except FileNotFoundError as error:
+            raise NotFound(f"adapter {adapter} is not in the log any more") from error
+
+    async def _commit(self, name: str, request: CommitAdapter) -> AdapterVersion:
+        async with self._writing:
+            self._fleet.require_followed()
+            asked = request.base_version
+            head = self._log.head()
+            assert head is not None, "the ingest has created version 0"
+            if asked is not None and self._labels.number_of(asked) != head.version:
+                raise VersionConflict(
+                    f"the adapter belongs to weight version {asked}, and version {head.version} is served: push that "
+                    "base again, or train on this one",
+                    {"base_version": asked, "latest_version": head.version},
+                )
+            newest = self.newest(name)
+            if newest is not None and newest.digest == request.digest and request.version in (NEXT, newest.version):
+                return newest  # the answer to an earlier commit was lost
+            try:
+                checked = await asyncio.to_thread(self._check, name, request)
+                adapter = await asyncio.to_thread(self._take_in, name, request, checked, head)
+            except OSError as error:
+                raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
+            await self._fleet.follow_adapters()
+            return adapter
+
+    async def _remove(self, name: str) -> None:
+        async with self._writing:
+            if self.newest(name) is None:
+                known = sorted({adapter.name for adapter in self.live})
+                raise NotFound(f"there is no adapter {name!r}; there are {known}", {"adapters": known})
+            await asyncio.to_thread(self._set, tuple(adapter for adapter in self.live if adapter.name != name))
+            await self._fleet.follow_adapters()
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Remove the files of versions that are neither committed nor held by a replica."""
+        held = {each.digest for status in self._fleet.table.live() for each in status.adapters}
+        if self._fleet.table.is_complete():
+            async with self._writing:
+                await asyncio.to_thread(self._store.sweep, self.live, held)
+
+    def _status(self, adapter: AdapterVersion) -> AdapterStatus:
+        reports = self._fleet.table.adapter(adapter)
+        return AdapterStatus(
+            **adapter.model_dump(),
+            replicas=tuple(name for name, held in reports.items() if held is not None and held.error is None),
+            errors={name: held.error for name, held in reports.items() if held is not None and held.error is not None},
+            running=sum(held.running for held in reports.values() if held is not None),
+        )
+
+    def _begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
         self._require_room(name)
         rank = check_config(begin.config, self._limits.max_rank)
         # each module has at most two matrices in fp32; the header takes at most 512 bytes for each
@@ -130,14 +246,7 @@ class AdapterVersions:
                 raise no_room(f"adapter {name}", folder.parent.parent, begin.nbytes) from error
         return AdapterUpload(digest=digest, missing=self._uploads[key].missing)
 
-    def part(self, name: str, digest: str, index: int, content: bytes) -> None:
-        """Write one part. Blocks. Raises NotFound, InvalidRequest, InsufficientStorage."""
-        upload = self._uploads.get((name, digest))
-        if upload is None:
-            raise _no_upload(name, digest)
-        upload.write(index, content)
-
-    def check(self, name: str, request: CommitAdapter) -> "CheckedAdapter":
+    def _check(self, name: str, request: CommitAdapter) -> "CheckedAdapter":
         """Check an upload, a folder, or the files of an older version completely. Blocks.
 
         Raises NotFound, UploadIncomplete, DigestMismatch, InvalidManifest, InvalidRequest, VersionConflict, Forbidden,
@@ -162,7 +271,7 @@ class AdapterVersions:
         check_tensors(staged / TENSORS_FILE, rank, self._model)
         return CheckedAdapter(staged, found, rank, (staged / TENSORS_FILE).stat().st_size)
 
-    def commit(self, name: str, options: AdapterOptions, checked: "CheckedAdapter", head: Head) -> AdapterVersion:
+    def _take_in(self, name: str, options: AdapterOptions, checked: "CheckedAdapter", head: Head) -> AdapterVersion:
         """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
         same files.
 
@@ -195,26 +304,6 @@ class AdapterVersions:
             logger.info("adapter %s committed: %.1f MB, digest %s", newest, newest.nbytes / 1e6, newest.digest)
         self._uploads = {key: each for key, each in self._uploads.items() if each.folder.is_dir()}
         return newest
-
-    def remove(self, name: str) -> None:
-        """Remove all versions of an adapter. Raises NotFound, OSError."""
-        if self.newest(name) is None:
-            known = sorted({adapter.name for adapter in self.live})
-            raise NotFound(f"there is no adapter {name!r}; there are {known}", {"adapters": known})
-        self._set(tuple(adapter for adapter in self.live if adapter.name != name))
-
-    def sweep(self, held: set[str]) -> None:
-        """Remove the files of versions that are neither committed nor in ``held``, which has their digests."""
-        self._store.sweep(self.live, held)
-
-    def require_none(self) -> None:
-        """Raise VersionConflict if the base cannot be replaced, because adapters belong to it."""
-        if names := sorted({adapter.name for adapter in self.live}):
-            raise VersionConflict(
-                f"the adapters {', '.join(names)} belong to the served weights, and new weights would change what they "
-                "sample: DELETE /v1/adapters/{name} first",
-                {"adapters": names},
-            )
 
     def _set(self, versions: tuple[AdapterVersion, ...]) -> None:
         self._store.set(versions)
@@ -277,116 +366,6 @@ class AdapterVersions:
 
     def _drop(self, key: tuple[str, str]) -> None:
         shutil.rmtree(self._uploads.pop(key).folder, ignore_errors=True)
-
-
-class AdapterIngest:
-    """Adapters, for other processes: see ``IngestCalls``."""
-
-    def __init__(
-        self,
-        config: ServiceConfig,
-        log: WeightLog,
-        model: ServedModel,
-        fleet: FleetCoordinator,
-        labels: VersionLabels,
-        writing: ClosableLock,
-    ) -> None:
-        """``writing``: held by the task that writes the log."""
-        self._store = AdapterStore(log.root)
-        self.versions = AdapterVersions(config, self._store, model)
-        """The committed versions."""
-        self._fleet, self._log, self._labels, self._writing = fleet, log, labels, writing
-        self._shielded = ShieldedTasks()
-
-    async def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
-        """Start or resume an upload. Raises InvalidManifest, InvalidRequest, InsufficientStorage."""
-        async with self._writing:
-            return await asyncio.to_thread(self.versions.begin, name, begin)
-
-    async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
-        """Store one part of an upload. Raises NotFound, InvalidRequest."""
-        await asyncio.to_thread(self.versions.part, name, digest, index, content)
-
-    async def commit(self, name: str, request: CommitAdapter) -> AdapterStatus:
-        """Commit an upload or a folder, and wait for the replicas as requested. Repeating the commit gets the same
-        answer.
-
-        Raises the errors of ``AdapterVersions.check`` and ``commit``; CommitTimeout; LogCorrupt if a replica cannot
-        load it.
-        """
-        adapter = await self._shielded.run(self._commit(name, request))
-        if request.wait == "all":
-            await self._fleet.wait_adapter(adapter, request.timeout_s)
-        await self._sweep()
-        return self._status(adapter)
-
-    async def remove(self, name: str) -> None:
-        """Remove all versions of an adapter. Running rollouts finish. Raises NotFound."""
-        await self._shielded.run(self._remove(name))
-
-    async def all(self) -> list[AdapterStatus]:
-        """Return the committed versions, oldest first."""
-        return [self._status(adapter) for adapter in self.versions.live]
-
-    async def file(self, adapter: AdapterVersion, file: str, offset: int) -> bytes:
-        """Return up to ``ADAPTER_PART_BYTES`` of a file, for a node without the log. Raises NotFound,
-        InvalidRequest."""
-        if file not in ADAPTER_FILES:
-            raise InvalidRequest(f"an adapter has no file {file!r}")
-
-        def read() -> bytes:
-            with (self._store.folder(adapter) / file).open("rb") as stream:
-                stream.seek(offset)
-                return stream.read(ADAPTER_PART_BYTES)
-
-        try:
-            return await asyncio.to_thread(read)
-        except FileNotFoundError as error:
-            raise NotFound(f"adapter {adapter} is not in the log any more") from error
-
-    async def _commit(self, name: str, request: CommitAdapter) -> AdapterVersion:
-        async with self._writing:
-            self._fleet.require_followed()
-            asked = request.base_version
-            head = self._log.head()
-            assert head is not None, "the ingest has created version 0"
-            if asked is not None and self._labels.number_of(asked) != head.version:
-                raise VersionConflict(
-                    f"the adapter belongs to weight version {asked}, and version {head.version} is served: push that "
-                    "base again, or train on this one",
-                    {"base_version": asked, "latest_version": head.version},
-                )
-            newest = self.versions.newest(name)
-            if newest is not None and newest.digest == request.digest and request.version in (NEXT, newest.version):
-                return newest  # the answer to an earlier commit was lost
-            try:
-                checked = await asyncio.to_thread(self.versions.check, name, request)
-                adapter = await asyncio.to_thread(self.versions.commit, name, request, checked, head)
-            except OSError as error:
-                raise RolloutServiceError(f"adapter {name} was not committed: {error}: push it again") from error
-            await self._fleet.follow_adapters()
-            return adapter
-
-    async def _remove(self, name: str) -> None:
-        async with self._writing:
-            await asyncio.to_thread(self.versions.remove, name)
-            await self._fleet.follow_adapters()
-        await self._sweep()
-
-    async def _sweep(self) -> None:
-        held = {each.digest for status in self._fleet.table.live() for each in status.adapters}
-        if self._fleet.table.is_complete():
-            async with self._writing:
-                await asyncio.to_thread(self.versions.sweep, held)
-
-    def _status(self, adapter: AdapterVersion) -> AdapterStatus:
-        reports = self._fleet.table.adapter(adapter)
-        return AdapterStatus(
-            **adapter.model_dump(),
-            replicas=tuple(name for name, held in reports.items() if held is not None and held.error is None),
-            errors={name: held.error for name, held in reports.items() if held is not None and held.error is not None},
-            running=sum(held.running for held in reports.values() if held is not None),
-        )
 
 
 @dataclass(frozen=True)

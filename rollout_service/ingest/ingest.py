@@ -206,7 +206,7 @@ class Ingest:
             await self._commit(0, CommitUpload())
             return
         head, manifest = newest
-        await asyncio.to_thread(self._adapters.versions.open, head)
+        await asyncio.to_thread(self._adapters.open, head)
         self._kv_scales.restore(manifest)
         await asyncio.to_thread(self._labels.load)
         await asyncio.to_thread(self._log.remove_uncommitted)
@@ -245,7 +245,7 @@ class Ingest:
         async with self._writing:
             self._fleet.require_followed()
             if begin.version not in self._log.versions():
-                self._adapters.versions.require_none()
+                self._adapters.require_none()
             return await self._uploads.begin(begin)
 
     async def push_folder(
@@ -291,7 +291,7 @@ class Ingest:
     @property
     def adapter_versions(self) -> tuple[AdapterVersion, ...]:
         """Return the adapter versions that replicas should hold, oldest first."""
-        return self._adapters.versions.live
+        return self._adapters.live
 
     @property
     def ignored(self) -> IgnoredTensors:
@@ -535,7 +535,7 @@ class Ingest:
             return version
 
     async def _append(self, manifest: Manifest, record: UploadRecord | None, mode: PauseMode) -> None:
-        self._adapters.versions.require_none()
+        self._adapters.require_none()
         try:
             head = await asyncio.to_thread(self._log.commit, manifest, mode, record)
         except OSError as error:
