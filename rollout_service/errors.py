@@ -20,9 +20,11 @@
     ├── Overtaken                 409  a pause, resume, sleep or wake-up that a later request replaced
     ├── Asleep                    409  the engines have released their memory: wake them first
     ├── WeightTransferFailed      409  a broadcast that cannot be received or committed: join a group or start again
+    ├── SampleGone                410  a sample of Tinker's SDK that the gateway does not have
     ├── PayloadTooLarge           413  a part larger than its declared size
     ├── TooEarly                  425  no replica serves ``min_weight_version`` yet
     │   └── VersionNotServed      409  no replica serves what ``weight_version`` asks for
+    ├── TooManySamples            429  too many open samples of Tinker's SDK: retry later
     ├── Overloaded                503  a memory limit is reached, such as that of the gateway's queue: retry later.
     │   │                              Between gateway and replica: the replica is full, and the call waits
     │   └── KVCacheFull           503  between gateway and replica: older sessions need the KV cache's memory
@@ -187,6 +189,19 @@ class PayloadTooLarge(RolloutServiceError):
     """A part larger than its declared size."""
 
     http_status = 413
+
+
+class SampleGone(RolloutServiceError):
+    """A sample of Tinker's SDK that this gateway does not have: the SDK sends it again."""
+
+    http_status = 410
+
+
+class TooManySamples(RolloutServiceError):
+    """This gateway keeps no more samples of Tinker's SDK: the SDK sends it again."""
+
+    http_status = 429
+    retry_after_s = 1.0
 
 
 class TooEarly(RolloutServiceError):

@@ -49,6 +49,7 @@ TITLES = {
     "metrics": "Metrics",
     "sglang.routers": "SGLang's routes",
     "areal": "AReaL's routes",
+    "tinker": "Tinker's sampling routes",
 }
 """The heading above the routes of each module."""
 MAX_FIELDS = 8

@@ -16,6 +16,7 @@ from rollout_service.config import AdaptersConfig, ServiceConfig
 from rollout_service.fleet.detokenizer import decoder_of
 from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.fleet.serve_status import not_running
+from rollout_service.gateway.tinker_samples import Samples
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import WantedAdapter
 from rollout_service.runtime.connections import ManyConnections
@@ -79,6 +80,8 @@ class Services:
     """The settings ``engine.adapters``."""
     sessions: SessionCalls = field(default_factory=SessionStore)
     """The sessions of agents."""
+    samples: Samples | None = field(default_factory=Samples)
+    """The samples of Tinker's SDK. None: they are refused, because there are several gateways."""
     returns_masks: bool = False
     """The setting ``engine.return_sampling_mask``."""
     returns_experts: bool = False
@@ -143,6 +146,7 @@ class Services:
             monitor=calls_monitor,
             aliases=config.model.aliases,
             sessions=SessionStore() if sessions is None else session_client(sessions),
+            samples=Samples() if config.scaling.gateways == 1 else None,
             returns_masks=config.engine.return_sampling_mask,
             returns_experts=config.engine.return_routed_experts,
             max_logprobs=model.vocab_size if config.engine.max_logprobs == -1 else config.engine.max_logprobs,

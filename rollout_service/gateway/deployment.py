@@ -21,6 +21,7 @@ from rollout_service.gateway import (
     mismatch,
     models,
     score,
+    tinker,
     update_weights,
     vllm_weights,
     weights,
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 SURFACES = (
     *(generate, score, completions, openai, sessions, models),
     *(weights, adapters, update_weights, vllm_weights, mismatch, control, metrics),
-    *(sglang, areal),
+    *(sglang, areal, tinker),
 )
 """All route modules: data routes, routes that need authorization, metrics, and the APIs of other servers."""
 

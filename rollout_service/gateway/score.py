@@ -1,6 +1,7 @@
 """``POST /inference/v1/score``: logprobs of given tokens."""
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 from fastapi import APIRouter
@@ -24,7 +25,10 @@ async def score(body: ScoreRequest, services: Here, x_session_id: SessionHeader 
     """Return the logprobs of given tokens, and of the most likely or of given tokens beside them."""
     model, adapter = await model_and_adapter(body.model, body.adapter, services)
     options = body.options(x_session_id).model_copy(update={"adapter": adapter})
-    _check_targets(body, services)
+    if body.target_token_ids is None:
+        check_width("top_logprobs", body.top_logprobs, services)
+    else:
+        check_targets("target_token_ids", body.target_token_ids, body.start, services)
     # vLLM returns a prompt's logprobs with a first sampled token, which is dropped here
     sampling = Sampling(
         max_tokens=1,
@@ -52,16 +56,22 @@ async def score(body: ScoreRequest, services: Here, x_session_id: SessionHeader 
     return reply | {"token_ids": [ids[a:b] for a, b in rows], "logprobs": [logprobs[a:b] for a, b in rows]}
 
 
-def _check_targets(body: ScoreRequest, services: Services) -> None:
-    if body.width - (body.target_token_ids is None) > services.max_logprobs:
-        name = "top_logprobs" if body.target_token_ids is None else "target_token_ids"
+def check_width(name: str, width: int, services: Services) -> None:
+    """Raise InvalidRequest for more logprobs of a token than the deployment returns. ``name``: of the request's
+    field."""
+    if width > services.max_logprobs:
         raise InvalidRequest(
             f"{name}: this deployment returns at most {services.max_logprobs} for a token: ask for fewer, or raise "
             "engine.max_logprobs",
             {"limit": services.max_logprobs},
         )
-    for position, targets in enumerate(body.target_token_ids or (), start=body.start):
-        outside = [token for token in targets if not 0 <= token < services.vocab_size]
+
+
+def check_targets(name: str, targets: Sequence[Sequence[int]], start: int, services: Services) -> None:
+    """Raise InvalidRequest for too many target tokens, or for one outside the vocabulary."""
+    check_width(name, max(map(len, targets), default=0), services)
+    for position, tokens in enumerate(targets, start=start):
+        outside = [token for token in tokens if not 0 <= token < services.vocab_size]
         if outside:
             raise InvalidRequest(
                 f"target token id {outside[0]} of position {position} is outside the vocabulary "

@@ -57,7 +57,8 @@ def test_an_error_without_detail_has_an_empty_one():
 
 def test_what_can_be_retried_says_when():
     assert {cls.__name__ for cls in CLASSES if cls.retry_after_s} == {
-        "TooEarly", "VersionNotServed", "Overloaded", "KVCacheFull", "NotReady", "DeploymentFailed", "LogUnreadable"
+        "TooEarly", "VersionNotServed", "Overloaded", "KVCacheFull", "NotReady", "DeploymentFailed", "LogUnreadable",
+            "TooManySamples",
     }  # fmt: skip
     assert Overloaded.retry_after_s is not None and Overloaded.retry_after_s > 0
 

@@ -40,6 +40,20 @@ OPEN = {
     ("POST", "/v1/sessions/{session_id}/v1/messages/count_tokens"),
     ("GET", "/v1/sessions/{session_id}/v1/models"),
 }
+OPEN |= {
+    (method, f"/api/v1/{path}")
+    for method, paths in {
+        "GET": ("healthz", "get_server_capabilities", "samplers/{sampler_id}"),
+        "POST": (
+            *("client/config", "client/dynamic_config", "create_session", "session_heartbeat", "telemetry"),
+            *("sessions/{session_id}/finish", "create_sampling_session", "asample", "retrieve_future", "cancel_future"),
+            *("create_model", "get_info", "forward", "forward_backward", "optim_step", "unload_model"),
+            *("create_custom_loss", "save_weights", "save_weights_for_sampler", "save_weights_external"),
+            *("load_weights", "copy_weights", "weights_info"),
+        ),
+    }.items()
+    for path in paths
+}
 ABOUT_THE_API = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 """Static; FastAPI's own."""
 STRANGERS: dict[str, tuple[str, dict[str, str]]] = {

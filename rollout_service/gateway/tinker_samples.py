@@ -1,0 +1,80 @@
+"""Samples of Tinker's SDK, which starts a sample and polls for its result."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from rollout_service.errors import RolloutServiceError, SampleGone, TooManySamples
+from rollout_service.web.errors import validation_error
+
+MAX_SAMPLES = 4096
+"""Maximum number of samples that are kept. The SDK sends at most 2000 at once."""
+KEPT_S = 120.0
+"""Time in seconds for which a result is kept, so that a lost reply can be fetched again."""
+POLL_S = 20.0
+"""Maximum time in seconds that a poll waits. The SDK gives up after 45 s, and polls again."""
+
+
+@dataclass
+class _Sample:
+    task: "asyncio.Task[bytes | dict[str, str]]"
+    ended_at: float | None = None
+
+
+@dataclass
+class Samples:
+    """The samples of one gateway."""
+
+    clock: Callable[[], float] = time.monotonic
+    _samples: dict[str, _Sample] = field(default_factory=dict)
+    """Oldest first."""
+
+    def start(self, request_id: str, make: Callable[[], Coroutine[object, None, bytes]]) -> None:
+        """Start a sample, unless it is known. Raises TooManySamples."""
+        if request_id in self._samples:
+            return
+        self._drop()
+        if len(self._samples) >= MAX_SAMPLES:
+            raise TooManySamples(f"{MAX_SAMPLES} samples are open: send it again", {"limit": MAX_SAMPLES})
+        sample = self._samples[request_id] = _Sample(asyncio.create_task(_result(make())))
+
+        def end(_: object) -> None:
+            sample.ended_at = self.clock()
+
+        sample.task.add_done_callback(end)
+
+    async def result(self, request_id: str) -> bytes | dict[str, str] | None:
+        """Return the message or the error of a sample; None: it is under way. Raises SampleGone."""
+        sample = self._samples.get(request_id)
+        if sample is None:
+            raise SampleGone(f"sample {request_id} is not known: it was fetched long ago, or another gateway has it")
+        await asyncio.wait([sample.task], timeout=POLL_S)
+        return sample.task.result() if sample.task.done() and not sample.task.cancelled() else None
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a sample that nobody waits for any more."""
+        if (sample := self._samples.pop(request_id, None)) is not None:
+            sample.task.cancel()
+
+    def _drop(self) -> None:
+        """Forget results that nobody will fetch again; the oldest first if there are too many."""
+        now = self.clock()
+        ended = [(name, each.ended_at) for name, each in self._samples.items() if each.ended_at is not None]
+        too_many = len(self._samples) - MAX_SAMPLES + 1
+        for number, (name, ended_at) in enumerate(ended):
+            if number < too_many or now - ended_at > KEPT_S:
+                del self._samples[name]
+
+
+async def _result(made: Coroutine[object, None, bytes]) -> bytes | dict[str, str]:
+    """Return the message, or the error as the SDK reads it."""
+    try:
+        return await made
+    except ValidationError as error:
+        problem: RolloutServiceError = validation_error("asample", error.errors(include_url=False))
+    except RolloutServiceError as error:
+        problem = error
+    return {"error": problem.message, "category": "user" if problem.http_status < 500 else "server"}

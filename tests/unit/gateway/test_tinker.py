@@ -1,0 +1,160 @@
+"""Samples of Tinker's SDK: what is kept, and what reaches the engine. ``tests/clients/test_tinker.py`` has the SDK."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout_service.errors import InvalidRequest, SampleGone, TooManySamples
+from rollout_service.gateway import tinker_samples
+from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.tinker_samples import KEPT_S, Samples
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
+from rollout_service.protocol.sampling import Scoring
+from rollout_service.protocol.tinker import Tensor
+from tests.unit.gateway.fakes import http_to
+
+PROMPT = [5, 6, 7]
+Post = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def post(services: Services) -> Post:
+    async def post(path: str, at: Services = services, **body: object) -> Any:
+        async with http_to(at) as http:
+            return await http.post(f"/api/v1/{path}", json=body)
+
+    return post
+
+
+async def sample(post: Post, **fields: object) -> Any:
+    """Send a sample, and return the reply with its result."""
+    session = (await post("create_session")).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = (await post("create_sampling_session", **body)).json()["sampling_session_id"]
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}}
+    told = await post("asample", **body, **{"sampling_params": {}, **fields})
+    assert told.status_code == 200, told.text
+    return await post("retrieve_future", request_id=told.json()["request_id"])
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (None, ((), (), False)),
+        ([], ((), (), True)),
+        ("a", (("a",), (), False)),
+        (["a", "b"], (("a", "b"), (), False)),
+        ([7, 8], ((), (7, 8), False)),
+    ],
+)
+async def test_stop_reaches_the_engine(post, engine, stop, expected):
+    reply = await sample(post, sampling_params={"stop": stop, "max_tokens": 3, "top_k": -1, "seed": 4}, num_samples=2)
+    assert reply.headers["content-type"] == "application/x-protobuf"
+    [call] = engine.calls
+    assert (call.sampling.stop, call.sampling.stop_token_ids, call.sampling.ignore_eos) == expected
+    assert (call.sampling.n, call.sampling.seed, call.prompt_token_ids) == (2, 4, (5, 6, 7))
+
+
+async def test_target_tokens_are_scored_beside_the_prompt(post, engine):
+    engine.scores = CompactLogprobs.of([6, 3, 4, 7], [-0.5, -0.25, -1.5, -2.0], [0, 3, 4], 0)
+    targets = {"data": [3, 4, -1, -1], "dtype": "int64", "shape": [2, 2]}
+    reply = await sample(post, target_prompt_logprobs=targets, prompt_logprobs=True)
+    assert reply.headers["content-type"] == "application/x-protobuf"
+    [call] = engine.calls
+    assert call.scoring == Scoring(start=1, target_token_ids=((6, 3, 4), (7,)))
+    assert call.sampling.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"sampling_params": {"temperature": 9}}, "temperature"),
+        ({"topk_prompt_logprobs": 21}, "prompt_logprobs=21"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}}, "1 rows, and 2 tokens"),
+        ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [2, 2]}}, "3 ids, and 4"),
+    ],
+)
+async def test_errors_of_a_sample_are_its_result(post, fields, why):
+    reply = (await sample(post, **fields)).json()
+    assert why in reply["error"] and reply["category"] == "user"
+
+
+async def test_several_gateways_refuse_sessions(post, services):
+    reply = await post("create_session", replace(services, samples=None))
+    assert reply.status_code == 422 and "scaling.gateways" in reply.text
+
+
+@pytest.mark.parametrize("path", ["create_model", "forward_backward", "optim_step", "save_weights_for_sampler"])
+async def test_training_is_refused_by_name(post, path):
+    reply = await post(path, model_id="m")
+    assert reply.status_code == 422 and "push_adapter" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        ({"data": (1, -1, 2, 3), "shape": (2, 2)}, [(1,), (2, 3)]),
+        (
+            {"data": (4, 5), "shape": (3, 9), "sparse_crow_indices": (0, 0, 2, 2), "sparse_col_indices": (1, 8)},
+            [(), (4, 5), ()],
+        ),
+    ],
+)
+def test_rows_of_targets_leave_empty_cells_out(fields, rows):
+    assert Tensor(dtype="int64", **fields).rows() == rows
+
+
+@pytest.mark.parametrize("crow", [(0, 2, 1), (0, 1), (0, 1, 3), (1, 1, 2)])
+def test_indices_that_are_no_matrix_are_refused(crow):
+    targets = Tensor(data=(1, 2), dtype="int64", shape=(2, 2), sparse_crow_indices=crow, sparse_col_indices=(0, 1))
+    with pytest.raises(InvalidRequest, match="target_prompt_logprobs"):
+        targets.rows()
+
+
+async def test_repeated_sample_runs_once_and_results_expire():
+    now, made = 0.0, list[int]()
+    samples = Samples(clock=lambda: now)
+
+    async def make() -> bytes:
+        made.append(1)
+        return b"result"
+
+    samples.start("a", make)
+    samples.start("a", make)
+    assert await samples.result("a") == await samples.result("a") == b"result" and made == [1]
+    now = KEPT_S + 1
+    samples.start("b", make)
+    with pytest.raises(SampleGone):
+        await samples.result("a")
+
+
+async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):
+    monkeypatch.setattr(tinker_samples, "MAX_SAMPLES", 2)
+    monkeypatch.setattr(tinker_samples, "POLL_S", 0.0)
+    samples, goes_on = Samples(), asyncio.Event()
+
+    async def wait() -> bytes:
+        await goes_on.wait()
+        return b""
+
+    async def ready() -> bytes:
+        return b"ready"
+
+    samples.start("old", ready)
+    samples.start("runs", wait)
+    while await samples.result("old") is None:
+        await asyncio.sleep(0)
+    assert await samples.result("runs") is None
+    samples.start("new", wait)
+    with pytest.raises(SampleGone):
+        await samples.result("old")
+    with pytest.raises(TooManySamples):
+        samples.start("more", wait)
+    samples.cancel("new")
+    samples.start("more", ready)
+    goes_on.set()
+    while await samples.result("runs") is None:
+        await asyncio.sleep(0)
