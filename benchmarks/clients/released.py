@@ -170,6 +170,15 @@ CLIENTS = (
         packages=("rllm-model-gateway",),
     ),
     Client(
+        "Tinker's SDK",
+        "its sampling client; prompt and top logprobs",
+        "training is refused; adapters by our client",
+        "samples, scores and adapters",
+        folder="tinker",
+        packages=("tinker",),
+        links={"Tinker's SDK": "adapters.md#with-tinkers-sdk"},
+    ),
+    Client(
         "NeMo-Gym",
         "chat, tokenize",
         "",
