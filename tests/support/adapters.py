@@ -22,10 +22,10 @@ CONFIG: dict[str, object] = {
 
 
 def adapter_tensors(model: Path, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """Return random matrices for every linear layer of a model, whose product changes its outputs a lot."""
+    """Return random matrices for every linear layer of a model but experts, whose product changes its outputs a lot."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     for name, shape in stored_shapes(model).items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or ".experts." in name:
             continue
         module = f"base_model.model.{name.removesuffix('.weight')}"
         tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, shape[1], generator=generator) * shape[1] ** -0.5

@@ -109,7 +109,8 @@ class SglangGenerate(Frozen):
     request."""
     rid: RequestId | None = None
     """The rollout's name in logs. With several prompts, the prompt's index is appended."""
-    lora_path: None = None
+    lora_path: str | None = Field(default=None, min_length=1, max_length=160)
+    """The name of an adapter, for all prompts: see ``RolloutOptions.adapter``."""
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     weight_version: WantedVersion | None = None
     """The version that may answer: not SGLang's field, but that of miles and Stitch."""
@@ -151,7 +152,11 @@ async def generate(body: SglangGenerate, services: Here, routing_key: RoutingKey
     prompts = await read_prompts(given or (), sampling.n, services)
     check_prompts(prompts, sampling, services)
     options = RolloutOptions(
-        session_id=routing_key or None, priority=body.priority, on_abort="return", weight_version=body.weight_version
+        session_id=routing_key or None,
+        priority=body.priority,
+        on_abort="return",
+        weight_version=body.weight_version,
+        adapter=body.lora_path,
     )
     several = body.rid is not None and len(prompts) > 1
     names = [f"{body.rid}-{i}" if several else body.rid for i in range(len(prompts))]

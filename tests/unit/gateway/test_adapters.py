@@ -11,6 +11,8 @@ from rollout_service.gateway.completions import CompletionRequest, completions
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.generate import generate
 from rollout_service.gateway.models import models
+from rollout_service.gateway.sglang.generate import SglangGenerate
+from rollout_service.gateway.sglang.generate import generate as sglang_generate
 from rollout_service.protocol.adapters import AdapterStatus, WantedAdapter
 from rollout_service.protocol.generate import GenerateRequest
 
@@ -55,6 +57,14 @@ async def test_a_request_names_its_adapter_in_either_field(adapted, engine, aske
     assert reply["model"] == asked.get("model", "tiny")
     await completions(CompletionRequest(prompt=(5, 6), **asked), adapted)
     assert engine.calls[-1].adapter == wanted
+
+
+async def test_sglangs_lora_path_names_an_adapter(adapted, engine):
+    asked = SglangGenerate(input_ids=(5, 6), lora_path="a@3")
+    assert await sglang_generate(asked, adapted)
+    assert engine.calls[-1].adapter == WantedAdapter(name="a", exact_version=3)
+    with pytest.raises(NotFound, match="there is no adapter"):
+        await sglang_generate(SglangGenerate(input_ids=(5, 6), lora_path="c"), adapted)
 
 
 @pytest.mark.parametrize("name", ["c", "a@2", "a@", "../a", "b@1"])

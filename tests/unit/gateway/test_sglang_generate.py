@@ -204,7 +204,7 @@ async def test_an_aborted_completion_comes_back_as_it_is(services, tokens):
         ({"logprob_start_len": 0}, "logprob_start_len"),
         ({"top_logprobs_num": 2}, "top_logprobs_num"),
         ({"return_routed_experts": True}, "return_routed_experts"),
-        ({"lora_path": "a"}, "lora_path"),
+        ({"lora_path": ["a"]}, "lora_path"),
         ({"image_data": "a"}, "image_data is not a field here, or not implemented"),
         ({"sampling_params": {"regex": "a"}}, "sampling_params.regex is not a field here, or not implemented"),
         ({"sampling_params": {"temperature": 3.0}}, "temperature Input should be less than or equal to 2"),

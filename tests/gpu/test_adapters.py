@@ -1,0 +1,45 @@
+"""LoRA adapters on a GPU: dense models and mixtures in FP8, with CUDA graphs, an FP8 KV cache and group attention.
+
+``python -m benchmarks.gpu_tests --name tests_gpu_adapters tests/gpu/test_adapters.py``
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.engine.test_adapters import MAX_LIVE, Adapted
+from tests.support.models import random_weights
+from tests.support.one_engine import running
+
+FP8_MEAN = 0.06
+"""As for the CPU engine, tests/engine/test_round_trip.py."""
+SMALL = {"cuda_graph_sizes": (1, 8, 16), "gpu_memory_utilization": 0.1, "linear_backend": "cutlass"}
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache", "settings"),
+    [
+        ("qwen3", "bfloat16", {}),
+        ("qwen3", "bfloat16", {"enforce_eager": True, "cuda_graph_sizes": None}),
+        ("qwen3_moe", "bfloat16", {}),  # vLLM 0.20 to 0.22 made gibberish of FP8 experts with adapters (its #42007)
+        ("qwen3_moe", "fp8_e4m3", {"attention_backend": "group"}),
+    ],
+    ids=["dense", "dense eager", "mixture", "mixture with group attention"],
+)
+async def test_adapters_sample_like_their_references(
+    family, kv_cache, settings, tmp_path, monkeypatch, record_property
+):
+    engine: dict[str, Any] = {**SMALL, "adapters": {"max_live": MAX_LIVE, "max_rank": 8}, **settings}
+    async with running(family, tmp_path, monkeypatch, kv_cache_dtype=kv_cache, **engine) as one:
+        base = await one.update(1, random_weights(one.config.model.path, 0))
+        adapted = Adapted(one, base, is_fp8=True)
+        await adapted.push("run-a", 1)
+        await adapted.push("run-b", 2)
+        names = ("run-a", "run-b", None)
+        pairs = dict(zip(names, await asyncio.gather(*map(adapted.sample, names)), strict=True))  # in the same steps
+    found = {(name, seed): adapted.difference(of, seed) for name, of in pairs.items() for seed in (1, 2, None)}
+    record_property("mean_differences", {f"{name} {seed}": value for (name, seed), value in found.items()})
+    for name, own in (("run-a", 1), ("run-b", 2), (None, None)):
+        others = [found[name, seed] for seed in (1, 2, None) if seed != own]
+        assert found[name, own] < min(FP8_MEAN, 0.2 * min(others)), found
