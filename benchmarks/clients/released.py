@@ -176,7 +176,7 @@ CLIENTS = (
         "samples, scores and adapters",
         folder="tinker",
         packages=("tinker",),
-        links={"Tinker's SDK": "adapters.md#with-tinkers-sdk"},
+        links={"Tinker's SDK": "adapters.md"},
     ),
     Client(
         "NeMo-Gym",

@@ -12,8 +12,8 @@ from tests.engine.test_adapters import MAX_LIVE, Adapted
 from tests.support.models import random_weights
 from tests.support.one_engine import running
 
-FP8_MEAN = 0.06
-"""As for the CPU engine, tests/engine/test_round_trip.py."""
+MAX_RATIO = 0.25
+"""Bound on the mean |Δ| of logprobs from the reference with the own adapter, as a share of that with another one."""
 SMALL = {"cuda_graph_sizes": (1, 8, 16), "gpu_memory_utilization": 0.1, "linear_backend": "cutlass"}
 
 
@@ -42,4 +42,4 @@ async def test_adapters_sample_like_their_references(
     record_property("mean_differences", {f"{name} {seed}": value for (name, seed), value in found.items()})
     for name, own in (("run-a", 1), ("run-b", 2), (None, None)):
         others = [found[name, seed] for seed in (1, 2, None) if seed != own]
-        assert found[name, own] < min(FP8_MEAN, 0.2 * min(others)), found
+        assert found[name, own] < MAX_RATIO * min(others), found
