@@ -401,7 +401,7 @@ class MonitorConfig(Config):
     """Threshold of k3, in nats per token, above which a version on a replica is suspect."""
 
     suspect_prob_error: float = Field(default=1.05, gt=1, allow_inf_nan=False)
-    """Threshold of mean(exp |trainer − rollout|) above which a version on a replica is suspect."""
+    """Threshold of mean(min(exp |trainer − rollout|, 10)) above which a version on a replica is suspect."""
 
     min_tokens: int = Field(default=2000, ge=1)
     """Minimum number of measured tokens before a version on a replica can be suspect."""

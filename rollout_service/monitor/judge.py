@@ -42,12 +42,12 @@ class Judge:
             return before
         share = CLEARS_AT if before else 1.0
         error_above_one = self.config.suspect_prob_error - 1.0
-        return sums.mean_k3 > share * self.config.suspect_k3 or sums.mean_prob_error - 1.0 > share * error_above_one
+        return sums.mean_k3 > share * self.config.suspect_k3 or sums.mean_judged_error - 1.0 > share * error_above_one
 
     def _figures(self, sums: Sums) -> str:
         return (
             f"k3 {sums.mean_k3:.4g} (threshold {self.config.suspect_k3:g}), probability error "
-            f"{sums.mean_prob_error:.4g} (threshold {self.config.suspect_prob_error:g}), over {sums.tokens} tokens"
+            f"{sums.mean_judged_error:.4g} (threshold {self.config.suspect_prob_error:g}), over {sums.tokens} tokens"
         )
 
 

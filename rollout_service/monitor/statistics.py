@@ -13,6 +13,8 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 SKETCH_K = 12
 """Sketch size for relative-error quantiles, accurate at the upper end: within a few percent of ``1 − rank``; 11 KB
 after 10⁷ tokens."""
+JUDGED_AT_MOST = 10.0
+"""The largest factor of one token in ``Sums.judged_error``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Sums:
     """Sum of min(ρ, C)."""
     squared_weight: float = 0.0
     prob_error: float = 0.0
+    judged_error: float = 0.0
+    """``prob_error`` with at most ``JUDGED_AT_MOST`` for a token, so that one outlier makes no version suspect."""
     outside: int = 0
     """Number of tokens with ρ outside [1/C, C]."""
     abs_diff_max: float = 0.0
@@ -45,6 +49,7 @@ class Sums:
         ``ratio_bound``."""
         ratio = bounded(log_ratio).exp()
         weight = ratio.clamp(max=ratio_bound)
+        error = mult_prob_error(log_ratio)
         return cls(
             tokens=log_ratio.numel(),
             sequences=sequence_sums.numel(),
@@ -54,7 +59,8 @@ class Sums:
             chi2_seq=chi2(sequence_sums).sum().item(),
             weight=weight.sum().item(),
             squared_weight=weight.square().sum().item(),
-            prob_error=mult_prob_error(log_ratio).sum().item(),
+            prob_error=error.sum().item(),
+            judged_error=error.clamp(max=JUDGED_AT_MOST).sum().item(),
             outside=int(((ratio > ratio_bound) | (ratio < 1.0 / ratio_bound)).sum()),
             abs_diff_max=log_ratio.abs().max().item() if log_ratio.numel() else 0.0,
         )
@@ -72,6 +78,11 @@ class Sums:
     def mean_prob_error(self) -> float:
         """Return NeMo-RL's ``token_mult_prob_error``, ≥ 1."""
         return self.prob_error / self.tokens
+
+    @property
+    def mean_judged_error(self) -> float:
+        """Return ``mean_prob_error`` without what single outliers add."""
+        return self.judged_error / self.tokens
 
 
 class Statistics:

@@ -38,6 +38,12 @@ def test_either_threshold_is_enough():
     assert judged(off_by(0.1), suspect_k3=k3 * 1.01, suspect_prob_error=prob_error * 0.99).suspect_since is not None
 
 
+def test_one_outlier_makes_no_version_suspect():
+    outlier = (-18.0, -2.0)  # the engine sampled what the trainer finds improbable
+    assert judged(statistics_of([[(-2.0, -2.0)] * 2000 + [outlier]])).suspect_since is None
+    assert judged(statistics_of([[(-2.0, -2.0)] * 2000 + [outlier] * 20])).suspect_since is not None
+
+
 def test_too_few_tokens_are_not_judged():
     assert judged(off_by(0.5, tokens=99)).suspect_since is None
     assert judged(off_by(0.5, tokens=100)).suspect_since is not None
