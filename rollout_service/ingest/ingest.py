@@ -133,7 +133,7 @@ class Ingest:
         self.watcher = None if weights.watch is None else self.pulls.watch(weights.watch, weights.poll_s)
         """Pulls the versions of another service."""
         self._expiry_s = min(60.0, weights.staged_ttl_s / 4)
-        expiry = RepeatedTask("dropping abandoned uploads", self._expire_later, self._expiry_s)
+        expiry = RepeatedTask("dropping abandoned uploads", self._expire_later, 1.0)
         self._repeated = [expiry, *(task for task in (self.watcher, self.publisher) if task is not None)]
         self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
         """KV scales: the measurements of replicas, and the dtype of the KV cache."""
