@@ -52,7 +52,7 @@ from rollout_service.protocol.adapters import TENSORS_FILE
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.fleet import PauseMode, Staging
 from rollout_service.protocol.kv_scales import KVMeasurement
-from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
+from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, PromptCandidates, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Reasoning, Sampling, Scoring
 from rollout_service.protocol.sampling_mask import pack
@@ -717,10 +717,16 @@ def scores(output: RequestOutput, scoring: Scoring) -> CompactLogprobs:
     return CompactLogprobs.of(ids, values[asked], list(itertools.accumulate(lengths, initial=0)), 0)
 
 
-def prompt_candidates(output: RequestOutput) -> tuple[tuple[Candidate, ...] | None, ...]:
-    """Return None for the first prompt token, and for each other the token itself followed by the top logprobs."""
+def prompt_candidates(output: RequestOutput) -> PromptCandidates:
+    """Return None for the first prompt token, and for each other the token itself followed by the top logprobs. Tokens
+    without a finite logprob are left out."""
     prompt_logprobs(output)  # raises NonFiniteLogprob
-    return (None, *_candidates(output.prompt_logprobs)[1:])
+    flat = output.prompt_logprobs
+    assert isinstance(flat, FlatLogprobs)
+    logprobs, ranks = np.array(flat.logprobs), np.array([rank or 0 for rank in flat.ranks])
+    kept = np.isfinite(logprobs)
+    ends = np.concatenate([[0], np.cumsum(kept)])[flat.end_indices]
+    return PromptCandidates(ends, np.array(flat.token_ids)[kept], logprobs[kept], ranks[kept])
 
 
 def _candidates(flat: object) -> list[tuple[Candidate, ...]]:

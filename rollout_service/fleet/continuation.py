@@ -140,7 +140,7 @@ def merge_completions(call: GenerateCall, partial: Completion, rest: Completion)
         stop_reason=rest.stop_reason,
         spans=merge_spans((*partial.spans, *(span.shift(done) for span in rest.spans))),
         top_logprobs=_concatenate([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
-        prompt_logprobs=of_the_prompt,
+        prompt_logprobs=None if of_the_prompt is None else tuple(of_the_prompt),
         scores=rest.scores,
         packed_sampling_mask=_concatenate([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
         routed_experts=_joined_experts(partial, rest, len(call.prompt_token_ids)),

@@ -39,6 +39,9 @@ DATA_ERRORS = documented(
 BYTES_PER_TOKEN = 64
 """Maximum bytes of text per token of the context. Longer text is refused before tokenization, which takes seconds for
 megabytes. Only a text of long runs of one character could be longer and still fit."""
+MAX_PROMPT_LOGPROBS = 1 << 22
+"""Maximum number of prompt logprobs in a reply. As JSON objects they are 200 MB, and a gateway answers nothing else for
+seconds."""
 _tokenizing = ThreadPoolExecutor(4, thread_name_prefix="tokenize")
 
 
@@ -169,6 +172,20 @@ def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, services
             bad.append(index)
     if first is not None:
         raise of_prompt(first, bad, len(prompts))
+    _check_prompt_logprobs(sampling.n * sum(map(len, prompts)), sampling)
+
+
+def _check_prompt_logprobs(tokens: int, sampling: Sampling) -> None:
+    """Raise InvalidRequest if a reply would have too many prompt logprobs. ``tokens``: those that it lists."""
+    if sampling.prompt_logprobs is None:
+        return
+    entries = tokens * (1 + sampling.prompt_logprobs)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs={sampling.prompt_logprobs}: {entries} logprobs are more than the {MAX_PROMPT_LOGPROBS} "
+            "that fit a reply; send fewer prompts at once, or POST /inference/v1/score with compact: true",
+            {"prompt_logprobs": entries, "limit": MAX_PROMPT_LOGPROBS},
+        )
 
 
 _Error = TypeVar("_Error", bound=RolloutServiceError)
@@ -330,6 +347,8 @@ async def roll_out(
     if partial:
         prompt, sampling = _from_partial(prompt, partial, sampling, services)
     check_prompt(prompt, sampling, services)
+    if scoring is None:
+        _check_prompt_logprobs(len(prompt), sampling)
     sampling = with_experts(prompt, sampling, services, options.return_routed_experts)
     sampling = within_context(len(prompt), sampling, services.max_model_len)
     request = GenerateCall(

@@ -8,7 +8,7 @@ from vllm.outputs import WeightVersionSpan
 
 from rollout_service.engine.adapter import completions, vllm_sampling
 from rollout_service.errors import EngineFailed, InvalidRequest
-from rollout_service.protocol.rollout import Span
+from rollout_service.protocol.rollout import Candidate, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
 from rollout_service.protocol.sampling import Sampling, StructuredOutputs
 
@@ -118,3 +118,22 @@ def test_expert_0_may_be_the_only_one_of_a_token():
 def test_an_engine_that_notes_experts_leaves_out_the_prompts_where_nobody_asked():
     assert vllm_sampling(Sampling(), 7).routed_experts_prompt_start == 7
     assert vllm_sampling(Sampling(routed_experts_prompt_start=2), 7).routed_experts_prompt_start == 2
+
+
+def test_candidates_of_a_prompt_are_those_with_a_finite_logprob():
+    asked = output("length", "length")
+    asked.prompt_token_ids, asked.prompt_logprobs = [1, 7, 9], FlatLogprobs()
+    asked.prompt_logprobs.append(None)
+    asked.prompt_logprobs.append({7: Logprob(-2.5, 3, None), 4: Logprob(-0.25, 1, None)})
+    asked.prompt_logprobs.append({9: Logprob(-0.5, 1, None), 5: Logprob(-np.inf, None, None)})
+    first, second = completions(asked, Sampling(n=2, prompt_logprobs=1))
+    rows = [None, (Candidate(7, -2.5, 3), Candidate(4, -0.25, 1)), (Candidate(9, -0.5, 1),)]
+    assert list(first.prompt_logprobs) == list(second.prompt_logprobs) == rows
+
+
+def test_a_prompt_of_one_token_has_no_candidates():
+    asked = output("length")
+    asked.prompt_logprobs = FlatLogprobs()
+    asked.prompt_logprobs.append(None)
+    [made] = completions(asked, Sampling(prompt_logprobs=1))
+    assert list(made.prompt_logprobs) == [None]

@@ -161,6 +161,15 @@ class TestTRL:
         ]
         assert sampled(engine).prompt_logprobs == 1
 
+    @pytest.mark.parametrize("times", [{"prompt": [[36, 37]] * 3}, {"prompt": [[36] * 6]}, {"n": 3}])
+    async def test_more_prompt_logprobs_than_fit_a_reply_are_refused(self, http, engine, monkeypatch, times):
+        monkeypatch.setattr("rollout_service.gateway.prompts.MAX_PROMPT_LOGPROBS", 10)
+        body = {"model": "tiny", "prompt": [[36, 37]], "prompt_logprobs": 1}
+        await answered(http, COMPLETIONS, body)
+        refused = await http.post(COMPLETIONS, json={**body, **times})
+        assert refused.status_code == 422 and "12 logprobs are more than the 10" in refused.text
+        assert len(engine.calls) == 1
+
 
 class TestAReaL:
     """areal 1.0.4, its vLLM backend."""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rollout_service.protocol.base import MAX_VERSION, Frozen
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
-from rollout_service.protocol.rollout import Completion, Rollout, Span, merge_spans
+from rollout_service.protocol.rollout import Candidate, Completion, PromptCandidates, Rollout, Span, merge_spans
 from rollout_service.protocol.sampling import GenerateCall, Sampling
 from rollout_service.protocol.upload import Announcement, BeginUpload, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
@@ -220,3 +220,13 @@ def test_a_copy_derives_its_properties_anew():
     ring = Ring(radius=1)
     assert ring.width == 2
     assert ring.model_copy(update={"radius": 3}).width == 6 and ring.model_copy() == ring
+
+
+def test_pickled_candidates_of_a_prompt_are_the_same():
+    best, other = Candidate(150_000, -1e-9, 1), Candidate(0, -87.25, 150_001)
+    rows = PromptCandidates([0, 2, 2, 3], *zip(best, other, other, strict=True))
+    unpickled = pickle.loads(pickle.dumps(rows))
+    assert len(rows) == len(unpickled) == 4
+    assert list(rows) == list(unpickled) == [None, (best, other), (), (other,)]
+    assert [type(value) for value in unpickled[1][0]] == [int, float, int]
+    assert unpickled[1:3] == ((best, other), ())
