@@ -16,9 +16,11 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 from pydantic import ValidationError
 
@@ -342,20 +344,28 @@ def _version_of(folder: Path) -> str:
 
 
 def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder]) -> None:
-    """Write a copy of ``file`` with the changes to its tensors."""
+    """Write a copy of ``file`` with the changes to its tensors, several tensors at once."""
     temporary = target.with_suffix(".tmp")
-    shutil.copyfile(file, temporary)
-    if links:
-        entries = Header.of(temporary).entries
-        with temporary.open("r+b") as stream:
-            memory = memoryview(mmap.mmap(stream.fileno(), 0))
-        ends = [offset for *_, offset in entries[1:]] + [memory.nbytes]
-        rooms = [(entry[0], memory[entry[3] : end]) for entry, end in zip(entries, ends, strict=True)]
+    if not links:
+        shutil.copyfile(file, temporary)
+        os.replace(temporary, target)
+        return
+    entries = Header.of(file).entries
+    with file.open("rb") as read, temporary.open("wb+") as written:
+        nbytes = os.fstat(read.fileno()).st_size
+        os.posix_fallocate(written.fileno(), 0, nbytes)  # a full disk raises here; a page that it lacks would kill us
+        before = np.frombuffer(mmap.mmap(read.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        memory = memoryview(mmap.mmap(written.fileno(), 0))
+    edges = [*(offset for *_, offset in entries), nbytes]
+    memory[: edges[0]] = before[: edges[0]].data
+    places = [(name, slice(*place)) for (name, *_), place in zip(entries, pairwise(edges), strict=True)]
 
-        def change(item: tuple[str, memoryview]) -> None:
-            for link in links:
-                link.apply(*item)
+    def change(item: tuple[str, slice]) -> None:
+        name, place = item
+        np.copyto(np.frombuffer(memory[place], np.uint8), before[place])  # releases the GIL
+        for link in links:
+            link.apply(name, memory[place])
 
-        for _ in in_threads(change, rooms):
-            pass
+    for _ in in_threads(change, places):
+        pass
     os.replace(temporary, target)
