@@ -48,6 +48,12 @@ def profiler_into(folder: Path) -> ProfilerConfig:
     )
 
 
+async def prepare(engine: EngineAdapter) -> None:
+    """Start the profiler once. Its first start takes seconds, in which an engine makes hundreds of steps."""
+    await engine._llm.start_profile()
+    await engine._llm.stop_profile()
+
+
 async def record(engine: EngineAdapter, steps: int, folder: Path, seconds: float) -> Json:
     """Record the next steps of a busy engine that has ``profiler_into(folder)``, as ``summary``.
 

@@ -41,7 +41,7 @@ from benchmarks.common.gpu_limits import GpuLimits, gpu_limits
 from benchmarks.common.gpu_service import ENGINES_SHARE, EngineOptions, Mode, ModelOptions, fitting, settings_of
 from benchmarks.common.results import Json
 from benchmarks.common.shapes import write_config
-from benchmarks.common.step_profile import profiler_into, record
+from benchmarks.common.step_profile import prepare, profiler_into, record
 from benchmarks.common.work import Work, WorkOptions
 from benchmarks.rollout.roofline import roofline
 from benchmarks.rollout.turns import SHORT, Sample, sampled
@@ -202,16 +202,33 @@ async def _measure(engine: EngineAdapter, trial: Trial) -> Json:
 async def _profile(engine: EngineAdapter, trial: Trial) -> Json:
     """Record steps about the middle of the steps that ``Sample.step_ms`` is about."""
     work, sequences = trial.work, len(trial.work.prompts) * trial.work.n
-    wanted = sum(map(len, work.prompts)) + sequences * (middle(work.out) - trial.options.steps / 2)
+    block: int = engine._llm.vllm_config.cache_config.block_size
+
+    def own() -> float:
+        pages = engine.scheduler.load(sequences)[KV_USAGE] * engine.kv_cache_tokens / block
+        return own_tokens(pages, [len(prompt) for prompt in work.prompts], sequences, block)
+
+    await prepare(engine)  # after the runs by the clock, which it could slow down
     running = asyncio.create_task(_generate(engine, work, work.out))
     try:
-        while engine.scheduler.load(sequences)[KV_USAGE] * engine.kv_cache_tokens < wanted and not running.done():
+        while own() < middle(work.out) - trial.options.steps / 2 and not running.done():
             await asyncio.sleep(0.005)
-        return await record(engine, trial.options.steps, trial.folder, seconds=60)
+        found = await record(engine, trial.options.steps, trial.folder, seconds=60)
+        return found | {"own_tokens_at_end": own()}
     finally:
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
+
+
+def own_tokens(pages: float, prompts: list[int], sequences: int, block: int) -> float:
+    """Return a sequence's mean tokens beyond its prompt, from the used pages of the KV cache.
+
+    Sequences of a prompt share its full pages but the last, and half of a sequence's last page is unused.
+    """
+    shared = [(length - 1) // block for length in prompts]
+    rest = sum(length - block * full for length, full in zip(prompts, shared, strict=True)) / len(prompts)
+    return block * (pages - sum(shared)) / sequences - block / 2 - rest
 
 
 async def _generate(engine: EngineAdapter, work: Work, tokens: int) -> None:

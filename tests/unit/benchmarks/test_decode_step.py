@@ -7,7 +7,7 @@ from benchmarks.common.gpu_service import Mode
 from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.step_profile import kind_of, summary
 from benchmarks.common.work import WorkOptions
-from benchmarks.rollout.decode_step import differences
+from benchmarks.rollout.decode_step import differences, own_tokens
 from benchmarks.rollout.roofline import parts, roofline
 from rollout_service.model.served_model import ServedModel
 
@@ -25,6 +25,13 @@ def test_settings_go_to_the_service_the_environment_or_vllm():
         {"async_scheduling": False},
     )
     assert differences("") == ({}, {}, {})
+
+
+@pytest.mark.parametrize(("prompt", "own_pages"), [(4096, 2.5), (4101, 1.5)])
+def test_own_tokens_follow_from_the_used_pages(prompt, own_pages):
+    shared = 2 * ((prompt - 1) // 64)
+    found = own_tokens(shared + 8 * own_pages, [prompt, prompt], 8, 64)
+    assert found == 64 * own_pages - 32 - (prompt - (prompt - 1) // 64 * 64)
 
 
 def test_a_setting_without_value_is_refused():
