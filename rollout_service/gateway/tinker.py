@@ -20,6 +20,7 @@ from rollout_service.gateway.tinker_samples import Samples
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.tinker import (
     CreateSamplingSession,
+    Id,
     Ignored,
     RetrieveFuture,
     Sample,
@@ -74,7 +75,7 @@ async def heartbeat(body: Ignored) -> dict[str, str]:
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish(session_id: str, body: Ignored | None = None) -> dict[str, str]:
+async def finish(session_id: Id, body: Ignored | None = None) -> dict[str, str]:
     """Accept the end of a session."""
     return {"status": "ok"}
 
@@ -106,7 +107,7 @@ async def _find(adapter: str, services: Services) -> object | None:
 
 
 @router.get("/samplers/{sampler_id}")
-async def sampler(sampler_id: str, services: Here) -> dict[str, str | None]:
+async def sampler(sampler_id: Id, services: Here) -> dict[str, str | None]:
     """Return the model and the adapter of a sampling session."""
     adapter = adapter_of(sampler_id)
     path = None if adapter is None else f"tinker://{adapter}"

@@ -11,7 +11,8 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.generate import TokenIds
 from rollout_service.protocol.sampling import Sampling, Scoring
 
-_Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9@._~-]+$")]
+Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9@._~-]+$")]
+"""The id of a session or a request."""
 _Size = Annotated[int, Field(ge=1)]
 _PATH = "tinker://"
 
@@ -127,7 +128,7 @@ class Tensor(Frozen):
 class Sample(Frozen):
     """Body of ``POST /api/v1/asample``."""
 
-    sampling_session_id: _Id
+    sampling_session_id: Id
     seq_id: int = Field(ge=0)
     """Number of the sample in its session. The same number names the same sample."""
     num_samples: int = 1

@@ -81,15 +81,16 @@ async def test_slime_updates_by_disk_and_gets_back_what_it_aborted(service, clie
 
 @pytest.mark.slow
 @pytest.mark.client("slime")
-async def test_twenty_deltas_of_slime_are_served_one_by_one(service, client, http, sources, next_version):
+async def test_twenty_deltas_of_slime_are_served_one_by_one(service, client, http, sources):
     """As slime 624b824's update_weight_from_disk_delta.py asks at each step, with rollouts under way."""
     model, store, checkpoint = service.config.model.path, sources / "deltas", "/local/nvme/checkpoint"
     pull = {"local_checkpoint_dir": checkpoint, "source_dir": str(store)}
     store.mkdir()
     old: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
     assert (await http.post("/pull_weights", json={**pull, "target_version": 0})).status_code == 200
+    before = max(status.version for status in await client.weights())  # the model itself, if others were served
     for step in range(1, 21):
-        version = next_version + step - 1
+        version = before + step
         new = canary_weights(model, version)
         publish(store, step, old, new)
         under_way = asyncio.create_task(http.post("/generate", json={"input_ids": [5, 6], "sampling_params": LONG}))
