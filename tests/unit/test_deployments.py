@@ -154,8 +154,8 @@ class TestApplication:
         deployments = {name: each._bound_deployment for name, each in bound.items()}
         assert {name: each.name for name, each in deployments.items()} == {"eval": "engine-eval", "old": "engine-old"}
         assert {name: each.num_replicas for name, each in deployments.items()} == {"eval": 2, "old": 1}
-        assert {each.init_args[2] for each in deployments.values()} == {"eval", "old"}
-        assert engines._bound_deployment.init_args[2] is None
+        assert {each.init_args[3] for each in deployments.values()} == {"eval", "old"}
+        assert engines._bound_deployment.init_args[3] is None
         for each in deployments.values():
             assert each.ray_actor_options == engines._bound_deployment.ray_actor_options
 
