@@ -34,8 +34,7 @@ from rollout_service.monitor.monitor import Monitor
 from rollout_service.protocol.rollout import Completion, Rollout, Span
 from rollout_service.protocol.sampling import GenerateCall, Scoring
 from rollout_service.web.auth import Authorizer
-from tests.unit.client.real_ingest import App
-from tests.unit.client.service import serving
+from tests.support.serving import App, serving
 
 RESULT = "rollout_scores"
 VOCABULARY = 151_936

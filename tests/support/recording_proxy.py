@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tests.unit.client.service import serving
+from tests.support.serving import serving
 
 _PER_CONNECTION = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 

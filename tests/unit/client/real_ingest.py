@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-from fastapi import FastAPI
 
 from rollout_service.gateway.deployment import create_app
 from rollout_service.ingest.ingest import Ingest
@@ -16,17 +15,9 @@ from rollout_service.runtime.tls import PinnedCertificates
 from rollout_service.store.log import WeightLog
 from rollout_service.web.auth import Authorizer
 from tests.support.certificates import Certificate
+from tests.support.serving import App, serving
 from tests.support.without_ray import services_of
-from tests.unit.client.service import serving
 from tests.unit.ingest.trainer import config_of
-
-
-@dataclass
-class App:
-    """An application, and its address once it is served."""
-
-    app: FastAPI
-    url: str = ""
 
 
 @dataclass

@@ -1,14 +1,12 @@
 """A service for tests of the client: a real HTTP server that keeps the contract of uploads, in memory, no engine."""
 
 import asyncio
-import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
-import uvicorn
 import xxhash
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,7 +34,7 @@ from rollout_service.protocol.upload import (
     upload_digest,
 )
 from rollout_service.protocol.weights import WeightStatus
-from tests.support.certificates import Certificate
+from tests.support.serving import serving
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -302,43 +300,6 @@ class Crowd:
 
     async def __aexit__(self, *_: object) -> None:
         self._inside -= 1
-
-
-class Served(Protocol):
-    """An ASGI application, and where it is to be found."""
-
-    app: Any
-    url: str
-
-
-AnyServed = TypeVar("AnyServed", bound=Served)
-
-
-@asynccontextmanager
-async def serving(service: AnyServed, certificate: Certificate | None = None) -> AsyncIterator[AnyServed]:
-    """Serve on a free port of this machine, in the running event loop. ``certificate``: None: plain HTTP."""
-    # asyncio turns Nagle's algorithm off only on a socket that names its protocol; with it on, a reply takes 40 ms.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(2048)  # connections queue from here on: no wait for the start
-        scheme, files = ("http", {}) if certificate is None else ("https", certificate.files)
-        service.url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
-        # Server.serve() without its loop, which looks for signals, and for the end, ten times a second.
-        config = uvicorn.Config(service.app, log_level="warning", lifespan="off", **files)
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan = config.lifespan_class(config)
-        await server.startup(sockets=[listener])
-        try:
-            yield service
-        finally:
-            for open_socket in server.servers:
-                open_socket.close()
-            for connection in list(server.server_state.connections):
-                connection.shutdown()
-            for unanswered in server.server_state.tasks:  # of a test that failed
-                unanswered.cancel()
-            await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
 
 
 @contextmanager

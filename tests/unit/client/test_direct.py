@@ -9,8 +9,9 @@ import pytest
 
 from rollout_service.client import RolloutClient, _part_sender
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, listener_proof
+from tests.support.serving import serving
 from tests.unit.client.conftest import Tensors, stream_of
-from tests.unit.client.service import Service, serving
+from tests.unit.client.service import Service
 
 Answer = Callable[[httpx.Request], httpx.Response]
 

@@ -18,8 +18,9 @@ from rollout_service.client._plain_http import PlainConnections
 from rollout_service.errors import Overloaded
 from rollout_service.protocol.upload import UPLOAD_KEY_HEADER, UploadTensor, listener_proof
 from rollout_service.runtime.tls import PinnedCertificates
+from tests.support.serving import serving
 from tests.unit.client.conftest import stream_of
-from tests.unit.client.service import Service, serving
+from tests.unit.client.service import Service
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 LAST = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Last: 1\r\n\r\n{}"

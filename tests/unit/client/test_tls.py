@@ -12,9 +12,10 @@ from rollout_service.client._tensors import describe
 from rollout_service.protocol.upload import PART_DIGEST_HEADER, BeginUpload
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.models import make_model
+from tests.support.serving import serving
 from tests.unit.client.conftest import stream_of
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.client.service import Service, serving
+from tests.unit.client.service import Service
 
 
 @pytest.fixture
