@@ -12,13 +12,14 @@ from fastapi.responses import JSONResponse
 
 from rollout_service.errors import InvalidRequest, NotFound, SampleGone, TooManySamples
 from rollout_service.gateway.dependencies import Here, Services
-from rollout_service.gateway.prompts import DATA_ERRORS, model_and_adapter, roll_out
+from rollout_service.gateway.prompts import DATA_ERRORS, find_adapter, model_and_adapter, roll_out
 from rollout_service.gateway.routes import OpenRoute, PromptsRoute
 from rollout_service.gateway.score import check_targets
 from rollout_service.gateway.tinker_reply import sample_response
 from rollout_service.gateway.tinker_samples import Samples
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.tinker import (
+    PATH,
     CreateSamplingSession,
     Id,
     Ignored,
@@ -91,8 +92,7 @@ async def create_sampling_session(body: CreateSamplingSession, services: Here) -
     """Return the id of a sampling session of the served model, or of an adapter as ``model_path: tinker://run-a``."""
     if body.base_model is not None:
         await model_and_adapter(body.base_model, None, services)
-    if body.adapter is not None and await _find(body.adapter, services) is None:
-        raise NotFound(f"there is no adapter {body.adapter!r}: push it with push_adapter", {"adapter": body.adapter})
+    await find_adapter(RolloutOptions(adapter=body.adapter), services)
     return {"type": "create_sampling_session", "sampling_session_id": body.sampler_id()}
 
 
@@ -102,15 +102,11 @@ def _samples(services: Services) -> Samples:
     return services.samples
 
 
-async def _find(adapter: str, services: Services) -> object | None:
-    return None if services.adapters is None else await services.adapters.find(adapter)
-
-
 @router.get("/samplers/{sampler_id}")
 async def sampler(sampler_id: Id, services: Here) -> dict[str, str | None]:
     """Return the model and the adapter of a sampling session."""
     adapter = adapter_of(sampler_id)
-    path = None if adapter is None else f"tinker://{adapter}"
+    path = None if adapter is None else PATH + adapter
     return {"sampler_id": sampler_id, "base_model": services.name, "model_path": path}
 
 

@@ -14,7 +14,8 @@ from rollout_service.protocol.sampling import Sampling, Scoring
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9@._~-]+$")]
 """The id of a session or a request."""
 _Size = Annotated[int, Field(ge=1)]
-_PATH = "tinker://"
+PATH = "tinker://"
+"""The beginning of an adapter's path."""
 
 
 class Ignored(BaseModel):
@@ -39,11 +40,11 @@ class CreateSamplingSession(Frozen):
         """Return the adapter in ``model_path``; None: the model itself. Raises InvalidRequest."""
         if self.model_path is None:
             return None
-        name = self.model_path.removeprefix(_PATH)
-        if not self.model_path.startswith(_PATH) or read_adapter_name(name) is None:
+        name = self.model_path.removeprefix(PATH)
+        if not self.model_path.startswith(PATH) or read_adapter_name(name) is None:
             raise InvalidRequest(
                 f"model_path={self.model_path!r} is no adapter here: push one with push_adapter, and name it as "
-                f"{_PATH}run-a or {_PATH}run-a@3"
+                f"{PATH}run-a or {PATH}run-a@3"
             )
         return name
 
