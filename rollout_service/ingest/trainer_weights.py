@@ -346,10 +346,6 @@ def _version_of(folder: Path) -> str:
 def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder]) -> None:
     """Write a copy of ``file`` with the changes to its tensors, several tensors at once."""
     temporary = target.with_suffix(".tmp")
-    if not links:
-        shutil.copyfile(file, temporary)
-        os.replace(temporary, target)
-        return
     entries = Header.of(file).entries
     with file.open("rb") as read, temporary.open("wb+") as written:
         nbytes = os.fstat(read.fileno()).st_size
