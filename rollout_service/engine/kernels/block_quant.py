@@ -51,16 +51,17 @@ def rms_norm_per_block_quant(
     if not tokens:
         return
     groups = triton.next_power_of_2(width // BLOCK)
+    added = input if residual is None else residual  # not read without one
     _normalize[(tokens,)](
         result,
         input,
         weight,
         scale,
-        input if residual is None else residual,
+        added,
         epsilon,
         width,
         input.stride(0),
-        (input if residual is None else residual).stride(0),
+        added.stride(0),
         *scale.stride(),
         RESIDUAL=residual is not None,
         GROUPS=groups,
