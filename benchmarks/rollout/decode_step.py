@@ -335,8 +335,9 @@ def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: E
             (traces := folder / f"traces-{number}").mkdir()
             settings = settings_of(options.mode, path, folder, base | {"env": env} | own)
             trials.append(Trial(each, settings, arguments, work.make(), options, traces))
+        served = ServedModel.load(path)
         for trial, measured in measure_all(trials, console):
-            found = compare(measured, limits, ServedModel.load(path), options.mode, work)
+            found = compare(measured, limits, served, options.mode, work)
             case = common | {"tried": trial.tried} | found
             results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [case], SAME)})
             if "error" in found:
