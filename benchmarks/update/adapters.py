@@ -5,8 +5,8 @@
 Random weights of a published shape, the shipped settings with ``engine.adapters``, and adapters over all linear layers.
 Each case is written to benchmarks/results/<machine>/update_adapters.json as soon as it is measured:
 
-- phase ``push``: ``cache`` looks a prompt up again before and after a push; ``tensors`` and ``folder`` push versions
-  under a few streams, by ``push_adapter`` and by vLLM's route;
+- phase ``push``: ``tensors`` and ``folder`` push versions under a few streams, by ``push_adapter`` and by vLLM's route;
+  ``cache``, at the end, looks a prompt up again before and after a push;
 - phase ``tokens``: tokens/s without adapters in the engine (``off``), and with them, while none, one or several are
   named.
 
@@ -292,7 +292,7 @@ async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
 
 
 def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter: Adapter) -> None:
-    """Push by each transport, then look at the prefix caches."""
+    """Push by each transport."""
     adapter.push(client, PUSHED)  # streams name it
     keep(asked, "tensors", pushed(url, client, asked, adapter, lambda: adapter.push(client, PUSHED)))
     saved_s = list[float]()
@@ -307,7 +307,6 @@ def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, a
         saved_s.append(time.monotonic() - started)
 
     keep(asked, "folder", pushed(url, client, asked, adapter, load, save) | {"saved_s": saved_s})
-    keep(asked, "cache", repeated(url, client, asked, adapter))
 
 
 def keep(asked: AdapterOptions, case: str, found: dict[str, Any]) -> None:
@@ -343,6 +342,8 @@ def main(asked: AdapterOptions) -> None:
                 adapter.push(client, f"run-{number}")
             for named in asked.live:
                 keep(asked, f"{named} named", start | asyncio.run(rate(url, asked, named)))
+        if Phase.PUSH in asked.phase:
+            keep(asked, "cache", repeated(url, client, asked, adapter))
 
 
 if __name__ == "__main__":
