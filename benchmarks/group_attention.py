@@ -16,8 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.gpu_service import Mode, graph_sizes, settings_of
@@ -120,16 +118,13 @@ def compare(options: GroupOptions, sizes: dict[str, int], group: Case, baseline:
 
 def main(options: GroupOptions) -> None:
     """Measure, and add each case to benchmarks/results/<machine>/group_attention.json."""
-    console, cases = Console(), [sizes_of(case) for case in options.case]
+    cases = [sizes_of(case) for case in options.case]
     engine = engine_of(cases, options.graph_step)
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         path = write_config(options.model, Path(temporary) / options.model, options.layers)
         baseline, group = (asyncio.run(measure(each, path, options, engine, cases)) for each in BACKENDS)
     found = [compare(options, *each) | {"engine": engine} for each in zip(cases, group, baseline, strict=True)]
-    for name, case in zip(options.case, found, strict=True):
-        console.print(f"{name}: {case['ratio']:.3f} of the tokens/s, steps {case['step_ratio']:.3f}")
-    written = results.write(RESULT, {"cases": results.joined(results.cases(RESULT), found, SAME)})
-    console.print(f"added to {written}")
+    results.add(RESULT, found, SAME)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -53,6 +54,25 @@ def joined(earlier: Iterable[Json], new: Iterable[Json], same: Sequence[str]) ->
     new = [case | {"date": today(), "command": command()} for case in new]
     replaced = [[case.get(field) for field in same] for case in new]
     return [*(case for case in earlier if [case.get(field) for field in same] not in replaced), *new]
+
+
+def add(name: str, new: Iterable[Json], same: Sequence[str]) -> Path:
+    """Print the new cases, and add them to this machine's result of that name as ``joined`` does."""
+    new = list(new)
+    for case in new:
+        print(brief(case), flush=True)
+    return write(name, {"cases": joined(cases(name), new, same)})
+
+
+def brief(case: Json) -> str:
+    """Return a line with a case's numbers and words; of a list of numbers, the median."""
+    found = []
+    for name, value in case.items():
+        if isinstance(value, list) and value and all(isinstance(each, int | float) for each in value):
+            value = statistics.median(value)
+        if isinstance(value, str | int | float):
+            found.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(found)
 
 
 def write(name: str, content: Json, *, machine_name: str | None = None, folder: Path | None = None) -> Path:

@@ -14,11 +14,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -145,36 +142,17 @@ def measure(case: Case, weights: list[torch.Tensor]) -> None:
     case.seconds = graph_seconds(calls, REPEATS)
 
 
-def table_of(cases: list[Case]) -> Table:
-    """For people: microseconds."""
-    table = Table(title=f"µs of a matrix product on {results.machine()}")
-    for column in ("model", "layer", "rows × columns", "tokens", *KERNELS, "deep_gemm ÷ cutlass"):
-        table.add_column(column, justify="left" if column in ("model", "layer") else "right")
-    lines: dict[tuple[Any, ...], dict[str, float]] = {}
-    for c in cases:
-        key = (c.model, c.layer, f"{c.rows} × {c.columns}", c.tokens)
-        lines.setdefault(key, {})[c.kernel] = statistics.median(c.seconds or [float("nan")])
-    for key, seconds in lines.items():
-        micros = (f"{1e6 * seconds[kernel]:.1f}" if kernel in seconds else "" for kernel in KERNELS)
-        both = seconds.get("deep_gemm", float("nan")) / seconds.get("cutlass", float("nan"))
-        table.add_row(*map(str, key), *micros, f"{both:.2f}")
-    return table
-
-
 def main(options: ProductOptions) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/kernels/linear.json."""
-    console, cases = Console(), list[Case]()
+    """Measure, and write benchmarks/results/<machine>/kernels_linear.json."""
+    cases = list[Case]()
     for name in options.model:
         for layer, shape in LAYERS[name].items():
             weights = [gaussian(shape) for _ in range(buffers_beyond_cache(math.prod(shape)))]  # in FP8
             for count, kernel in itertools.product(options.tokens, options.kernel):
                 cases.append(case := Case(name, layer, *shape, count, kernel))
                 measure(case, weights)
-                median = statistics.median(case.seconds) if case.seconds else None
-                console.log(name, layer, count, kernel, case.refused or f"{1e6 * (median or 0):.1f} µs", case.error)
-    written = results.write("kernels_linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
-    console.print(table_of(cases))
-    console.print(f"wrote {written}")
+                print(results.brief(asdict(case)), flush=True)
+    results.write("kernels_linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
 
 
 def _tflops(case: Case) -> dict[str, float]:

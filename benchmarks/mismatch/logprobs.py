@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
@@ -75,9 +74,6 @@ class Model(StrEnum):
     """``QWEN3_30B_A3B``: two layers of its shapes, with random weights; a GPU only."""
 
     QWEN3 = "qwen3"
-    QWEN2 = "qwen2"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
     QWEN3_MOE = "qwen3_moe"
     QWEN3_30B_A3B = "qwen3_30b_a3b"
 
@@ -366,8 +362,8 @@ def make(model: Model, folder: Path, options: SampleOptions) -> float | None:
 
 
 def main(options: SampleOptions) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/mismatch_logprobs.json."""
-    console, cases, failed = Console(), list[Case](), list[BaseException]()
+    """Measure, and add the cases to benchmarks/results/<machine>/mismatch_logprobs.json."""
+    console, failed = Console(), list[BaseException]()
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(options.jobs, spawned) as pool:
         for model in options.model:
@@ -389,29 +385,11 @@ def main(options: SampleOptions) -> None:
                     failed.append(error)
                     continue
                 for case in trained.cases(engine, configs[engine], future.result()):
-                    cases.append(case)
-                    keep(case, options, loss)
-                    console.log(f"{case.model}, {case.engine}: k3 {case.k3:.1e}")
-    console.print(table_of(cases))
+                    trained_for = 0 if loss is None else options.steps
+                    of_model = {"steps": trained_for, "prompts": options.prompts, "loss": loss}
+                    results.add(RESULT, [asdict(case) | of_model], SAME)
     if failed:
         raise BaseExceptionGroup(f"{len(failed)} engines failed; the others' rows are written", failed)
-
-
-def keep(case: Case, options: SampleOptions, loss: float | None) -> Path:
-    """In place of an earlier one with the same ``SAME``. ``loss``: the last one of the model's training."""
-    new = asdict(case) | {"steps": 0 if loss is None else options.steps, "prompts": options.prompts, "loss": loss}
-    return results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [new], SAME)})
-
-
-def table_of(cases: list[Case]) -> Table:
-    """For people."""
-    table = Table(title=f"engine against a forward pass of a trainer with BF16 weights, on {results.machine()}")
-    for column in ("model", "engine", "k1", "k3", "mean exp|lr|", "mean |lr|", "max |lr|", "nll"):
-        table.add_column(column, justify="left" if column in ("model", "engine") else "right")
-    for c in cases:
-        numbers = (f"{c.k1:+.1e}", f"{c.k3:.1e}", f"{c.prob_error:.4f}", f"{c.abs_diff_mean:.4f}")
-        table.add_row(c.model, c.engine, *numbers, f"{c.abs_diff_max:.2f}", f"{c.nll:.2f}")
-    return table
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import run
@@ -179,33 +177,16 @@ def case(
     return Case(name, kernel, gb_s, gb_s / copy_gb_s, seconds, extra or {})
 
 
-def table_of(cases: list[Case], copy_gb_s: float) -> Table:
-    """For people."""
-    table = Table(title=f"quantizer on {results.machine()}; copy {copy_gb_s:.0f} GB/s")
-    for column in ("weights", "kernel", "ms", "GB/s", "of copy"):
-        table.add_column(column, justify="left" if column in ("weights", "kernel") else "right")
-    for c in cases:
-        numbers = (f"{1e3 * statistics.median(c.seconds):.3f}", f"{c.gb_s:.4g}", f"{c.ratio_to_copy:.1%}")
-        table.add_row(c.name, c.kernel, *numbers)
-    return table
-
-
 def main(repeats: int = 21) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/quantizer.json."""
+    """Measure, and write benchmarks/results/<machine>/quantizer.json."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # read plus written, of a copy far larger than any cache
     copy_gb_s = 2 * COPY_BYTES[device] / copy_seconds(COPY_BYTES[device], device, repeats) / 1e9
     cases: list[Case] = []
-    console = Console()
     for measured in (gpu_cases if device == "cuda" else cpu_cases)(copy_gb_s, repeats):
-        console.log(f"{measured.name} {measured.kernel}: {measured.ratio_to_copy:.1%} of copy")
+        print(results.brief(flat(measured)), flush=True)
         cases.append(measured)
-    console.print(table_of(cases, copy_gb_s))
-    for measured in cases:
-        if (peak := measured.extra.get("peak_bytes_beyond_output")) is not None:
-            console.print(f"{measured.name}: {peak / 1e3:.0f} kB of device memory beyond the output")
-    path = results.write("quantizer", {"copy_gb_s": copy_gb_s, "cases": [flat(c) for c in cases]})
-    console.print(f"wrote {path}")
+    results.write("quantizer", {"copy_gb_s": copy_gb_s, "cases": [flat(c) for c in cases]})
 
 
 def flat(measured: Case) -> dict[str, Any]:

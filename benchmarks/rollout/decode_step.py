@@ -31,8 +31,6 @@ from typing import Any
 import psutil
 import torch
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -68,8 +66,6 @@ class StepOptions(Options):
     """Recorded steps of each engine."""
     together: bool = False
     """Start the other engines at the same time; --kv-gb must be given and all must fit into the GPU's memory."""
-    own_model: Path | None = None
-    """Folder of a model's config.json, in place of a published shape."""
     limit_s: float = 240.0
     """Longest start, and longest measurement, of an engine."""
 
@@ -256,7 +252,7 @@ def _cores_of_children() -> Iterator[dict[str, float]]:
         cores[name] = round((sum(process.cpu_times()[:2]) - used) / seconds, 2)
 
 
-def measure_all(trials: list[Trial], console: Console) -> Iterator[tuple[Trial, Json]]:
+def measure_all(trials: list[Trial]) -> Iterator[tuple[Trial, Json]]:
     """Yield the figures of each engine, or its ``error``. The first runs alone."""
     together = trials[0].options.together
     for batch in (trials[:1], trials[1:]) if together else ([trial] for trial in trials):
@@ -264,7 +260,7 @@ def measure_all(trials: list[Trial], console: Console) -> Iterator[tuple[Trial, 
         try:
             started = [_try(engine.wait_until_started) for engine in engines]
             for engine, start in zip(engines, started, strict=True):
-                console.print(f"{engine.trial.tried or 'as shipped'}: {start}")
+                print(f"{engine.trial.tried or 'as shipped'}: {start}", flush=True)
                 found = start if "error" in start else start | _try(engine.measure)
                 engine.stop()
                 yield engine.trial, found
@@ -296,34 +292,13 @@ def compare(found: Json, limits: GpuLimits | None, model: ServedModel, mode: Mod
     return found
 
 
-def table_of(cases: list[Json]) -> Table:
-    """Return a table for people: milliseconds of a step."""
-    table = Table(title=f"a decode step on {results.machine()}, ms")
-    for column in ("", *(case["tried"] or "as shipped" for case in cases)):
-        table.add_column(column, justify="right" if column else "left")
-    kinds = dict.fromkeys(kind for case in cases for kind in case["profile"]["ms"])
-    for kind in kinds:
-        table.add_row(kind, *(f"{case['profile']['ms'].get(kind, 0):.2f}" for case in cases))
-    table.add_row("all kernels", *(f"{case['profile']['kernels_ms']:.2f}" for case in cases))
-    table.add_row("by the clock", *(f"{case['step_ms']:.2f}" for case in cases))
-    table.add_row("clock ÷ kernels", *(f"{case['clock_by_kernels']:.3f}" for case in cases))
-    if all("roofline" in case for case in cases):
-        table.add_row("limit", *(f"{case['roofline']['limit_ms']:.2f}" for case in cases))
-        table.add_row("limit ÷ clock", *(f"{case['share_of_roofline']:.1%}" for case in cases))
-    table.add_row("tokens/s", *(f"{case['tokens_per_s']:.0f}" for case in cases))
-    table.add_row("cores busy", *(f"{sum(case['cores_busy'].values()):.2f}" for case in cases))
-    table.add_row("start, s", *(f"{case['start_s']:.0f}" for case in cases))
-    return table
-
-
 def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: EngineOptions) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/rollout_decode_step.json."""
-    console, cases = Console(), list[Json]()
+    """Measure, and add the cases to benchmarks/results/<machine>/rollout_decode_step.json."""
     limits = gpu_limits() if torch.cuda.is_available() else None
     base = fitting(work) | engine.settings(work.sequences)
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         folder = Path(temporary)
-        path = options.own_model or write_config(model.model, folder / model.model, model.layers)
+        path = write_config(model.model, folder / model.model, model.layers)
         common: Json = {"model": path.name, "mode": options.mode, "layers": model.layers}
         common |= {"work": work.as_json(), "engine": base}
         trials = []
@@ -336,16 +311,10 @@ def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: E
             settings = settings_of(options.mode, path, folder, base | {"env": env} | own)
             trials.append(Trial(each, settings, arguments, work.make(), options, traces))
         served = ServedModel.load(path)
-        for trial, measured in measure_all(trials, console):
+        for trial, measured in measure_all(trials):
             found = compare(measured, limits, served, options.mode, work)
             case = common | {"tried": trial.tried} | found
-            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [case], SAME)})
-            if "error" in found:
-                console.print(f"{trial.tried or 'as shipped'}: left out: {found['error']}")
-                continue
-            cases.append(case)
-            console.print(table_of(cases))
-    console.print(f"added to {results.path(RESULT)}")
+            results.add(RESULT, [case], SAME)
 
 
 if __name__ == "__main__":

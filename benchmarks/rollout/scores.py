@@ -211,8 +211,7 @@ def measure(options: ScoreOptions) -> Case:
 def main(options: ScoreOptions) -> None:
     """Measure, print, and write benchmarks/results/<machine>/rollout_scores.json."""
     case = asdict(measure(options))
-    for name, value in case.items():
-        print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+    print(results.brief(case))
     results.write(RESULT, {"cases": [case]})
 
 

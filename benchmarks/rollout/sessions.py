@@ -179,8 +179,7 @@ async def measure(service: LocalService, work: AgentOptions, name: str) -> None:
                 pushing.cancel()
                 await asyncio.gather(pushing, return_exceptions=True)
             case.seconds = round(time.monotonic() - began, 2)
-            print(f"{side}: {case.as_json()}", flush=True)
-            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [case.as_json()], SAME)})
+            results.add(RESULT, [case.as_json()], SAME)
 
 
 @contextmanager

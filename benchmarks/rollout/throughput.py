@@ -13,8 +13,6 @@ Each call adds its cases to the same file.
 """
 
 import asyncio
-import json
-import statistics
 import tempfile
 import time
 import uuid
@@ -27,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -149,9 +145,7 @@ class Throughput:
     def keep(self) -> None:
         """Add the cases to the result, in place of those that measured the same."""
         fresh = [case.as_json() | self.common for case in self.cases.values()]
-        for case in fresh:
-            print(json.dumps(case), flush=True)
-        results.write(RESULT, {"cases": results.joined(results.cases(RESULT), fresh, SAME)})
+        results.add(RESULT, fresh, SAME)
 
 
 @asynccontextmanager
@@ -203,24 +197,8 @@ def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
         each.keep()
 
 
-def table_of(cases: list[Case]) -> Table:
-    """For people; ratios are to the first line."""
-    table = Table(title=f"rollout on {results.machine()}")
-    numbers = ("GB", "start, s", "KV cache, tokens", "tokens/s", "ratio", "a step, ms", "besides, s")
-    for column in ("model", "mode", "side", *numbers):
-        table.add_column(column, justify="right" if column in numbers else "left")
-    first = statistics.median(cases[0].rates)
-    for c in cases:
-        rate = statistics.median(c.rates)
-        sizes = (f"{c.envelope_gb or 0:.0f}", f"{c.start_s:.0f}", str(c.kv_tokens or ""))
-        parts = (f"{statistics.median(c.step_ms):.2f}", f"{statistics.median(c.fixed_s):.2f}")
-        table.add_row(c.model, c.mode, c.side, *sizes, f"{rate:.0f}", f"{rate / first:.3f}", *parts)
-    return table
-
-
 def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: EngineOptions) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/rollout/throughput.json."""
-    console, cases = Console(), list[Case]()
+    """Measure, and add the cases to benchmarks/results/<machine>/rollout_throughput.json."""
     engine_settings = engine.settings(work.sequences)
     common = {
         "run": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -243,9 +221,6 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
                 each.keep()
             else:
                 measure_served(each, model, path)
-            cases += found.values()
-    console.print(table_of(cases))
-    console.print(f"added to {results.path(RESULT)}")
 
 
 if __name__ == "__main__":

@@ -146,9 +146,7 @@ def measure(asked: SideOptions, run: Run) -> None:
         if run.side == "ours" and is_healthy(asked.url):
             case["fleet"] = _fleet(asked.url)
         if watch.lines:
-            found = results.joined(results.cases(run.result), [case], ("trainer", "model", "side"))
-            print(results.write(run.result, {"cases": found}), flush=True)
-    print(json.dumps({name: value for name, value in case.items() if name not in ("curves", "fleet")}), flush=True)
+            results.add(run.result, [case], ("trainer", "model", "side"))
     if not watch.lines or ended not in (_DONE, _LIMIT):
         for log in run.folder.glob("*.log"):
             print(f"--- the end of {log}", log.read_text(errors="replace")[-6000:], sep="\n", flush=True)

@@ -111,9 +111,7 @@ def measure_each(options: FailureOptions, setup: Setup, log: Path) -> None:
                 print("experts: left out, the model has none", flush=True)
                 continue
             case = measure(client, setup, model, service.config.model.path, name, options)
-            print({key: value for key, value in case.items() if key != "curve"}, flush=True)
-            joined = results.joined(results.cases(RESULT), [case], ("task", "failure"))
-            results.write(RESULT, {"cases": joined})
+            results.add(RESULT, [case], ("task", "failure"))
 
 
 def _setup(options: FailureOptions, folder: Path) -> Setup:

@@ -17,7 +17,6 @@ Where torch sees a GPU, the weights are there, and compared there.
 """
 
 import itertools
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -29,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -207,27 +205,6 @@ def timed(old: Tensors, new: Tensors) -> results.Json:
     return {"threads": io_threads(), "nbytes": base.nbytes, **taken}
 
 
-# --- what is said of it
-
-
-def speeds(times: results.Json) -> dict[str, tuple[float, float]]:
-    """GB/s of stored bytes, and that as a share of a copy's."""
-    copy_s = statistics.median(times["copy_s"])
-    taken = {name: statistics.median(times[f"{name}_s"]) for name in ("copy", "compare", "apply")}
-    return {name: (times["nbytes"] / seconds / 1e9, copy_s / seconds) for name, seconds in taken.items()}
-
-
-def table_of(cases: list[results.Json]) -> Table:
-    """For people."""
-    table = Table(title="changed between two versions")
-    for column in ("after steps", "codes", "scales", "BF16", "sent of all bytes"):
-        table.add_column(column, justify="right")
-    for case in cases:
-        shares = [f"{case['changed_share'][kind]:.2%}" for kind in ("float8_e4m3fn", "float32", "bfloat16")]
-        table.add_row(" → ".join(map(str, case["steps"])), *shares, f"{case['encoded_share']:.2%}")
-    return table
-
-
 def main(options: DeltaOptions) -> None:
     """Measure, print, and write benchmarks/results/<machine>/update_delta.json."""
     console = Console()
@@ -238,14 +215,14 @@ def main(options: DeltaOptions) -> None:
     stored = versions(weights, TrainerRecipe(weights="fp8_block", quantized=quantized))
     console.log(f"trained for {max(stored)} steps")
     cases = [compared((old, new), stored[old], stored[new]) for old, new in STEPS]
-    console.print(table_of(cases))
+    for case in cases:
+        console.print(case)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     old, new = (
         {name: tensor.to(device) for name, tensor in repeated(stored[step], options.layers).items()} for step in TIMED
     )
     times = timed(old, new)
-    for what, (gb_s, of_copy) in speeds(times).items():
-        console.print(f"{what}: {gb_s:.2f} GB/s, {of_copy:.2f} of a copy's")
+    console.print(results.brief(times))
     assumed = {"lr": LEARNING_RATE, "gradient": {"persistent": PERSISTENT, "noise": NOISE}, "rows": ROWS_IN_A_BATCH}
     content = {"assumed": assumed, "layers": options.layers, "cases": cases, "times": times}
     console.print(f"wrote {results.write('update_delta', content)}")

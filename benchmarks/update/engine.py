@@ -13,7 +13,6 @@ an engine that generates ``--concurrent`` rollouts all the while: *closed* is fr
 
 import asyncio
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Iterator
@@ -24,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -230,28 +227,12 @@ def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterato
         yield from cases
 
 
-def table_of(cases: list[Case]) -> Table:
-    """For people."""
-    table = Table(title=f"seconds closed for a full update on {results.machine()}")
-    for column in ("model", "way", "GB", "staged", "closed", "of it loading", "limit", "copies"):
-        table.add_column(column, justify="left" if column in ("model", "way") else "right")
-    for c in cases:
-        seconds = [f"{statistics.median(values):.4f}" for values in (c.stage_s, c.closed_s, c.load_s)]
-        table.add_row(c.model, c.way, f"{c.gbytes:.2f}", *seconds, f"{c.limit_s:.4f}", str(c.copies or c.no_plan or ""))
-    return table
-
-
 def main(options: UpdateOptions) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update_engine.json."""
-    console, cases = Console(), list[Case]()
+    """Measure, and add the cases to benchmarks/results/<machine>/update_engine.json."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for shape in options.model:
             for case in measure_model(shape, Path(folder), options):
-                console.log(f"{shape} {case.way}: closed {case.closed_s} load {case.load_s} {case.no_plan or ''}")
-                cases.append(case)
-                results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
-    console.print(table_of(cases))
-    console.print(f"added to {results.path(RESULT)}")
+                results.add(RESULT, [asdict(case)], SAME)
 
 
 if __name__ == "__main__":

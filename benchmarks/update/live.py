@@ -32,8 +32,6 @@ replicas.
 """
 
 import asyncio
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,8 +41,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -105,8 +101,6 @@ class PushOptions(Options):
     """Versions by each transport."""
     seconds: float = 20.0
     """A transport that has taken so long has three versions, if fewer than ``repeats``."""
-    replicas: int = 1
-    """Of the engine, each on a GPU of its own."""
     ingest_beside: Beside = Beside.ENGINE
     """Whose GPU the ingest shares, where trainer and engine have one each."""
     warmups: int = 3
@@ -275,8 +269,7 @@ class Updates:
                         failed.append(case.door)
                         version = max(status.version for status in await client.weights())
                     else:
-                        keep(case, self.concurrent)
-                        print(json.dumps(asdict(case)), flush=True)
+                        results.add(RESULT, [asdict(case) | {"concurrent": self.concurrent}], SAME)
         if failed:
             raise RuntimeError(f"not measured: {', '.join(failed)}")
 
@@ -297,30 +290,8 @@ class Updates:
         return version
 
 
-def keep(case: Case, concurrent: int) -> Path:
-    """Add it to the result, in place of an earlier one of the same model and transport."""
-    new = asdict(case) | {"concurrent": concurrent}
-    # once there was no other
-    before = {"staging": "auto", "replicas": 1, "gpus": 1, "ingest_beside": "engine"}
-    earlier = [before | case for case in results.cases(RESULT)]
-    return results.write(RESULT, {"cases": results.joined(earlier, [new], SAME)})
-
-
-def table_of(cases: list[Case]) -> Table:
-    """For people: medians."""
-    table = Table(title=f"seconds from the last byte to all live, on {results.machine()}")
-    for column in ("model", "transport", "GB sent", "GB", "push", "all live", "of it staging", "closed"):
-        table.add_column(column, justify="left" if column in ("model", "transport") else "right")
-    for c in cases:
-        if not c.push_s:
-            continue
-        seconds = [f"{statistics.median(values):.3f}" for values in (c.push_s, c.all_live_s, c.stage_s, c.closed_s)]
-        table.add_row(c.model, c.door, f"{c.sent_gbytes:.2f}", f"{c.gbytes:.2f}", *seconds)
-    return table
-
-
 def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
-    """Measure, print the table, and add the cases to benchmarks/results/<machine>/update_live.json."""
+    """Measure, and add the cases to benchmarks/results/<machine>/update_live.json."""
     log = "memory" if is_in_memory(model.folder) else "disk"
     cases = [
         Case(
@@ -329,7 +300,6 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
             model.layers,
             log=log,
             staging=engine.staging,
-            replicas=pushes.replicas,
             gpus=max(1, torch.cuda.device_count()),
             ingest_beside=str(pushes.ingest_beside),
             pause_s=pushes.pause_s,
@@ -342,7 +312,6 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
         write_weights(path)
         settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
         settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
-        settings["scaling"] |= {"min_replicas": pushes.replicas, "max_replicas": pushes.replicas}
         if pushes.ingest_beside is Beside.TRAINER:
             settings["scaling"]["num_gpus"] = 1.0  # so Ray puts the ingest on the GPU that no engine has
         with serving(settings, path.parent, model.verbose) as service:
@@ -350,9 +319,6 @@ def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
                 remove_weights(path)
             updates = Updates(cases, path, pushes.repeats, pushes.concurrent, pushes.warmups, pushes.seconds)
             asyncio.run(updates.measure(service.url))
-    console = Console()
-    console.print(table_of(cases))
-    console.print(f"added to {results.path(RESULT)}")
 
 
 if __name__ == "__main__":

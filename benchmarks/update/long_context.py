@@ -11,15 +11,11 @@ push on.
 
 import asyncio
 import itertools
-import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -162,20 +158,8 @@ def settings_for(options: ContextOptions, policy: Policy, path: Path, engine: Li
     return settings
 
 
-def table_of(cases: list[Case]) -> Table:
-    """For people."""
-    table = Table(title=f"one update under streams with long contexts, on {results.machine()}")
-    for column in ("policy", "streams", "prompt", "tokens/s before", "after ÷ before", "median silence s", "longest s"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for case in cases:
-        silences = f"{statistics.median(case.silences_s):.2f}", f"{case.silences_s[-1]:.2f}"
-        rates = f"{case.before:.0f}", f"{case.after / case.before:.2f}"
-        table.add_row(case.policy, str(case.sessions), str(case.prompt_tokens), *rates, *silences)
-    return table
-
-
 def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> None:
-    """Measure each policy, print a table, and add the cases to the results of this machine."""
+    """Measure each policy, and add the cases to benchmarks/results/<machine>/update_long_context.json."""
     name, layers = ("tiny-qwen3", None) if options.cpu else (model.model, model.layers)
     cases = [Case(name, layers, policy, options.sessions, options.prompt, options.window) for policy in options.policy]
     prompts = random_prompts([options.prompt] * options.sessions)
@@ -191,10 +175,7 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
             settings = settings_for(options, Policy(case.policy), path, engine)
             with serving(settings, path.parent, model.verbose) as service:
                 asyncio.run(measure(service.url, path, case, prompts, options.out))
-            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
-    console = Console()
-    console.print(table_of(cases))
-    console.print(f"added to {results.path(RESULT)}")
+            results.add(RESULT, [asdict(case)], SAME)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ more replicas, one is killed at the end, to time the start of another beside tho
 transport is a case of benchmarks/results/<machine>/update_shipped.json. With `--model tiny` it runs on a CPU.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ def main(asked: ShippedOptions) -> None:
     model = asked.model_folder()
     sizes: dict[str, Any] = {"model": asked.model, "replicas": asked.replicas, "gpu_share": asked.gpu_share}
     sizes |= {name: of for name in ("tensor_parallel", "ranks") if (of := getattr(asked, name)) > 1}
-    found: list[dict[str, Any]] = []
     for again in range(asked.starts):
         with (
             shipped_service(asked, str(asked.replicas)) as (url, start),
@@ -59,17 +57,17 @@ def main(asked: ShippedOptions) -> None:
             fleet = client.fleet()
             where = None if fleet.log is None else fleet.log.model_dump(mode="json")
             common = sizes | {"staging": fleet.replicas[0].staging}
-            _keep(found, common | {"transport": f"start {again + 1}", **start, "log": where})
+            _keep(common | {"transport": f"start {again + 1}", **start, "log": where})
             if again + 1 < asked.starts:
                 continue
             with rollouts(url, asked.concurrent):
                 for transport, timings in _pushes(asked, model, url, client):
-                    _keep(found, common | {"transport": transport, **timings})
+                    _keep(common | {"transport": transport, **timings})
             if asked.replicas > 1:
                 before = frozenset(replica.replica_id for replica in client.fleet().replicas)
                 victims()["replica"][0].kill()
                 start_s = wait_until_ready(client, asked.replicas, before)
-                _keep(found, common | {"transport": "another replica", "start_s": start_s})
+                _keep(common | {"transport": "another replica", "start_s": start_s})
 
 
 def _pushes(
@@ -88,11 +86,8 @@ def _pushes(
         yield transport, pushed(client, trainer, transport, asked.pushes)
 
 
-def _keep(found: list[dict[str, Any]], case: dict[str, Any]) -> None:
-    """Print a case, and write all that were found so far."""
-    print(json.dumps(case), flush=True)
-    found.append(case)
-    results.write("update_shipped", {"cases": results.joined(results.cases("update_shipped"), found, SAME)})
+def _keep(case: dict[str, Any]) -> None:
+    results.add("update_shipped", [case], SAME)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
@@ -57,11 +55,6 @@ class Case:
     load_s: list[float] = field(default_factory=list)
     """Of each wake-up, as the replica reports them: ``UpdateTimings``."""
 
-    @property
-    def given_back(self) -> float:
-        """Share of the memory, in the worst round."""
-        return 1 - max(self.asleep_gib) / self.awake_gib
-
 
 def gib_in_use() -> float:
     """Of the GPU, by all processes."""
@@ -98,19 +91,8 @@ async def measure(url: str, folder: Path, case: Case, repeats: int, before_gib: 
                     case.load_s.append(replica.update.load_s)
 
 
-def table_of(case: Case) -> Table:
-    """For people: the slowest of each."""
-    table = Table(title=f"asleep and awake again, on {results.machine()}: the slowest of {len(case.sleep_s)}")
-    for column in ("model", "GiB awake", "GiB asleep", "given back", "sleep s", "wake s", "to a new version s"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    seconds = [f"{max(values):.2f}" for values in (case.sleep_s, case.wake_s, case.wake_to_new_s)]
-    gib = [f"{case.awake_gib:.1f}", f"{max(case.asleep_gib):.1f}", f"{case.given_back:.1%}"]
-    table.add_row(case.model, *gib, *seconds)
-    return table
-
-
 def main(model: ModelOptions, rounds: SleepOptions, engine: LiveEngine) -> None:
-    """Measure, print the table, and add the case to benchmarks/results/<machine>/update/sleep.json."""
+    """Measure, and add the case to benchmarks/results/<machine>/update_sleep.json."""
     case = Case(model.model, model.layers, engine.staging)
     work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
@@ -121,10 +103,7 @@ def main(model: ModelOptions, rounds: SleepOptions, engine: LiveEngine) -> None:
         before_gib = gib_in_use()
         with serving(settings, path.parent, model.verbose) as service:
             asyncio.run(measure(service.url, path, case, rounds.repeats, before_gib))
-    results.write(RESULT, {"cases": results.joined(results.cases(RESULT), [asdict(case)], SAME)})
-    console = Console()
-    console.print(table_of(case))
-    console.print(f"added to {results.path(RESULT)}")
+    results.add(RESULT, [asdict(case)], SAME)
 
 
 if __name__ == "__main__":
