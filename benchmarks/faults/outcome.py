@@ -5,6 +5,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from benchmarks.common.results import Json
 from benchmarks.faults.ground import Case, Ground
 from benchmarks.faults.load import Load, load
 
@@ -36,15 +37,11 @@ class Outcome:
     """What proves the moment of the fault, and what went wrong."""
     skipped: str = ""
     """Why this machine cannot run it; nothing was shown then."""
-    date: str = ""
-    processor: str = ""
-    """When it was run and on what, which the file's header says of its newest cases alone. Of cases from before each
-    said so itself: what the header of their file said."""
 
-    @property
-    def clean(self) -> bool:
-        """Survived, and nothing stale or lost."""
-        return self.survived and not (self.stale_tokens or self.lost_requests or self.lost_versions)
+
+def is_clean(case: Json) -> bool:
+    """Return True if the service survived the case, and nothing was stale or lost."""
+    return case["survived"] and not any(case[name] for name in ("stale_tokens", "lost_requests", "lost_versions"))
 
 
 async def run_case(place: Ground, case: Case) -> Outcome:
