@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from benchmarks.faults.files import flip
-from benchmarks.faults.ground import REPLICAS, Case, Ground, below, ground, processes
+from benchmarks.faults.ground import REPLICAS, WAIT_S, Case, Ground, below, ground, processes, until
 from benchmarks.faults.inputs import NotRefused, refused
 from rollout_service.client import RolloutClient
 from rollout_service.client._adapters import _files_of
@@ -31,7 +31,7 @@ FIRST = 20
 """The number whose token the first version of an adapter emits."""
 ATTEMPTS = 10
 """Versions pushed until a moment is hit."""
-MOMENT_S, LOAD_S, WAIT_S = 3.0, 10.0, 180.0
+MOMENT_S, LOAD_S = 3.0, 10.0
 LONG, ROLLOUTS = 250, 4
 
 
@@ -83,19 +83,21 @@ async def state(ground: Ground, adapter: AdapterVersion) -> AdapterStatus:
 
 async def until_it_runs(ground: Ground, adapter: AdapterVersion) -> None:
     """Return once rollouts of an adapter version are running."""
-    async with asyncio.timeout(WAIT_S):
-        while not (await state(ground, adapter)).running:
-            await asyncio.sleep(0.05)
+
+    async def look() -> bool:
+        return bool((await state(ground, adapter)).running)
+
+    await until(look, f"{adapter} runs")
 
 
 async def until_all_hold(ground: Ground, known: frozenset[str] = frozenset()) -> None:
     """Return once all replicas hold all adapters, one of them not in ``known``."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            adapters = await ground.client.adapters()
-            if all(len(each.replicas) == ground.replicas and set(each.replicas) - known for each in adapters):
-                return
-            await asyncio.sleep(0.2)
+
+    async def look() -> bool:
+        adapters = await ground.client.adapters()
+        return all(len(each.replicas) == ground.replicas and set(each.replicas) - known for each in adapters)
+
+    await until(look, "all replicas hold all adapters")
 
 
 async def remove_all(ground: Ground) -> None:

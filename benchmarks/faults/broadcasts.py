@@ -9,18 +9,16 @@ import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from benchmarks.common.paths import PROJECT
-from benchmarks.faults.ground import Case, Ground
+from benchmarks.faults.ground import Case, Ground, until
 from benchmarks.faults.inputs import refused
 from benchmarks.faults.kills import push_until_committed
-from rollout_service.errors import NotFound, RolloutServiceError
+from rollout_service.errors import NotFound
 from rollout_service.protocol.weight_transfer import TransferStatus
 from rollout_service.store.log import WeightLog
 
@@ -45,7 +43,7 @@ async def in_a_broadcast(victim: str, ground: Ground) -> None:
     staged = WeightLog(ground.log).staging(version)
     async with _trainer(ground, version, "HALF") as trainer:
         told = await _half_way(trainer)
-        await _until("the version's tensors are coming", lambda: _is_receiving(ground, staged))
+        await until(lambda: _is_receiving(ground, staged), "the version's tensors are coming", STEP_S)
         status = await ground.client.weights(version)
         assert status.state == "staged", status
         if victim == "trainer":
@@ -53,7 +51,7 @@ async def in_a_broadcast(victim: str, ground: Ground) -> None:
         else:
             await ground.kill(victim)
         ground.note(f"{told} of version {version} had been handed over, some were written, and it was {status.state}")
-        await _until("the version is dropped", lambda: _is_dropped(ground, version, staged))
+        await until(lambda: _is_dropped(ground, version, staged), "the version is dropped", STEP_S)
         # with an empty input its input ends, and one that lives goes on; with none it would stay open
         _, errors = await asyncio.wait_for(trainer.communicate(b""), STEP_S)
         assert trainer.returncode != 0, "the trainer believes that its version was taken"
@@ -126,16 +124,3 @@ async def _is_dropped(ground: Ground, version: int, staged: Path) -> bool:
 async def _transfer(ground: Ground) -> TransferStatus:
     response = await ground.send("GET", "/server_info", params={"config_format": "json"})
     return TransferStatus.model_validate(response.json()["weight_transfer"])
-
-
-async def _until(what: str, reached: Callable[[], Awaitable[bool]]) -> None:
-    """Ask until it is so, whether or not somebody answers meanwhile. Raises TimeoutError."""
-    try:
-        async with asyncio.timeout(STEP_S):
-            while True:
-                with contextlib.suppress(RolloutServiceError, httpx.TransportError):
-                    if await reached():
-                        return
-                await asyncio.sleep(0.1)
-    except TimeoutError as error:
-        raise TimeoutError(f"within {STEP_S:g} s it never was so that {what}") from error

@@ -39,6 +39,8 @@ PROCESSES = {
 """What can be killed → how its process is called."""
 ENGINE_PROCESSES = ("vllm worker", "engine core", "replica")
 """Of these, the death of one is the end of its replica."""
+WAIT_S = 180.0
+"""The longest wait for a state of the service."""
 SETTLE_S = 1.0
 """How long the fleet must be sound before it counts as recovered."""
 KEPT_CACHE: dict[str, dict[str, Any]] = {
@@ -132,6 +134,16 @@ class Ground:
             "PUT", f"/v1/weights/{version}/parts/{part}", content=data, headers={PART_DIGEST_HEADER: digest}
         )
 
+    async def until_fleet(self, reached: Callable[[Fleet], object], what: str = "is served again") -> Fleet:
+        """Wait for a state of the fleet, and return it. Raises AssertionError as ``until`` does."""
+
+        async def look() -> Fleet | None:
+            fleet = await self.client.fleet()
+            return fleet if reached(fleet) else None
+
+        found: Fleet = await until(look, f"the fleet {what}")
+        return found
+
     async def fleet(self) -> Fleet | None:
         """The fleet, or None while nobody answers."""
         with contextlib.suppress(RolloutServiceError):
@@ -176,6 +188,21 @@ class Ground:
         wanted["gateway"] = self.service.config.scaling.gateways
         running = {kind: {process.pid for process in descendants(PROCESSES[kind])} for kind in PROCESSES}
         return all(len(running[kind]) == wanted[kind] and not running[kind] & self.gone for kind in PROCESSES)
+
+
+async def until(look: Callable[[], Awaitable[Any]], what: str, seconds: float = WAIT_S) -> Any:
+    """Call ``look`` until it returns something true, and return that. An error of the service counts as not yet.
+
+    Raises AssertionError after so many seconds; ``what`` says what was waited for.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                with contextlib.suppress(RolloutServiceError, httpx.TransportError):
+                    if found := await look():
+                        return found
+                await asyncio.sleep(0.05)
+    raise AssertionError(f"within {seconds:g} s it was not so that {what}")
 
 
 def ground(folder: Path, replicas: int = REPLICAS, **overrides: dict[str, Any]) -> AbstractAsyncContextManager[Ground]:

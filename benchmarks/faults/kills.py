@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 
@@ -33,14 +34,14 @@ def kill_cases() -> Iterator[Case]:
     for victim in (*ENGINE_PROCESSES, "gateway", "ingest"):  # the others have no part in any of these moments
         yield Case(f"kill {victim}, idle", partial(while_idle, victim), concurrency=0)
         yield Case(f"kill {victim}, generating", partial(while_generating, victim))
-        staging = while_reading if victim in ENGINE_PROCESSES else while_uploading
+        staging = partial(in_a_worker, READING) if victim in ENGINE_PROCESSES else while_uploading
         yield Case(f"kill {victim}, staging", partial(staging, victim))
-        yield Case(f"kill {victim}, between start and finish of an update", partial(while_loading, victim))
-        yield Case(f"kill {victim}, before the rename", partial(before_the_rename, victim))
-        yield Case(f"kill {victim}, after the rename", partial(after_the_rename, victim))
+        yield Case(f"kill {victim}, between start and finish of an update", partial(in_a_worker, LOADING, victim))
+        yield Case(f"kill {victim}, before the rename", partial(at_the_rename, False, victim))
+        yield Case(f"kill {victim}, after the rename", partial(at_the_rename, True, victim))
     yield Case("kill ingest, reading a trainer's memory", while_sharing)
-    yield Case("kill ingest, a replica reads the committed version", partial(while_reading, "ingest"))
-    yield Case("kill ingest, the version is staged and not loaded", partial(while_staged, "ingest"))
+    yield Case("kill ingest, a replica reads the committed version", partial(in_a_worker, READING, "ingest"))
+    yield Case("kill ingest, the version is staged and not loaded", partial(in_a_worker, STAGED, "ingest"))
     yield Case("a replica stopped for 30 s", stop_for_a_while)
     for victim in ("replica", "engine core", "gateway"):
         yield Case(f"kill {victim}, under a batch that is carried on", partial(under_a_batch, victim))
@@ -124,8 +125,20 @@ def shared_in_small_batches() -> Iterator[None]:
         _shared_memory.MIN_SHARED_BYTES, _shared_memory.BATCH_BYTES = before
 
 
-async def while_reading(victim: str, ground: Ground) -> None:
-    """Kill while a worker, of the victim's replica if it has one, reads a new version and its engine serves the old."""
+WorkerMoment = tuple[Callable[[psutil.Process, Path], bool], str]
+"""Whether a worker is in it, by the folder of a new version; and what is known then."""
+READING: WorkerMoment = (has_open, "had files of version {} open")
+STAGED: WorkerMoment = (
+    lambda worker, folder: has_open_memory(worker, staged_name(folder.name)),
+    "had staged version {}, and had not begun to load it",
+)
+LOADING: WorkerMoment = (has_mapped, "had the manifest of version {} mapped")
+"""The last two are made visible by ``update_marker``."""
+
+
+async def in_a_worker(moment: WorkerMoment, victim: str, ground: Ground) -> None:
+    """Kill at a moment of a worker, which is of the victim's replica if it has one."""
+    is_seen, told = moment
 
     def aim(version: int) -> Aim:
         replica = random.choice(processes("replica"))
@@ -133,43 +146,9 @@ async def while_reading(victim: str, ground: Ground) -> None:
         return Aim(
             stopped=worker,
             begins=lambda: newest(ground) == version,
-            reached=lambda: has_open(worker, folder),
+            reached=lambda: is_seen(worker, folder),
             victim=_of(replica, victim),
-            told=f"the worker had files of version {version} open",
-        )
-
-    await kill_at(ground, victim, aim)
-
-
-async def while_staged(victim: str, ground: Ground) -> None:
-    """Kill between the end of a version's staging and the start of its loading: see ``update_marker``."""
-
-    def aim(version: int) -> Aim:
-        replica = random.choice(processes("replica"))
-        worker = below(replica, "vllm worker")
-        return Aim(
-            stopped=worker,
-            begins=lambda: newest(ground) == version,
-            reached=lambda: has_open_memory(worker, staged_name(version)),
-            victim=_of(replica, victim),
-            told=f"the worker had staged version {version}, and had not begun to load it",
-        )
-
-    await kill_at(ground, victim, aim)
-
-
-async def while_loading(victim: str, ground: Ground) -> None:
-    """Kill while a worker has a new version's manifest mapped: see ``update_marker``."""
-
-    def aim(version: int) -> Aim:
-        replica = random.choice(processes("replica"))
-        worker, folder = below(replica, "vllm worker"), ground.log / str(version)
-        return Aim(
-            stopped=worker,
-            begins=lambda: newest(ground) == version,
-            reached=lambda: has_mapped(worker, folder),
-            victim=_of(replica, victim),
-            told=f"the worker had the manifest of version {version} mapped",
+            told=f"the worker {told.format(version)}",
         )
 
     await kill_at(ground, victim, aim)
@@ -180,8 +159,8 @@ def _of(replica: psutil.Process, victim: str) -> psutil.Process:
     return below(replica, victim) if victim in ENGINE_PROCESSES else processes(victim)[0]
 
 
-async def before_the_rename(victim: str, ground: Ground) -> None:
-    """Kill when a version's folder is complete, and LATEST still names the one before."""
+async def at_the_rename(after: bool, victim: str, ground: Ground) -> None:
+    """Kill when a version's folder is complete: before LATEST names it, or after, when nobody has been told so."""
 
     def aim(version: int) -> Aim:
         log = WeightLog(ground.log)
@@ -191,28 +170,14 @@ async def before_the_rename(victim: str, ground: Ground) -> None:
             manifest = any((folder / "manifest.json").is_file() for folder in (staged, committed))
             return manifest and newest(ground) < version
 
+        before = f"version {version} had its manifest, LATEST named {newest(ground)}"
         return Aim(
             stopped=processes("ingest")[0],
             begins=staged.is_dir,
-            reached=complete,
+            reached=(lambda: newest(ground) == version) if after else complete,
             victim=random.choice(processes(victim)),
-            told=f"version {version} had its manifest, LATEST named {newest(ground)}",
-        )
-
-    await kill_at(ground, victim, aim)
-
-
-async def after_the_rename(victim: str, ground: Ground) -> None:
-    """Kill as soon as LATEST names a version, before anybody is told so."""
-
-    def aim(version: int) -> Aim:
-        return Aim(
-            stopped=processes("ingest")[0],
-            begins=WeightLog(ground.log).staging(version).is_dir,
-            reached=lambda: newest(ground) == version,
-            victim=random.choice(processes(victim)),
-            told=f"LATEST named version {version}, its trainer had no answer yet",
-            unanswered=True,
+            told=f"LATEST named version {version}, its trainer had no answer yet" if after else before,
+            unanswered=after,
         )
 
     await kill_at(ground, victim, aim)

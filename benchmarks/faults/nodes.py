@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,7 +25,6 @@ from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
 from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
-from rollout_service.protocol.fleet import Fleet
 from rollout_service.store.log import WeightLog
 from tests.support.moments import has_open
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
@@ -84,14 +83,12 @@ async def two_nodes(folder: Path, name: str, settings: dict[str, dict[str, Any]]
             await place.push(1)
             _note_copy(outcome, nodes, FIRST, 1)
             async with load(service.url, CONCURRENCY, place.kv_max_age) as rollouts:
-                outcome.recover_s = await fault(place, nodes, outcome)
-            fleet = await place.fleet()
-    outcome.rollouts, outcome.kept_tokens = rollouts.rollouts, rollouts.kept_tokens
-    outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
-    outcome.notes += [*rollouts.stale[:3], *rollouts.lost[:3]]
-    outcome.lost_versions = int(fleet is None or fleet.latest_version < place.committed)
-    outcome.survived = outcome.recover_s is not None and not outcome.notes
-    outcome.notes += place.notes
+                try:
+                    outcome.recover_s = await fault(place, nodes, outcome)
+                except AssertionError as error:
+                    outcome.notes.append(str(error))
+            outcome.survived = outcome.recover_s is not None and not outcome.notes
+            await outcome.count(place, rollouts)
     return outcome
 
 
@@ -123,9 +120,9 @@ async def _kill_and_replace(place: Ground, nodes: Nodes, outcome: NodesOutcome) 
     killed = time.perf_counter()
     nodes.kill(FIRST)
     await push_until_committed(place, 4)  # the gateway may have been there, too
-    if not await _fleet(place, lambda fleet: [r.version for r in fleet.replicas if r.state == "ready"] == [4]):
-        outcome.notes.append("the replica that was left did not go on")
-        return None
+    await place.until_fleet(
+        lambda fleet: [r.version for r in fleet.replicas if r.state == "ready"] == [4], "goes on with one replica"
+    )
     alone_s = time.perf_counter() - killed
     joined = time.perf_counter()
     nodes.add(SECOND)
@@ -177,17 +174,6 @@ async def _fewest_serving(place: Ground) -> None:
         states = [] if fleet is None else [replica.state for replica in fleet.replicas]
         assert fleet is None or sum(state in ("ready", "syncing") for state in states) >= 2, states
         await asyncio.sleep(0.1)
-
-
-async def _fleet(place: Ground, reached: Callable[[Fleet], bool]) -> bool:
-    """Wait for a state of the fleet."""
-    deadline = time.perf_counter() + RECOVERY_S
-    while time.perf_counter() < deadline:
-        fleet = await place.fleet()
-        if fleet is not None and reached(fleet):
-            return True
-        await asyncio.sleep(0.2)
-    return False
 
 
 def _note_copy(outcome: NodesOutcome, nodes: Nodes, name: str, version: int) -> None:

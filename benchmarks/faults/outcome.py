@@ -38,6 +38,14 @@ class Outcome:
     skipped: str = ""
     """Why this machine cannot run it; nothing was shown then."""
 
+    async def count(self, place: Ground, rollouts: Load) -> None:
+        """Fill in what came of the rollouts, what the case noted, and whether the newest version is lost."""
+        self.rollouts, self.kept_tokens = rollouts.rollouts, rollouts.kept_tokens
+        self.stale_tokens, self.lost_requests = len(rollouts.stale), len(rollouts.lost)
+        self.notes += [*place.notes, *rollouts.stale[:3], *rollouts.lost[:3]]
+        fleet = await place.fleet()
+        self.lost_versions = int(fleet is None or fleet.latest_version < place.committed)
+
 
 def is_clean(case: Json) -> bool:
     """Return True if the service survived the case, and nothing was stale or lost."""
@@ -61,14 +69,5 @@ async def run_case(place: Ground, case: Case) -> Outcome:
         outcome.recover_s = await place.recovered(started, RECOVERY_S)
         outcome.survived = outcome.recover_s is not None and not outcome.notes
     outcome.outage_s, outcome.engine_start_s = place.outage_s, place.engine_start_s
-    outcome.rollouts, outcome.kept_tokens = rollouts.rollouts, rollouts.kept_tokens
-    outcome.stale_tokens, outcome.lost_requests = len(rollouts.stale), len(rollouts.lost)
-    outcome.notes += [*place.notes, *rollouts.stale[:3], *rollouts.lost[:3]]
-    outcome.lost_versions = await lost_versions(place)
+    await outcome.count(place, rollouts)
     return outcome
-
-
-async def lost_versions(place: Ground) -> int:
-    """1 if the newest version that was said to be committed, or a newer one, is not the newest any more."""
-    fleet = await place.fleet()
-    return int(fleet is None or fleet.latest_version < place.committed)

@@ -1,13 +1,12 @@
 """Replicas that come while weights move, and go while rollouts run, by the service's own autoscaling."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.ground import PROCESSES, Case, Ground, ground
-from rollout_service.protocol.fleet import Fleet
+from benchmarks.faults.ground import PROCESSES, WAIT_S, Case, Ground, ground
 from tests.support.processes import descendants
 
 SCALING = {
@@ -19,7 +18,6 @@ SCALING = {
 }
 """One replica is enough for ``LITTLE_LOAD``, and not for the load of the other cases."""
 LITTLE_LOAD = 4
-SCALED_S = 180.0
 
 
 def scale_cases() -> Iterator[Case]:
@@ -36,7 +34,7 @@ def autoscaled(folder: Path, **settings: dict[str, Any]) -> AbstractAsyncContext
 async def up_while_updating(ground: Ground) -> None:
     """From the start of the second replica's process until the fleet has it, versions are committed all the time."""
     (first,) = await ground.replica_ids()
-    async with asyncio.timeout(SCALED_S):
+    async with asyncio.timeout(WAIT_S):
         while len(descendants(PROCESSES["replica"])) < 2:
             await asyncio.sleep(0.2)
         ground.replicas, begun = 2, ground.committed
@@ -49,14 +47,7 @@ async def up_while_updating(ground: Ground) -> None:
 async def down_under_load(ground: Ground) -> None:
     """Few rollouts go on and on, and a replica is taken away from among them."""
     before = await ground.replica_ids()
-    fleet = await _reached(ground, lambda fleet: len(fleet.replicas) == 1)
+    fleet = await ground.until_fleet(lambda fleet: len(fleet.replicas) == 1, "has one replica")
     ground.replicas = 1
     ground.note(f"from {len(before)} to {len(fleet.replicas)} replicas with {fleet.replicas[0].running} sequences")
     await ground.push(ground.committed + 1, wait="none")
-
-
-async def _reached(ground: Ground, condition: Callable[[Fleet], bool]) -> Fleet:
-    async with asyncio.timeout(SCALED_S):
-        while (fleet := await ground.fleet()) is None or not condition(fleet):
-            await asyncio.sleep(0.2)
-    return fleet

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,14 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.faults.ground import Case, Ground, ground, processes
+from benchmarks.faults.ground import Case, Ground, ground, processes, until
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
-from rollout_service.protocol.fleet import Fleet
 from tests.support.processes import alive
 
 PROBE_S = 0.1
 MORE_S = 5.0
 """The time without service may be longer than an engine's start by this much."""
-WAIT_S = 180.0
 
 
 def term_cases() -> Iterator[Case]:
@@ -53,7 +51,7 @@ async def ends(victim: str, ground: Ground) -> None:
     ground.killed(victim, process, known)
     struck = time.perf_counter()
     if victim == "replica":
-        await _until(ground, lambda fleet: any(r.state == "draining" for r in fleet.replicas), "says that it drains")
+        await ground.until_fleet(lambda fleet: any(r.state == "draining" for r in fleet.replicas), "drains")
         ground.note("the fleet said that it drains")
     await ground.push(ground.committed + 1, wait="all")
     await _gone(family)
@@ -72,8 +70,8 @@ async def only_one_ends(sign: signal.Signals, ground: Ground) -> None:
         replica.send_signal(sign)
         ground.killed("replica", replica, known)
         begun = max(struck, await _successor_begins(replica))
-        await _until(
-            ground, lambda fleet: any(r.state == "ready" and r.replica_id not in known for r in fleet.replicas)
+        await ground.until_fleet(
+            lambda fleet: any(r.state == "ready" and r.replica_id not in known for r in fleet.replicas)
         )
         since = time.time()
         while not answered or answered[-1] < since:
@@ -89,15 +87,15 @@ async def only_one_ends(sign: signal.Signals, ground: Ground) -> None:
 
 
 async def _successor_begins(before: psutil.Process) -> float:
-    """When the process was made in which the next replica starts; Ray may have had it ready before."""
-    deadline = time.perf_counter() + WAIT_S
-    while time.perf_counter() < deadline:
+    """Return when the next replica's process was made. Ray may have had it ready before."""
+
+    async def look() -> float | None:
         with contextlib.suppress(LookupError, psutil.NoSuchProcess):
-            for process in processes("replica"):
-                if process.pid != before.pid:
-                    return process.create_time()
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"no other replica was started within {WAIT_S:g} s")
+            return next((each.create_time() for each in processes("replica") if each.pid != before.pid), None)
+        return None
+
+    found: float = await until(look, "another replica is started")
+    return found
 
 
 @asynccontextmanager
@@ -125,20 +123,10 @@ async def _probed(ground: Ground) -> AsyncIterator[list[float]]:
             going.cancel()
 
 
-def _ready(fleet: Fleet) -> frozenset[str]:
-    return frozenset(replica.replica_id for replica in fleet.replicas if replica.state == "ready")
-
-
-async def _until(ground: Ground, reached: Callable[[Fleet], object], what: str = "is served again") -> None:
-    deadline = time.perf_counter() + WAIT_S
-    while (fleet := await ground.fleet()) is None or not reached(fleet):
-        assert time.perf_counter() < deadline, f"within {WAIT_S:g} s no fleet {what}"
-        await asyncio.sleep(0.05)
-
-
 async def _gone(family: list[psutil.Process]) -> None:
-    """Every process has ended, whoever has not taken note of it yet."""
-    deadline = time.perf_counter() + WAIT_S
-    while left := [process.pid for process in family if alive(process)]:
-        assert time.perf_counter() < deadline, f"processes {left} of {[p.pid for p in family]} are still there"
-        await asyncio.sleep(0.1)
+    """Wait until every process has ended. Some may still be waited for by their parents."""
+
+    async def look() -> bool:
+        return not any(alive(process) for process in family)
+
+    await until(look, f"processes {[process.pid for process in family]} have ended")
