@@ -1,6 +1,7 @@
 """The service, and the engine in it, that benchmarks on a GPU measure: random weights of a published shape."""
 
 import math
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,9 +14,9 @@ import yaml
 from safetensors.torch import save_file
 
 from benchmarks.common.command import Options
-from benchmarks.common.paths import SHARED_MEMORY
+from benchmarks.common.paths import CPU_DEPLOYMENT, SHARED_MEMORY
 from benchmarks.common.random_weights import gaussian
-from benchmarks.common.shapes import Shape
+from benchmarks.common.shapes import Shape, write_config
 from benchmarks.common.work import WorkOptions
 from rollout_service.config.deployment_file import BUILDER
 from rollout_service.local import LocalService, running_service
@@ -63,8 +64,6 @@ class ModelOptions(Options):
 class EngineOptions(Options):
     """The engine."""
 
-    linear: str = "cutlass"
-    """vLLM's linear_backend for FP8."""
     attention: str = "auto"
     """engine.attention_backend."""
     block_size: int | None = None
@@ -75,33 +74,21 @@ class EngineOptions(Options):
     """CUDA graphs for multiples of it; vLLM's sizes if not given."""
     staging: str = "auto"
     """Where versions are staged: auto, device, host or none."""
-    eager: bool = False
-    """No torch.compile and no CUDA graphs: the engine starts sooner."""
-    compiled: bool = True
-    """No: CUDA graphs without torch.compile (``compilation_config.mode: 0``)."""
-    deterministic: bool = False
-    """engine.deterministic."""
     kv_gb: float | None = None
     """Of the KV cache; else what is left of the share, which vLLM measures: nothing else may start or end on the GPU
     meanwhile."""
 
     def settings(self, sequences: int) -> dict[str, Any]:
-        """In the service's terms, with CUDA graphs for up to so many sequences."""
-        extra: dict[str, Any] = {}
-        if self.kv_gb is not None:
-            extra["kv_cache_memory_bytes"] = int(self.kv_gb * 1e9)
-        if not self.compiled:
-            extra["compilation_config"] = {"mode": 0}
+        """Return them in the service's terms, with CUDA graphs for up to so many sequences."""
+        size = {} if self.kv_gb is None else {"extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}
         return {
-            "linear_backend": self.linear,
+            "linear_backend": "cutlass",
             "attention_backend": self.attention,
             "block_size": self.block_size,
             "max_num_batched_tokens": self.batched_tokens,
-            "cuda_graph_sizes": None if self.eager else graph_sizes(self.graph_step, sequences),
+            "cuda_graph_sizes": graph_sizes(self.graph_step, sequences),
             "staging": self.staging,
-            **({"enforce_eager": True} if self.eager else {}),
-            **({"deterministic": True} if self.deterministic else {}),
-            **({"extra": extra} if extra else {}),
+            **size,
         }
 
 
@@ -143,6 +130,45 @@ def serving(settings: Settings, folder: Path, verbose: bool) -> Iterator[LocalSe
     deployment.write_text(yaml.safe_dump({"applications": [{"import_path": BUILDER, "args": settings}]}))
     with running_service(deployment, verbose=verbose) as service:
         yield service
+
+
+@contextmanager
+def serving_random_weights(
+    model: ModelOptions, engine: dict[str, Any], **sections: dict[str, Any]
+) -> Iterator[tuple[LocalService, Path]]:
+    """Serve random weights in FP8 with an FP8 KV cache; yield the service and the folder of its BF16 files.
+
+    ``engine``: that section, in place of the usual one. ``sections``: fields that are added to other ones.
+    """
+    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
+        path = write_config(model.model, Path(temporary) / model.model, model.layers)
+        write_weights(path)
+        settings = laid_over(settings_of(Mode.FP8KV, path, path.parent, engine), sections)
+        with serving(settings, path.parent, model.verbose) as service:
+            if model.free:
+                remove_weights(path)
+            yield service, path
+
+
+@contextmanager
+def serving_tiny_model(**sections: dict[str, Any]) -> Iterator[LocalService]:
+    """Run the shipped CPU deployment with the tiny model. ``sections`` are laid over its settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        own: Settings = {
+            "model": {"path": f"{folder}/tiny-qwen3"},
+            "weights": {"root": f"{folder}/log", "source_roots": [folder]},
+        }
+        with running_service(CPU_DEPLOYMENT, laid_over(own, sections)) as service:
+            yield service
+
+
+def laid_over(*layers: Settings) -> Settings:
+    """Return the layers in one, field by field; the last has the final say."""
+    found: Settings = {}
+    for layer in layers:
+        for section, fields in layer.items():
+            found[section] = {**found.get(section, {}), **fields}
+    return found
 
 
 def write_weights(folder: Path) -> None:

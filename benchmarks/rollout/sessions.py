@@ -11,10 +11,7 @@ its first token. Random weights, no end of sequence, and tools that take exponen
 
 import asyncio
 import random
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -22,19 +19,10 @@ from typing import Any, Literal
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import (
-    EngineOptions,
-    Mode,
-    ModelOptions,
-    serving,
-    settings_of,
-    write_weights,
-)
-from benchmarks.common.paths import CPU_DEPLOYMENT
-from benchmarks.common.shapes import write_config
+from benchmarks.common.gpu_service import EngineOptions, ModelOptions, serving_random_weights, serving_tiny_model
 from rollout_service.client import RolloutClient
 from rollout_service.client._generate import GenerateOptions
-from rollout_service.local import LocalService, running_service
+from rollout_service.local import LocalService
 
 RESULT = "rollout_sessions"
 SAME = ("model", "side", "kv_cache", "work")
@@ -182,44 +170,17 @@ async def measure(service: LocalService, work: AgentOptions, name: str) -> None:
             results.add(RESULT, [case.as_json()], SAME)
 
 
-@contextmanager
-def small_service(folder: Path, work: AgentOptions) -> Iterator[LocalService]:
-    """Run the shipped CPU deployment, with one replica of a small cache."""
-    overrides: dict[str, dict[str, object]] = {
-        "weights": {
-            "root": str(folder / "log"),
-            "source_roots": [str(folder)],
-            "kv_cache_on_update": work.kv_cache,
-        },
-        "model": {"path": str(folder / "tiny-qwen3")},
-        "engine": work.engine(),
-    }
-    with running_service(CPU_DEPLOYMENT, overrides) as service:
-        yield service
-
-
-@contextmanager
-def large_service(
-    folder: Path, work: AgentOptions, model: ModelOptions, engine: EngineOptions
-) -> Iterator[LocalService]:
-    """Run the service on a GPU, with FP8 weights and an FP8 cache."""
-    path = write_config(model.model, folder / model.model, model.layers)
-    write_weights(path)
-    settings = settings_of(Mode.FP8KV, path, folder, engine.settings(work.sessions) | work.engine())
-    settings["weights"]["kv_cache_on_update"] = work.kv_cache
-    with serving(settings, folder, model.verbose) as service:
-        yield service
-
-
 def main(agents: AgentOptions, model: ModelOptions, engine: EngineOptions) -> None:
     """Start the service, and measure."""
     work = agents.model_copy(update=SMALL) if agents.small else agents
-    name = "tiny-qwen3" if agents.small else str(model.model)
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        folder = Path(temporary)
-        serve = small_service(folder, work) if agents.small else large_service(folder, work, model, engine)
-        with serve as service:
-            asyncio.run(measure(service, work, name))
+    kv_cache = {"kv_cache_on_update": work.kv_cache}
+    if agents.small:
+        with serving_tiny_model(engine=work.engine(), weights=kv_cache) as service:
+            asyncio.run(measure(service, work, "tiny-qwen3"))
+    else:
+        settings = engine.settings(work.sessions) | work.engine()
+        with serving_random_weights(model, settings, weights=kv_cache) as (service, _):
+            asyncio.run(measure(service, work, str(model.model)))
 
 
 if __name__ == "__main__":

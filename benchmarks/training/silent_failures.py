@@ -22,11 +22,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
+from benchmarks.common.gpu_service import laid_over
 from benchmarks.common.marked import write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.training.tasks import Setup
-from benchmarks.training.tis_ablation import AblationOptions, AdditionOptions, laid_over, setup_of
+from benchmarks.training.tis_ablation import AblationOptions, AdditionOptions, setup_of
 from examples import grpo
 from rollout_service.client import SyncRolloutClient
 from rollout_service.local import running_service

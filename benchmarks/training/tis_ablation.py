@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import results
 from benchmarks.common.command import Options
 from benchmarks.common.command import run as run_command
+from benchmarks.common.gpu_service import laid_over
 from benchmarks.common.marked import write_part
 from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT, SHARED_MEMORY
 from benchmarks.common.processes import raise_at_sigterm
@@ -413,15 +414,6 @@ def run_all(name: str, todo: list[tuple[str, int]], options: AblationOptions, se
                 ablation.run(arm, seed, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def laid_over(*layers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the layers in one, field by field; the last has the final say."""
-    found: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        for section, fields in layer.items():
-            found[section] = {**found.get(section, {}), **fields}
-    return found
 
 
 def report(options: AblationOptions, say: Say) -> None:

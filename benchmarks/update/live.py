@@ -27,15 +27,11 @@ answered: what is left is converted and synced to disk, and each replica has che
 is the whole push. ``stages`` are its seconds: ``receive``, ``quantize``, ``store`` and ``finish`` as ``UploadTimings``
 has them (they overlap), ``stage``, ``closed`` and ``load`` as the slowest replica tells them. All hold what the
 ingest's disk takes: ``--folder`` is memory if it is a tmpfs. Adds each case, once measured, to
-benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model, transport, staging and
-replicas.
+benchmarks/results/<machine>/update_live.json, in place of earlier ones of the same model, transport and staging.
 """
 
 import asyncio
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -44,30 +40,20 @@ import torch
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import (
-    ENGINES_SHARE,
-    EngineOptions,
-    Mode,
-    ModelOptions,
-    fitting,
-    remove_weights,
-    serving,
-    settings_of,
-    write_weights,
-)
+from benchmarks.common.gpu_service import ENGINES_SHARE, EngineOptions, ModelOptions, fitting, serving_random_weights
 from benchmarks.common.random_weights import gaussian
-from benchmarks.common.shapes import write_config
+from benchmarks.common.results import Json
 from benchmarks.common.work import WorkOptions
 from benchmarks.update.busy import rollouts
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import UpdateTimings
-from rollout_service.protocol.weights import UploadTimings
+from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.mapped_files import is_in_memory
 
 RESULT = "update_live"
-SAME = ("model", "door", "layers", "scales_policy", "staging", "replicas", "gpus", "ingest_beside")
+SAME = ("model", "door", "layers", "staging", "gpus", "ingest_beside")
 """Fields in which two cases agree that measured the same."""
 LEAST_REPEATS = 3
 DELTA_SHARE = 0.02
@@ -83,6 +69,10 @@ class Transport(StrEnum):
     SHARED_MEMORY = "shared_memory"
     CUDA_IPC = "cuda_ipc"
     DELTA = "delta"
+
+
+FIRST_IS_SLOWER = (Transport.DELTA, Transport.SHARED_MEMORY, Transport.CUDA_IPC)
+"""They take memory, or send everything: their first push is not measured."""
 
 
 class Beside(StrEnum):
@@ -113,10 +103,6 @@ class PushOptions(Options):
     """Rollouts that run meanwhile."""
 
 
-FIRST_IS_SLOWER = (Transport.DELTA, Transport.SHARED_MEMORY, Transport.CUDA_IPC)
-"""They take memory, or send everything: their first push is not measured."""
-
-
 class LiveEngine(EngineOptions):
     """The engine."""
 
@@ -127,81 +113,29 @@ class LiveEngine(EngineOptions):
     graph_step: int | None = 16
     """CUDA graphs for multiples of it."""
 
-
-@dataclass
-class Case:
-    """One transport of one model."""
-
-    model: str
-    door: str
-    """The transport. Results have had it under this key since the first."""
-    layers: int | None
-    scales_policy: str = "reuse"
-    """``kv_cache.scales_policy``."""
-    log: str = "disk"
-    """Where versions are served from: disk or memory."""
-    staging: str = "auto"
-    """``engine.staging``."""
-    replicas: int = 1
-    gpus: int = 1
-    """Of the host. With one, trainer, ingest and engine share it."""
-    ingest_beside: str = "engine"
-    """Whose GPU the ingest shares. With one, everybody's."""
-    pause_s: float = 0.0
-    """Before each push."""
-    sent_gbytes: float = 0.0
-    """What the trainer's files or parts hold; of a delta, its changes. 0: not kept."""
-    gbytes: float = 0.0
-    """Of the stored version, which a replica loads."""
-    first_push_s: list[float] = field(default_factory=list)
-    """Of the versions before those of ``push_s``, while memory was registered."""
-    push_s: list[float] = field(default_factory=list)
-    all_live_s: list[float] = field(default_factory=list)
-    stage_s: list[float] = field(default_factory=list)
-    closed_s: list[float] = field(default_factory=list)
-    load_s: list[float] = field(default_factory=list)
-    """These three as the replica reports them: ``UpdateTimings``."""
-    stages: list[dict[str, float]] = field(default_factory=list)
-    """Of each version of ``push_s``."""
-
-    def add(self, uploaded: UploadTimings | None, updates: Sequence[UpdateTimings]) -> None:
-        """Of one version, and of each replica's update to it."""
-        self.stage_s += [timings.stage_s for timings in updates]
-        self.closed_s += [timings.closed_s for timings in updates]
-        self.load_s += [timings.load_s for timings in updates]
-        received = {} if uploaded is None else uploaded.model_dump()
-        slowest = {name: max(getattr(timings, name) for timings in updates) for name in UpdateTimings.model_fields}
-        self.stages.append(
-            {name.removesuffix("_s"): seconds for name, seconds in (received | slowest).items() if name.endswith("_s")}
-        )
-
-
-class LastByte:
-    """Of an upload: when the service had it."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-        self.nbytes = 0
-
-    def progress(self, done: int, total: int) -> None:
-        """For ``push_weights``."""
-        self.nbytes = total
-        if done == total:
-            self.at = time.perf_counter()
+    def fitting(self) -> dict[str, Any]:
+        """Return the settings of the engine that ``benchmarks.rollout.throughput`` measures."""
+        work = WorkOptions()
+        return fitting(work) | self.settings(work.sequences)
 
 
 class Trainer:
-    """A model's BF16 weights, on a GPU if there is one."""
+    """A model's BF16 weights on a GPU, if there is one, and pushes of them."""
 
-    def __init__(self, folder: Path) -> None:
-        """``folder``: has its config.json."""
+    def __init__(self, client: RolloutClient, folder: Path, pause_s: float) -> None:
+        """``folder``: has the model's files."""
         if (count := torch.cuda.device_count()) > 1:  # of two, the one that no engine has, whichever Ray gave it
             torch.cuda.set_device(min(range(count), key=torch.cuda.device_memory_used))
-        self.tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
+        self._client, self._folder, self._pause_s, self._version = client, folder, pause_s, 0
+        self._tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
 
-    def step(self, share: float = 1.0) -> None:
-        """Other weights, as large. ``share``: of them changes, by the last bit if that is less than all."""
-        for tensor in self.tensors.values():
+    async def skip_failed_version(self) -> None:
+        """Go on after the newest version that the service knows."""
+        self._version = max(status.version for status in await self._client.weights())
+
+    def step(self, share: float) -> None:
+        """Change that share of the weights, by the last bit; with 1, change all of them entirely."""
+        for tensor in self._tensors.values():
             if share == 1:
                 tensor.neg_()
             else:
@@ -209,116 +143,112 @@ class Trainer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    async def push(self, transport: Transport) -> Json:
+        """Push one version until all replicas serve it; return its seconds and sizes.
 
-async def push(client: RolloutClient, version: int, folder: Path, case: Case, trainer: Trainer | None = None) -> None:
-    """One version by the case's transport, until all replicas serve it. ``trainer``: made here if it is None."""
-    if case.door != Transport.PATH:
-        trainer = trainer or Trainer(folder)
-        trainer.step(DELTA_SHARE if case.door == Transport.DELTA else 1.0)
-    await asyncio.sleep(case.pause_s)
-    last = LastByte()
-    started = time.perf_counter()
-    if case.door == Transport.PATH:
-        last.at, last.nbytes = started, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        status = await client.push_path(version, folder)
-    else:
-        assert trainer is not None
-        how: dict[str, Any]
-        if case.door in (Transport.DELTA, Transport.SHARED_MEMORY, Transport.CUDA_IPC):
-            how = {"transport": str(case.door)}
+        Raises RuntimeError if the version is not live, or a replica has not reported its update.
+        """
+        if transport != Transport.PATH:
+            self.step(DELTA_SHARE if transport == Transport.DELTA else 1.0)
+        await asyncio.sleep(self._pause_s)
+        self._version += 1
+        sent_bytes = sum(path.stat().st_size for path in self._folder.glob("*.safetensors"))
+        last_byte_at = started = time.perf_counter()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last_byte_at, sent_bytes
+            if done == total:
+                last_byte_at, sent_bytes = time.perf_counter(), total
+
+        if transport == Transport.PATH:
+            status = await self._client.push_path(self._version, self._folder)
         else:
-            how = {"transport": "http", "quantize": "trainer" if case.door == Transport.TRAINER else "service"}
-        status = await client.push_weights(version, trainer.tensors, progress=last.progress, **how)
-    ended = time.perf_counter()
-    if last.at is None or status.state != "live":
-        raise RuntimeError(f"version {version} is {status.state}, and its last byte came at {last.at}")
-    sent_bytes = (status.uploaded_bytes or 0) if case.door == Transport.DELTA else last.nbytes
-    case.sent_gbytes, case.gbytes = sent_bytes / 1e9, (status.total_bytes or 0) / 1e9
-    case.push_s.append(ended - started)
-    case.all_live_s.append(ended - last.at)
-    replicas = (await client.fleet()).replicas
-    if silent := [replica.replica_id for replica in replicas if replica.update is None]:
-        raise RuntimeError(f"replicas {silent} have told no timings")
-    case.add(status.timings, [replica.update for replica in replicas if replica.update is not None])
+            how: dict[str, Any] = {"transport": str(transport)}
+            if transport in (Transport.PARTS, Transport.TRAINER):
+                how = {"transport": "http", "quantize": "trainer" if transport == Transport.TRAINER else "service"}
+            status = await self._client.push_weights(self._version, self._tensors, progress=progress, **how)
+        ended = time.perf_counter()
+        if status.state != "live":
+            raise RuntimeError(f"version {status.version} is {status.state}")
+        if transport == Transport.DELTA:
+            sent_bytes = status.uploaded_bytes or 0
+        return {
+            "sent_gbytes": sent_bytes / 1e9,
+            "gbytes": (status.total_bytes or 0) / 1e9,
+            "push_s": ended - started,
+            "all_live_s": ended - last_byte_at,
+            "stages": await self._stages(status),
+        }
+
+    async def _stages(self, status: WeightStatus) -> dict[str, float]:
+        replicas = (await self._client.fleet()).replicas
+        updates = [replica.update for replica in replicas if replica.update is not None]
+        if len(updates) < len(replicas):
+            raise RuntimeError("a replica has reported no timings")
+        uploaded = {} if status.timings is None else status.timings.model_dump()
+        slowest = {name: max(getattr(update, name) for update in updates) for name in UpdateTimings.model_fields}
+        return {name.removesuffix("_s"): value for name, value in (uploaded | slowest).items() if name.endswith("_s")}
 
 
-@dataclass(frozen=True)
-class Updates:
-    """What is pushed, by which transports, and what else goes on."""
+async def measure_transport(trainer: Trainer, transport: Transport, pushes: PushOptions) -> Json:
+    """Push versions by one transport, some of them first that are reported apart."""
+    is_first = transport == pushes.transport[0]
+    first = [
+        await trainer.push(transport) for _ in range(pushes.warmups if is_first else int(transport in FIRST_IS_SLOWER))
+    ]
+    began, found = time.perf_counter(), list[Json]()
+    while len(found) < pushes.repeats:
+        if len(found) >= LEAST_REPEATS and time.perf_counter() - began > pushes.seconds:
+            break
+        found.append(await trainer.push(transport))
+    stages = [each["stages"] for each in found]
+    return {
+        "sent_gbytes": found[-1]["sent_gbytes"],
+        "gbytes": found[-1]["gbytes"],
+        "first_push_s": [each["push_s"] for each in first],
+        "push_s": [each["push_s"] for each in found],
+        "all_live_s": [each["all_live_s"] for each in found],
+        **{f"{name}_s": [each[name] for each in stages] for name in ("stage", "closed", "load")},
+        "stages": stages,
+    }
 
-    cases: list[Case]
-    folder: Path
-    """The BF16 files, and no others."""
-    repeats: int
-    concurrent: int
-    warmups: int
-    seconds: float
 
-    async def measure(self, url: str) -> None:
-        """All cases, with a running service whose version 0 has taught it its load plan. Each is kept once done."""
-        version = 0
-        trainer = None if all(case.door == Transport.PATH for case in self.cases) else Trainer(self.folder)
-        failed: list[str] = []
-        with rollouts(url, self.concurrent):
-            async with RolloutClient(url) as client:
-                for number, case in enumerate(self.cases):
-                    try:
-                        version = await self._case(client, case, version, number == 0, trainer)
-                    except RolloutServiceError as error:  # the other cases may be measured all the same
-                        print(f"{case.door}: {error}", flush=True)
-                        failed.append(case.door)
-                        version = max(status.version for status in await client.weights())
-                    else:
-                        results.add(RESULT, [asdict(case) | {"concurrent": self.concurrent}], SAME)
-        if failed:
-            raise RuntimeError(f"not measured: {', '.join(failed)}")
-
-    async def _case(
-        self, client: RolloutClient, case: Case, version: int, is_first: bool, trainer: Trainer | None
-    ) -> int:
-        """Its pushes, after ``version``. Returns the last one's."""
-        for _ in range(self.warmups if is_first else int(case.door in FIRST_IS_SLOWER)):
-            first = replace(
-                case, push_s=case.first_push_s, all_live_s=[], stage_s=[], closed_s=[], load_s=[], stages=[]
-            )
-            await push(client, version := version + 1, self.folder, first, trainer)
-        began = time.perf_counter()
-        for done in range(self.repeats):
-            if done >= LEAST_REPEATS and time.perf_counter() - began > self.seconds:
-                break
-            await push(client, version := version + 1, self.folder, case, trainer)
-        return version
+async def measure(url: str, folder: Path, common: Json, pushes: PushOptions) -> None:
+    """Measure all transports while rollouts run, and add each to the result. Raises RuntimeError if one fails."""
+    failed: list[str] = []
+    with rollouts(url, pushes.concurrent):
+        async with RolloutClient(url) as client:
+            trainer = Trainer(client, folder, pushes.pause_s)
+            for transport in pushes.transport:
+                try:
+                    found = await measure_transport(trainer, transport, pushes)
+                except RolloutServiceError as error:  # the others may be measured all the same
+                    print(f"{transport}: {error}", flush=True)
+                    failed.append(transport)
+                    await trainer.skip_failed_version()
+                else:
+                    results.add(RESULT, [common | {"door": str(transport)} | found], SAME)
+    if failed:
+        raise RuntimeError(f"not measured: {', '.join(failed)}")
 
 
 def main(model: ModelOptions, pushes: PushOptions, engine: LiveEngine) -> None:
     """Measure, and add the cases to benchmarks/results/<machine>/update_live.json."""
-    log = "memory" if is_in_memory(model.folder) else "disk"
-    cases = [
-        Case(
-            model.model,
-            transport,
-            model.layers,
-            log=log,
-            staging=engine.staging,
-            gpus=max(1, torch.cuda.device_count()),
-            ingest_beside=str(pushes.ingest_beside),
-            pause_s=pushes.pause_s,
-        )
-        for transport in pushes.transport
-    ]
-    work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = write_config(model.model, Path(temporary) / model.model, model.layers)
-        write_weights(path)
-        settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
-        settings["engine"]["gpu_memory_utilization"] = pushes.gpu_share
-        if pushes.ingest_beside is Beside.TRAINER:
-            settings["scaling"]["num_gpus"] = 1.0  # so Ray puts the ingest on the GPU that no engine has
-        with serving(settings, path.parent, model.verbose) as service:
-            if model.free:
-                remove_weights(path)
-            updates = Updates(cases, path, pushes.repeats, pushes.concurrent, pushes.warmups, pushes.seconds)
-            asyncio.run(updates.measure(service.url))
+    common: Json = {
+        "model": str(model.model),
+        "layers": model.layers,
+        "log": "memory" if is_in_memory(model.folder) else "disk",
+        "staging": engine.staging,
+        "gpus": max(1, torch.cuda.device_count()),
+        "ingest_beside": str(pushes.ingest_beside),
+        "pause_s": pushes.pause_s,
+        "concurrent": pushes.concurrent,
+    }
+    settings = engine.fitting() | {"gpu_memory_utilization": pushes.gpu_share}
+    # a whole GPU for the engine: Ray then puts the ingest on the other one
+    scaling = {"num_gpus": 1.0} if pushes.ingest_beside is Beside.TRAINER else {}
+    with serving_random_weights(model, settings, scaling=scaling) as (service, path):
+        asyncio.run(measure(service.url, path, common, pushes))
 
 
 if __name__ == "__main__":

@@ -11,20 +11,18 @@ push on.
 
 import asyncio
 import itertools
-import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import Mode, ModelOptions, Settings, serving, settings_of, write_weights
-from benchmarks.common.shapes import write_config
+from benchmarks.common.gpu_service import ModelOptions, serving_random_weights, serving_tiny_model
 from benchmarks.common.work import random_prompts
 from benchmarks.update.live import LiveEngine
 from rollout_service.client import RolloutClient
-from rollout_service.model.tiny import make_tiny_qwen3
 
 RESULT = "update_long_context"
 SAME = ("model", "layers", "policy", "sessions", "prompt_tokens")
@@ -142,22 +140,6 @@ def show(case: Case, arrivals: list[Arrivals], begin: float, closed_at: float) -
     case.silences_s.sort()
 
 
-def settings_for(options: ContextOptions, policy: Policy, path: Path, engine: LiveEngine) -> Settings:
-    """The configuration of one policy's service."""
-    limits = {"max_model_len": options.prompt + options.out + 64, "max_num_seqs": options.sessions}
-    if not options.cpu:
-        settings = settings_of(Mode.FP8KV, path, path.parent, limits | engine.settings(options.sessions))
-    else:
-        settings = settings_of(Mode.FP8, path, path.parent, limits)
-        del settings["scaling"], settings["weights"]["ingest_num_gpus"]
-    settings["weights"] |= {
-        "root": str(path.parent / f"log-{policy}"),
-        "kv_cache_on_update": policy.value,
-        "kv_max_age": None,
-    }
-    return settings
-
-
 def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> None:
     """Measure each policy, and add the cases to benchmarks/results/<machine>/update_long_context.json."""
     name, layers = ("tiny-qwen3", None) if options.cpu else (model.model, model.layers)
@@ -165,17 +147,22 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
     prompts = random_prompts([options.prompt] * options.sessions)
     if options.cpu:
         prompts = [[TINY[token % len(TINY)] for token in prompt] for prompt in prompts]
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = Path(temporary) / name
-        if options.cpu:
-            make_tiny_qwen3(path)
-        else:
-            write_weights(write_config(model.model, path, layers))
-        for case in cases:
-            settings = settings_for(options, Policy(case.policy), path, engine)
-            with serving(settings, path.parent, model.verbose) as service:
-                asyncio.run(measure(service.url, path, case, prompts, options.out))
-            results.add(RESULT, [asdict(case)], SAME)
+    engine_settings = {
+        "max_model_len": options.prompt + options.out + 64,
+        "max_num_seqs": options.sessions,
+        **({} if options.cpu else engine.settings(options.sessions)),
+    }
+    for case in cases:
+        weights = {"kv_cache_on_update": case.policy, "kv_max_age": None}
+        with ExitStack() as stack:
+            if options.cpu:
+                service = stack.enter_context(serving_tiny_model(engine=engine_settings, weights=weights))
+                path = service.config.model.path
+            else:
+                serving = serving_random_weights(model, engine_settings, weights=weights)
+                service, path = stack.enter_context(serving)
+            asyncio.run(measure(service.url, path, case, prompts, options.out))
+        results.add(RESULT, [asdict(case)], SAME)
 
 
 if __name__ == "__main__":

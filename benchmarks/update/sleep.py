@@ -10,7 +10,6 @@ Memory is what the GPU has in use beyond what it had before the service started:
 """
 
 import asyncio
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +18,7 @@ import torch
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import Mode, ModelOptions, fitting, serving, settings_of, write_weights
-from benchmarks.common.shapes import write_config
-from benchmarks.common.work import WorkOptions
+from benchmarks.common.gpu_service import ModelOptions, serving_random_weights
 from benchmarks.update.live import LiveEngine
 from rollout_service.client import RolloutClient
 
@@ -94,15 +91,9 @@ async def measure(url: str, folder: Path, case: Case, repeats: int, before_gib: 
 def main(model: ModelOptions, rounds: SleepOptions, engine: LiveEngine) -> None:
     """Measure, and add the case to benchmarks/results/<machine>/update_sleep.json."""
     case = Case(model.model, model.layers, engine.staging)
-    work = WorkOptions()  # not done: it makes the engine that benchmarks.rollout.throughput has
-    with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
-        path = write_config(model.model, Path(temporary) / model.model, model.layers)
-        write_weights(path)
-        settings = settings_of(Mode.FP8KV, path, path.parent, fitting(work) | engine.settings(work.sequences))
-        settings["engine"]["enable_sleep_mode"] = True
-        before_gib = gib_in_use()
-        with serving(settings, path.parent, model.verbose) as service:
-            asyncio.run(measure(service.url, path, case, rounds.repeats, before_gib))
+    before_gib = gib_in_use()
+    with serving_random_weights(model, engine.fitting() | {"enable_sleep_mode": True}) as (service, path):
+        asyncio.run(measure(service.url, path, case, rounds.repeats, before_gib))
     results.add(RESULT, [asdict(case)], SAME)
 
 
