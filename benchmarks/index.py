@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from benchmarks.common.marked import exit_with
 from benchmarks.common.paths import PROJECT, RESULTS
 
 README = PROJECT / "benchmarks/README.md"
@@ -28,10 +29,7 @@ def problems(page: str, folder: Path) -> Iterator[str]:
 
 def main() -> None:
     """Print what is wrong and exit with 1; exit with 0 if nothing is."""
-    found = list(problems(README.read_text(), RESULTS))
-    for problem in found:
-        typer.echo(problem, err=True)
-    raise typer.Exit(1 if found else 0)
+    exit_with(problems(README.read_text(), RESULTS))
 
 
 if __name__ == "__main__":

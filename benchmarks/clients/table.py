@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.clients.released import CLIENTS
-from benchmarks.common.marked import markdown_table, with_part, write_part
+from benchmarks.common.marked import exit_with, markdown_table, with_part, write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.results import Json
 
@@ -53,10 +53,7 @@ def main(write: Annotated[bool, typer.Option("--write", help="Make the table ane
     """Check that the page's table is what the result says; exit with 1 and say why if it is not."""
     if write:
         write_table()
-    found = problems(RESULT, PAGE)
-    for problem in found:
-        typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)
-    raise typer.Exit(1 if found else 0)
+    exit_with(problems(RESULT, PAGE))
 
 
 if __name__ == "__main__":

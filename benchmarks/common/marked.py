@@ -2,6 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from benchmarks.common.paths import PROJECT
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -21,3 +26,11 @@ def with_part(page: str, name: str, part: str) -> str:
 def write_part(file: Path, name: str, part: str) -> None:
     """Write the page anew with that part. Raises what ``with_part`` raises."""
     file.write_text(with_part(file.read_text(), name, part))
+
+
+def exit_with(problems: Iterable[str]) -> NoReturn:
+    """Print what is wrong, and exit with 1; exit with 0 if nothing is."""
+    found = list(problems)
+    for problem in found:
+        typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)
+    raise typer.Exit(1 if found else 0)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import results
-from benchmarks.common.marked import markdown_table, with_part
+from benchmarks.common.marked import exit_with, markdown_table, with_part
 from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 
@@ -76,16 +76,6 @@ def _cell(text: str) -> str:
     return " ".join(words[:_WORDS]) + (" …" if len(words) > _WORDS else "")
 
 
-def on_cpu() -> list[Json]:
-    """What was found on this project's machine without a GPU."""
-    return results.cases("models", machine_name=CPU)
-
-
-def on_gpu() -> list[Json]:
-    """What was found on an H100."""
-    return results.cases("models", machine_name=GPU)
-
-
 def published_table(cases: list[Json]) -> str:
     """A row for each published model: what becomes FP8 of it, by how many GPUs an engine has."""
     sizes = sorted({way["gpus"] for case in cases for way in case["ways"]})
@@ -122,17 +112,14 @@ def write_tables() -> None:
 
 def _page(page: str) -> str:
     page = with_part(page, PUBLISHED_PART, published_table(results.cases("published", machine_name=CPU)))
-    return with_part(page, PART, table(on_cpu(), on_gpu()))
+    return with_part(page, PART, table(*(results.cases("models", machine_name=name) for name in (CPU, GPU))))
 
 
 def main(write: Annotated[bool, typer.Option("--write", help="Make the tables anew.")] = False) -> None:
     """Check that the tables are what the results say; exit with 1 and say why if it is not."""
     if write:
         write_tables()
-    found = problems(DOCUMENT)
-    for problem in found:
-        typer.echo(problem.replace(f"{PROJECT}/", ""), err=True)
-    raise typer.Exit(1 if found else 0)
+    exit_with(problems(DOCUMENT))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from benchmarks.common import results
 from benchmarks.common.command import run
 from benchmarks.common.random_weights import gaussian
+from benchmarks.common.results import Json
 from benchmarks.common.timing import copy_seconds, event_seconds, wall_seconds
 from rollout_service.quant.blockwise import CODES, quantize_blockwise
 from rollout_service.quant.formats import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat
@@ -49,19 +49,6 @@ MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B}
 Quantize = Callable[[torch.Tensor], Any]
 
 
-@dataclass
-class Case:
-    """One line of the table."""
-
-    name: str
-    kernel: str
-    gb_s: float
-    ratio_to_copy: float
-    seconds: list[float]
-    """Of each sample."""
-    extra: dict[str, float] = field(default_factory=dict)
-
-
 def eager(weight: torch.Tensor) -> Any:
     """The formula in plain torch, without looking for NaN."""
     rows, columns = weight.shape
@@ -80,13 +67,13 @@ def vllm(weight: torch.Tensor) -> Any:
 # --- on a GPU
 
 
-def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
+def gpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
     """Measure whole models."""
     for name, shapes in MODELS.items():
         yield from model_cases(name, shapes, copy_gb_s, repeats)
 
 
-def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> Iterator[Case]:
+def model_cases(name: str, shapes: Shapes, copy_gb_s: float, repeats: int) -> Iterator[Json]:
     """All linear layers of a model: ours in one call, the others matrix by matrix."""
     from benchmarks.quantizer.yardstick_kernel import yardstick
     from rollout_service.quant.cuda import GroupedQuantization
@@ -147,7 +134,7 @@ def carve(bucket: torch.Tensor, shapes: Shapes) -> Iterator[torch.Tensor]:
 # --- on the CPU
 
 
-def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
+def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Json]:
     """Ours against the reference and vLLM's function, which is plain torch."""
     from rollout_service.quant.cpu import quantize_blocks_cpu
 
@@ -171,10 +158,11 @@ def cpu_cases(copy_gb_s: float, repeats: int) -> Iterator[Case]:
 
 def case(
     name: str, kernel: str, moved: int, seconds: list[float], copy_gb_s: float, extra: dict[str, float] | None = None
-) -> Case:
-    """The median's rate."""
+) -> Json:
+    """Return a case with the median's rate."""
     gb_s = moved / statistics.median(seconds) / 1e9
-    return Case(name, kernel, gb_s, gb_s / copy_gb_s, seconds, extra or {})
+    ratio = gb_s / copy_gb_s
+    return {"name": name, "kernel": kernel, "gb_s": gb_s, "ratio_to_copy": ratio, "seconds": seconds, **(extra or {})}
 
 
 def main(repeats: int = 21) -> None:
@@ -182,17 +170,11 @@ def main(repeats: int = 21) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # read plus written, of a copy far larger than any cache
     copy_gb_s = 2 * COPY_BYTES[device] / copy_seconds(COPY_BYTES[device], device, repeats) / 1e9
-    cases: list[Case] = []
+    cases: list[Json] = []
     for measured in (gpu_cases if device == "cuda" else cpu_cases)(copy_gb_s, repeats):
-        print(results.brief(flat(measured)), flush=True)
+        print(results.brief(measured), flush=True)
         cases.append(measured)
-    results.write("quantizer", {"copy_gb_s": copy_gb_s, "cases": [flat(c) for c in cases]})
-
-
-def flat(measured: Case) -> dict[str, Any]:
-    """As it stands in the JSON."""
-    fields = asdict(measured)
-    return {**fields, **fields.pop("extra")}
+    results.write("quantizer", {"copy_gb_s": copy_gb_s, "cases": cases})
 
 
 if __name__ == "__main__":

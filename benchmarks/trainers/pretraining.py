@@ -61,25 +61,8 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
     },
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
 }
-"""``qwen3-0.6b`` is Qwen/Qwen3-0.6B but for its vocabulary, 0.44 billion parameters; ``moe`` has 0.43 billion, a
-quarter of them active; ``tiny`` ones are for a CPU."""
+"""``moe`` has 0.43 billion parameters, a quarter of them active; ``tiny-moe`` is for a CPU."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THOUGHTS = ("<think>", "</think>")
 _WORDS = (  # as Qwen's tokenizer cuts text; each digit is a token

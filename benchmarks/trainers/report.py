@@ -16,7 +16,7 @@ from benchmarks.common.paths import PROJECT
 PAGES = PROJECT / "docs/trainers"
 ENGINES = {"trl": "TRL's server", "verl": "verl's engine"}
 NAMES = {"trl": "TRL", "verl": "verl"}
-COLORS = {"ours": "#d62728", "own": "#1f77b4", "own-fp8": "#7f7f7f"}
+COLORS = {"ours": "#d62728", "own": "#1f77b4"}
 STAGES = {"sync": "weights, until served", "rollout": "rollouts", "train": "training"}
 _SHADES = {"sync": "#d95f02", "rollout": "#1b9e77", "train": "#7570b3"}
 
@@ -30,8 +30,7 @@ def part(trainer: str) -> str:
 
 def title_of(case: Case) -> str:
     """Return the name of a case's side."""
-    engine = ENGINES[case["trainer"]]
-    return {"ours": "this service, FP8", "own": f"{engine}, BF16", "own-fp8": f"{engine}, FP8"}[case["side"]]
+    return "this service, FP8" if case["side"] == "ours" else f"{ENGINES[case['trainer']]}, BF16"
 
 
 def write(cases: Sequence[Case], trainer: str, machine: str) -> None:

@@ -38,7 +38,7 @@ class SideOptions(Options):
     folder: Path = Path(tempfile.gettempdir()) / "addition"
     """The model's."""
     model: str = "0.2b"
-    """Its shape, for --prepare: 0.2b, qwen3-0.6b or tiny."""
+    """Its shape, for --prepare: 0.2b."""
     pretrain_s: float = 110.0
     """Seconds of pre-training at most."""
     right: float = 0.35

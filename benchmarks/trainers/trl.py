@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer in server mode, unmodified: through this service as it is shipped, and with TRL's own server.
 
     python -m benchmarks.trainers.trl --prepare --folder F        makes the model: two minutes on a GPU
-    python -m benchmarks.trainers.trl --side ours --folder F      then --side own, and --side own-fp8
+    python -m benchmarks.trainers.trl --side ours --folder F      then --side own
     python -m benchmarks.trainers.trl --report                    docs/trainers/trl.png and the table of its page
 
 Two GPUs, the first two of CUDA_VISIBLE_DEVICES: the trainer has one, the server the other. Each side is a case of
-benchmarks/results/<machine>/trainers.json. Without a GPU, ``--side ours`` runs over gloo with `--model tiny`.
+benchmarks/results/<machine>/trainers.json.
 """
 
 import sys
@@ -18,14 +18,14 @@ from benchmarks.trainers.trl_training import Place, Training
 
 _TRL_SERVE = [sys.executable, "-m", "trl.scripts.vllm_serve"]
 RESULT = "trainers"
-Side = Literal["ours", "own", "own-fp8"]
+Side = Literal["ours", "own"]
 
 
 class TrlOptions(SideOptions):
     """What is done."""
 
     side: Side | None = None
-    """Whose server: this service's, TRL's, or TRL's with vLLM's own FP8."""
+    """Whose server: this service's, or TRL's."""
 
 
 def main(asked: TrlOptions, training: Training) -> None:
@@ -52,8 +52,7 @@ def server_command(side: Side, asked: TrlOptions) -> list[str]:
     """Return what each side's documentation has users type."""
     if side == "ours":
         return service_command(asked)
-    quantized = ["--quantization", "fp8"] if side == "own-fp8" else []  # handed on to vllm serve
-    return [*_TRL_SERVE, "--model", str(asked.folder.absolute()), "--port", str(asked.port), *quantized]
+    return [*_TRL_SERVE, "--model", str(asked.folder.absolute()), "--port", str(asked.port)]
 
 
 def trainer_command(training: Training, place: Place) -> list[str]:

@@ -1,15 +1,13 @@
 """GRPO on ``addition`` by TRL's own trainer in server mode, in a process of its own: a line of JSON for each step.
 
-Nothing of TRL is changed; the clock runs around two methods of its ``vllm_generation`` and between its callbacks. On a
-CPU gloo takes the place of NCCL in this process, as in tests/clients/test_trl_weights.py.
+Nothing of TRL is changed; the clock runs around two methods of its ``vllm_generation`` and between its callbacks.
 """
 
 import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +73,6 @@ class Place(Options):
 
 def main(asked: Training, place: Place) -> None:
     """Train, and write each step as it ends."""
-    with nullcontext() if torch.cuda.is_available() else _without_cuda():
-        _train(asked, place)
-
-
-def _train(asked: Training, place: Place) -> None:
     from datasets import Dataset
     from trl import GRPOTrainer
 
@@ -220,22 +213,6 @@ def accounted(seconds: dict[str, float], tokens: int) -> dict[str, float]:
         "tokens": tokens,
         "tokens_per_s": tokens / rollout_s,
     }
-
-
-@contextmanager
-def _without_cuda() -> Iterator[None]:
-    """Replace what needs CUDA in TRL's client: NCCL by gloo, and the device that the client insists on."""
-    import pytest
-    from trl.generation import vllm_client
-
-    from tests.support.gloo_trainer import use_gloo
-
-    join = vllm_client.VLLMClient.init_communicator
-    with pytest.MonkeyPatch.context() as patch:
-        use_gloo(patch, vllm_client)
-        patch.setattr(vllm_client, "get_ip", lambda: "127.0.0.1")
-        patch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
-        yield
 
 
 if __name__ == "__main__":

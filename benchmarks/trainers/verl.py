@@ -1,7 +1,7 @@
 """verl's GRPO with separate trainer and engine, unmodified: through this service, and with verl's own vLLM server.
 
     python -m benchmarks.trainers.verl --prepare --folder F        makes the model: two minutes on a GPU; needs TRL
-    python -m benchmarks.trainers.verl --side ours --folder F      then --side own, and --side own-fp8
+    python -m benchmarks.trainers.verl --side ours --folder F      then --side own
     python -m benchmarks.trainers.verl --report                    docs/trainers/verl.png and the table of its page
 
 Two GPUs, the first two of CUDA_VISIBLE_DEVICES: the trainer has one, the engine the other. Each side is a case of
@@ -47,14 +47,14 @@ FROM_VERL = {
 }
 """Name here → name in verl's logs."""
 RESULT = "trainers_verl"
-Side = Literal["ours", "own", "own-fp8"]
+Side = Literal["ours", "own"]
 
 
 class VerlOptions(SideOptions):
     """What is done."""
 
     side: Side | None = None
-    """Whose engine: this service's, verl's, or verl's with its own FP8."""
+    """Whose engine: this service's, or verl's."""
     limit_s: float = 330.0
     """Seconds of one side, start included; what has been trained by then is the result."""
     set: tuple[str, ...] = ()
@@ -186,8 +186,7 @@ def engine_options(side: Side, asked: VerlOptions) -> list[str]:
             f"{rollout}.checkpoint_engine.backend=rollout_service",
             f"+{rollout}.checkpoint_engine.engine_kwargs.rollout_service.url={asked.url}",
         ]
-    quantized = [f"{rollout}.quantization=fp8"] if side == "own-fp8" else []
-    return [*one, f"{rollout}.name=vllm", f"{rollout}.checkpoint_engine.backend=nccl", *quantized]
+    return [*one, f"{rollout}.name=vllm", f"{rollout}.checkpoint_engine.backend=nccl"]
 
 
 def step_of(written: dict[str, Any], *, completions: int) -> Line:

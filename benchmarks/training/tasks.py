@@ -5,7 +5,7 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,34 +22,6 @@ GPU_DEPLOYMENT = PROJECT / "deployments/fp8_rollout.yaml"
 HELD_OUT = 256
 """Questions for the accuracy at the end."""
 HELD_OUT_SEED = 1_000_000
-
-
-class Setup(Protocol):
-    """A task with its model and the deployment that serves it."""
-
-    @property
-    def task(self) -> grpo.Task:
-        """Questions, reward and sizes."""
-
-    @property
-    def deployment(self) -> Path:
-        """The deployment's YAML."""
-
-    @property
-    def sections(self) -> dict[str, dict[str, Any]]:
-        """Settings that are laid over it in every arm."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return what a run depends on beside its arm."""
-
-    def start(self, model_path: Path, seed: int) -> PreTrainedModel:
-        """Return the FP32 weights that every arm of ``seed`` starts from."""
-
-    def policy(self, model: PreTrainedModel) -> AbstractContextManager[InBf16 | None]:
-        """Return the policy that computes; None: the model itself, in FP32."""
-
-    def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
-        """Return the accuracy of the trainer's own model on held-out questions, without an engine."""
 
 
 def held_out(task: grpo.Task, seed: int) -> list[str]:
@@ -69,7 +41,7 @@ class Digits:
     )
 
     def settings(self) -> dict[str, Any]:
-        """See ``Setup``."""
+        """Return what a run depends on beside its arm."""
         return {"task": "digits"}
 
     def start(self, model_path: Path, seed: int) -> PreTrainedModel:
@@ -87,7 +59,7 @@ class Digits:
         return model
 
     def policy(self, model: PreTrainedModel) -> AbstractContextManager[InBf16 | None]:
-        """See ``Setup``."""
+        """Return None: the model itself computes, in FP32."""
         return nullcontext()
 
     def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
@@ -128,7 +100,7 @@ class Addition:
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
-        """See ``Setup``."""
+        """Settings that are laid over the deployment's in every arm."""
         engine: Json = {"max_model_len": CONTEXT}
         if torch.cuda.is_available():
             # A size, since several trainers may share the GPU: vLLM would take what they allocate for the engine's.
@@ -141,7 +113,7 @@ class Addition:
 
     @property
     def task(self) -> grpo.Task:
-        """See ``Setup``."""
+        """Questions, reward and sizes."""
         size, tokenizer = size_of(self.folder), AutoTokenizer.from_pretrained(self.folder)
 
         def make_prompts(rng: random.Random, count: int) -> list[str]:
@@ -156,7 +128,7 @@ class Addition:
         return addition.reward(completion, sum(map(int, cls.QUESTIONS.findall(prompt))))
 
     def settings(self) -> dict[str, Any]:
-        """See ``Setup``."""
+        """Return what a run depends on beside its arm."""
         size = size_of(self.folder)
         return {"task": "addition", "model": self.folder.name, "numbers": [size.fewest, size.most]}
 
@@ -174,3 +146,7 @@ class Addition:
     def trainer_accuracy(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
         """Return the mean probability of the written-out right answer."""
         return measure_right(model, tokenizer, size_of(self.folder))
+
+
+Setup = Digits | Addition
+"""A task with its model and the deployment that serves it."""

@@ -12,6 +12,7 @@ with the same engine, whose weight versions go on from run to run. Every step is
 """
 
 import functools
+import itertools
 import shutil
 import tempfile
 import time
@@ -132,16 +133,12 @@ class AblationOptions(Options):
     """Which, separated by commas."""
     limit_s: float = Field(default=float("inf"), gt=0)
     """Seconds of a run, after which the steps made so far are its result."""
-    config: Path | None = None
-    """Deployment to run, in place of the task's."""
     out: Path = Path("out/tis_ablation")
     """Folder for runs, table and figure."""
     resume: bool = False
     """Keep the runs in --out that have ended, make the others."""
     report: bool = False
     """Train nothing: only write table and figure of the runs in --out."""
-    partial: bool = False
-    """Report runs that have not ended as well."""
     publish: bool = False
     """Also write docs/ and benchmarks/results/."""
 
@@ -158,7 +155,7 @@ class AdditionOptions(Options):
     """Make the model at --model, and nothing else."""
     model: Path = Path(tempfile.gettempdir()) / "addition-moe"
     """Its folder."""
-    shape: Literal["moe", "0.2b", "qwen3-0.6b", "tiny", "tiny-moe"] = "moe"
+    shape: Literal["moe", "tiny-moe"] = "moe"
     """For --prepare: the model's shape."""
     fewest: int = 7
     """For --prepare: the fewest numbers that are added; an answer has 53 tokens for each after the first."""
@@ -190,7 +187,7 @@ def parse_arms(text: str) -> list[str]:
 def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
     """Return the task that the options name. Raises BadParameter if its model is missing."""
     if options.task == "digits":
-        return Digits(options.out / "warm_start", deployment=options.config or CPU_DEPLOYMENT)
+        return Digits(options.out / "warm_start", deployment=CPU_DEPLOYMENT)
     if not (addition.model / "config.json").is_file():
         raise typer.BadParameter(f"--model {addition.model}: there is no model; make it with --prepare")
     return Addition(
@@ -199,7 +196,7 @@ def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
         addition.prompts,
         addition.completions,
         addition.kv_gb,
-        deployment=options.config or GPU_DEPLOYMENT,
+        deployment=GPU_DEPLOYMENT,
     )
 
 
@@ -208,20 +205,6 @@ def settings_of(arm: str, steps: int, setup: Setup) -> dict[str, Any]:
     task = setup.task
     sizes = {name: getattr(task, name) for name in ("prompts", "completions", "max_tokens", "learning_rate")}
     return {"steps": steps, **setup.settings(), **sizes, "temperature": grpo.TEMPERATURE, **asdict(ARMS[arm])}
-
-
-def kept_runs(folder: Path, arms: list[str], seeds: int, steps: int, setup: Setup) -> dict[tuple[str, int], Run]:
-    """(arm, seed) → run, of those on disk that have ended. Raises ValueError if one was made with other settings."""
-    kept = {}
-    for arm in arms:
-        for seed in range(seeds):
-            path = run_file(folder, arm, seed)
-            if (run := load_run(path)) is None or not run.ended:
-                continue
-            if run.settings != settings_of(arm, steps, setup):
-                raise ValueError(f"{path} was made with other settings, {run.settings}: take another --out")
-            kept[arm, seed] = run
-    return kept
 
 
 class Changes:
@@ -386,17 +369,21 @@ def main(options: AblationOptions, addition: AdditionOptions) -> None:
 
 
 def missing(options: AblationOptions, setup: Setup) -> list[tuple[str, int]]:
-    """Return each (arm, seed) that is to be trained. Raises BadParameter if some are on disk, and nothing allows it."""
+    """Return each (arm, seed) that has not ended on disk. Raises BadParameter if the others may not be kept."""
     try:
         chosen = parse_arms(options.arms)
-        kept = kept_runs(options.runs, chosen, options.seeds, options.steps, setup)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if kept and not options.resume:
-        raise typer.BadParameter(
-            f"{options.out} has {len(kept)} runs already: add --resume to keep them, or take another --out"
-        )
-    return [(arm, seed) for seed in range(options.seeds) for arm in chosen if (arm, seed) not in kept]
+    todo = []
+    for seed, arm in itertools.product(range(options.seeds), chosen):
+        path = run_file(options.runs, arm, seed)
+        if (run := load_run(path)) is None or not run.ended:
+            todo.append((arm, seed))
+        elif run.settings != settings_of(arm, options.steps, setup):
+            raise typer.BadParameter(f"{path} was made with other settings, {run.settings}: take another --out")
+        elif not options.resume:
+            raise typer.BadParameter(f"{path} has ended already: add --resume to keep it, or take another --out")
+    return todo
 
 
 def run_all(name: str, todo: list[tuple[str, int]], options: AblationOptions, setup: Setup, say: Say) -> None:
@@ -420,9 +407,9 @@ def report(options: AblationOptions, say: Say) -> None:
     """Write table and figure to ``--out``, and with ``--publish`` to where the project keeps them."""
     found = [load_run(run_file(options.runs, arm, seed)) for arm in ARMS for seed in range(options.seeds)]
     known = [run for run in found if run is not None and run.curves and run.settings["task"] == options.task]
-    runs = [run for run in known if run.ended or options.partial]
+    runs = [run for run in known if run.ended]
     if left_out := [f"{run.arm} seed {run.seed}" for run in known if run not in runs]:
-        say(f"not ended, left out: {', '.join(left_out)}; --partial reports them as well")
+        say(f"not ended, left out: {', '.join(left_out)}")
     if not runs:
         raise typer.BadParameter(f"{options.runs}: no run of {options.task} has ended")
     table = markdown(runs, TITLES)

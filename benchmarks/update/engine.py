@@ -20,7 +20,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -103,21 +102,6 @@ class Case:
     copies: int | None = None
     no_plan: str | None = None
 
-    def add(self, timings: "Timings") -> None:
-        """Of one update."""
-        self.closed_s.append(timings.closed_s)
-        self.load_s.append(timings.load_s)
-        self.stage_s.append(timings.stage_s)
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Of one update, as in ``Case``."""
-
-    closed_s: float
-    load_s: float
-    stage_s: float
-
 
 def write_version(model: ServedModel, config: ServiceConfig, folder: Path) -> Manifest:
     """A version of random weights, quantized on the GPU, as the ingest lays it out."""
@@ -159,21 +143,18 @@ def load(adapter: EngineAdapter, concurrent: int) -> AbstractAsyncContextManager
     return busy(concurrent, request)
 
 
-async def update(adapter: EngineAdapter, folder: Path, version: int) -> Timings:
-    """One, as a replica does it."""
+async def update(adapter: EngineAdapter, folder: Path, version: int, case: Case | None = None) -> None:
+    """Load one version as a replica does it, and note the seconds in ``case``."""
     started = time.perf_counter()
     await adapter.stage(folder)
     closed = time.perf_counter()
     await adapter.pause("keep")
     load_s = await adapter.load(folder, version)
     await adapter.resume()
-    return Timings(stage_s=closed - started, closed_s=time.perf_counter() - closed, load_s=load_s)
-
-
-async def report(adapter: EngineAdapter) -> dict[str, Any]:
-    """How the last version was loaded."""
-    [answer] = await adapter.ask_workers("load_report")
-    return dict(answer)
+    if case is not None:
+        case.stage_s.append(closed - started)
+        case.closed_s.append(time.perf_counter() - closed)
+        case.load_s.append(load_s)
 
 
 async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeats: int) -> None:
@@ -186,9 +167,9 @@ async def measure(config: ServiceConfig, folder: Path, cases: list[Case], repeat
             async with load(adapter, case.concurrent):
                 await asyncio.sleep(1.0)
                 for _ in range(repeats):
-                    case.add(await update(adapter, folder, next(versions)))
+                    await update(adapter, folder, next(versions), case)
                     await asyncio.sleep(0.3)
-            last = await report(adapter)
+            [last] = await adapter.ask_workers("load_report")
             case.copies, case.no_plan = last.get("copies"), last.get("no_plan")
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from benchmarks.common.gpu_service import laid_over
 from benchmarks.common.paths import CPU_DEPLOYMENT
 from benchmarks.trainers import pretraining
 from benchmarks.training.tasks import GPU_DEPLOYMENT, Addition, Digits
-from benchmarks.training.tis_ablation import SERVICES, laid_over
+from benchmarks.training.tis_ablation import SERVICES
 from examples import grpo
 from examples.as_engine import InBf16
 from rollout_service.local import load_config
