@@ -9,7 +9,6 @@ a burst. A few long generations are always under way, also while a replica is re
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,9 +24,10 @@ from safetensors.torch import load_file
 from benchmarks.autoscaling.plot import draw
 from benchmarks.common import results
 from benchmarks.common.command import run
-from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT
+from benchmarks.common.gpu_service import serving_tiny_model
+from benchmarks.common.paths import PROJECT
 from rollout_service.client import RolloutClient
-from rollout_service.local import APPLICATION, running_service
+from rollout_service.local import APPLICATION
 
 PLOT = PROJECT / "docs/autoscaling.png"
 
@@ -200,16 +200,10 @@ def main(plot_only: bool = False) -> None:
     """Play, write the JSON, draw the plot."""
     path = results.path("autoscaling")
     if not plot_only:
-        with tempfile.TemporaryDirectory() as folder:
-            overrides: dict[str, dict[str, Any]] = {
-                "model": {"path": folder + "/tiny-qwen3"},
-                "engine": {"max_model_len": 2048},
-                "scaling": SCALING,
-                "weights": {"root": folder + "/log", "poll_s": 1.0, "dead_after_s": 5.0},
-            }
-            console.print("starting the service with one engine")
-            with running_service(CPU_DEPLOYMENT, overrides) as service:
-                record = asyncio.run(play(service.url, service.config.model.path))
+        console.print("starting the service with one engine")
+        weights = {"poll_s": 1.0, "dead_after_s": 5.0}
+        with serving_tiny_model(engine={"max_model_len": 2048}, scaling=SCALING, weights=weights) as service:
+            record = asyncio.run(play(service.url, service.config.model.path))
         content = {key: value for key, value in vars(record).items() if key != "began"}
         shape = {"burst": BURST, "long": {"max_tokens": LONG_TOKENS, "at_once": LONG_AT_ONCE}}
         path = results.write("autoscaling", {"scaling": SCALING, "shape": shape, **content})

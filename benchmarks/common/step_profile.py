@@ -81,13 +81,11 @@ def _traces(folder: Path) -> set[Path]:
 def summary(events: Iterable[Json], top: int = 40) -> Json:
     """Return the milliseconds of a step by kind and by kernel, from a Chrome trace's events.
 
-    A trace without kernels of a GPU is summed by the outermost operators of the CPU. vLLM marks each step with its
-    sequences; ``batches`` counts the marks. Raises ValueError if there are no steps.
+    vLLM marks each step with its sequences; ``batches`` counts the marks. Raises ValueError if there are no steps.
     """
     events = list(events)
     marks = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    kernels = kernels or _outermost([e for e in events if e.get("cat") == "cpu_op"])
     if not kernels or not marks:
         raise ValueError(f"the trace holds {len(kernels)} kernels of {len(marks)} steps")
     by_name, launches, by_kind = Counter[str](), Counter[str](), Counter[str]()
@@ -112,13 +110,3 @@ def summary(events: Iterable[Json], top: int = 40) -> Json:
             for name, micros in by_name.most_common(top)
         ],
     }
-
-
-def _outermost(operators: list[Json]) -> list[Json]:
-    """Return those operators that no other one of their thread called."""
-    found, ends = [], Counter[int]()
-    for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
-        if event["ts"] >= ends[event["tid"]]:
-            ends[event["tid"]] = event["ts"] + event["dur"]
-            found.append(event)
-    return found

@@ -10,10 +10,9 @@ from typing import Any
 
 from benchmarks.faults.ground import REPLICAS, Case, Ground, Skipped, ground
 from benchmarks.faults.inputs import refused
-from rollout_service.client._parts import bytes_of_each, cut_parts
-from rollout_service.client._tensors import TensorSource
+from benchmarks.faults.kills import begin_parts, send_parts
 from rollout_service.errors import InsufficientStorage
-from rollout_service.protocol.upload import BeginUpload, CommitUpload
+from rollout_service.protocol.upload import CommitUpload
 
 DISK_BYTES = 96 << 20
 """Of a version of the small model it holds several."""
@@ -89,10 +88,7 @@ async def full_at_begin(ground: Ground) -> None:
 async def full_at_commit(ground: Ground) -> None:
     """All parts are there, and the manifest has no room: nothing is committed until it has."""
     version = ground.committed + 1
-    source = TensorSource(ground.weights(version), None)
-    plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
-    for part in cut_parts(bytes_of_each(source), plan.part_bytes):
-        await ground.put_part(version, part.index, bytes(part.data), part.digest)
+    await send_parts(ground, version, await begin_parts(ground, version))
     with full(ground, ground.log.parent), refused(InsufficientStorage):
         await ground.send("POST", f"/v1/weights/{version}/commit", json=CommitUpload().model_dump(mode="json"))
     status = await ground.client.weights(version)

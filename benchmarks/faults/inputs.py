@@ -8,11 +8,11 @@ import torch
 import xxhash
 
 from benchmarks.faults.ground import Case, Ground
-from benchmarks.faults.kills import send_half
+from benchmarks.faults.kills import begin_parts, send_half, send_parts
 from rollout_service.client import RolloutClient
-from rollout_service.client._parts import Part, bytes_of_each, cut_parts
+from rollout_service.client._parts import Part
 from rollout_service.client._sent_weights import SentWeights
-from rollout_service.client._tensors import TensorSource, describe
+from rollout_service.client._tensors import describe
 from rollout_service.errors import (
     InvalidDelta,
     InvalidManifest,
@@ -120,9 +120,7 @@ async def wrong_dtype(ground: Ground) -> None:
 async def flipped_part(ground: Ground) -> None:
     """One bit of a part changed on the way; sent again it is taken."""
     version = ground.committed + 1
-    source = TensorSource(ground.weights(version), None)
-    plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
-    part = next(cut_parts(bytes_of_each(source), plan.part_bytes))
+    part = (await begin_parts(ground, version))[0]
     damaged = bytes(part.data[:100]) + bytes([part.data[100] ^ 1]) + bytes(part.data[101:])
     with refused(RolloutServiceError):
         await ground.put_part(version, part.index, damaged, part.digest)
@@ -132,11 +130,8 @@ async def flipped_part(ground: Ground) -> None:
 async def shuffled_parts(ground: Ground) -> None:
     """All parts twice, the last first."""
     version = ground.committed + 1
-    source = TensorSource(ground.weights(version), None)
-    plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
-    parts = list(cut_parts(bytes_of_each(source), plan.part_bytes))
-    for part in [*reversed(parts), *parts]:
-        await ground.put_part(version, part.index, bytes(part.data), part.digest)
+    parts = await begin_parts(ground, version)
+    await send_parts(ground, version, [*reversed(parts), *parts])
     await ground.push(version)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from benchmarks.faults.ground import ENGINE_PROCESSES, Case, Ground, below, proc
 from benchmarks.faults.update_marker import staged_name
 from rollout_service.client import _shared_memory
 from rollout_service.client._generate import GenerateOptions
-from rollout_service.client._parts import bytes_of_each, cut_parts
+from rollout_service.client._parts import Part, bytes_of_each, cut_parts
 from rollout_service.client._tensors import TensorSource
 from rollout_service.errors import RolloutServiceError
 from rollout_service.protocol.upload import BeginUpload
@@ -236,14 +236,23 @@ def newest(ground: Ground) -> int:
     return -1 if head is None else head.version
 
 
+async def begin_parts(ground: Ground, version: int) -> list[Part]:
+    """Begin a version, and return all parts of it."""
+    source = TensorSource(ground.weights(version), None)
+    plan = await ground.client._uploader.begin(BeginUpload(version=version, tensors=source.table))
+    return list(cut_parts(bytes_of_each(source), plan.part_bytes))
+
+
+async def send_parts(ground: Ground, version: int, parts: Iterable[Part]) -> None:
+    """Send parts in this order, each in a request."""
+    for part in parts:
+        await ground.put_part(version, part.index, bytes(part.data), part.digest)
+
+
 async def send_half(ground: Ground, version: int) -> None:
     """Begin a version and send every second part of it, as a trainer that dies half way."""
-    source = TensorSource(ground.weights(version), None)
-    uploader = ground.client._uploader
-    plan = await uploader.begin(BeginUpload(version=version, tensors=source.table))
-    for part in cut_parts(bytes_of_each(source), plan.part_bytes):
-        if part.index % 2 == 0:
-            await ground.put_part(version, part.index, bytes(part.data), part.digest)
+    parts = await begin_parts(ground, version)
+    await send_parts(ground, version, parts[::2])
 
 
 async def push_until_committed(ground: Ground, version: int, timeout_s: float = 120) -> None:

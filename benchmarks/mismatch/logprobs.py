@@ -29,7 +29,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.engine import bare_engine, commit, load_version
+from benchmarks.common.results import Json
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.mismatch.repeating import PERIOD, repeating, train
 from examples.routing_replay import replayed
@@ -180,40 +180,24 @@ Sampled = list[tuple[list[int], Completion]]
 """Prompts and completions."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One engine and one trainer of one model."""
+def mismatch(model: str, engine: str, scored: torch.Tensor, sampled: torch.Tensor) -> Json:
+    """Return a case from logprobs [completions, tokens] of the same tokens: the trainer's, and the engine's.
 
-    model: str
-    engine: str
-    """With its trainer."""
-    tokens: int
-    k1: float
-    """Mean of engine − trainer, nats a token."""
-    k3: float
-    """Mean of exp(lr) − 1 − lr, lr = trainer − engine, nats a token."""
-    prob_error: float
-    """Mean of exp |lr|."""
-    abs_diff_mean: float
-    abs_diff_max: float
-    nll: float
-    """Of the sampled tokens by the trainer, nats a token: how sure the model is."""
-
-
-def mismatch(model: str, engine: str, scored: torch.Tensor, sampled: torch.Tensor) -> Case:
-    """Of logprobs [completions, tokens] of the same sampled tokens, a trainer's and the engine's."""
+    In nats a token, with lr = trainer − engine: ``k1`` is the mean of −lr, ``k3`` of exp(lr) − 1 − lr, and
+    ``prob_error`` of exp |lr|. ``nll`` is of the sampled tokens by the trainer: how sure the model is.
+    """
     metrics = mismatch_metrics(compare(scored, sampled, torch.ones_like(sampled, dtype=torch.bool)))
-    return Case(
-        model=model,
-        engine=engine,
-        tokens=sampled.numel(),
-        k1=metrics["kl"],
-        k3=metrics["k3_kl"],
-        prob_error=metrics["token_mult_prob_error"],
-        abs_diff_mean=metrics["rollout_train_logprobs_abs_diff_mean"],
-        abs_diff_max=metrics["rollout_train_logprobs_abs_diff_max"],
-        nll=metrics["training_log_ppl"],
-    )
+    return {
+        "model": model,
+        "engine": engine,
+        "tokens": sampled.numel(),
+        "k1": metrics["kl"],
+        "k3": metrics["k3_kl"],
+        "prob_error": metrics["token_mult_prob_error"],
+        "abs_diff_mean": metrics["rollout_train_logprobs_abs_diff_mean"],
+        "abs_diff_max": metrics["rollout_train_logprobs_abs_diff_max"],
+        "nll": metrics["training_log_ppl"],
+    }
 
 
 def score(model: PreTrainedModel, sampled: Sampled, *, replay: bool = False) -> torch.Tensor:
@@ -286,7 +270,7 @@ class Trained:
         self.fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **one_by_one).eval().to(DEVICE)
         self.bf16 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(DEVICE)
 
-    def cases(self, engine: Engine, config: ServiceConfig, sampled: Sampled) -> Iterator[Case]:
+    def cases(self, engine: Engine, config: ServiceConfig, sampled: Sampled) -> Iterator[Json]:
         """Of each trainer of that engine, that this model and machine have."""
         logprobs = torch.tensor([completion.logprobs for _, completion in sampled])
         for trainer in TRAINERS.get(engine, (Trainer.FP32,)):
@@ -387,7 +371,7 @@ def main(options: SampleOptions) -> None:
                 for case in trained.cases(engine, configs[engine], future.result()):
                     trained_for = 0 if loss is None else options.steps
                     of_model = {"steps": trained_for, "prompts": options.prompts, "loss": loss}
-                    results.add(RESULT, [asdict(case) | of_model], SAME)
+                    results.add(RESULT, [case | of_model], SAME)
     if failed:
         raise BaseExceptionGroup(f"{len(failed)} engines failed; the others' rows are written", failed)
 

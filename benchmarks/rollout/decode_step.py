@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import yaml
 
 from benchmarks.common import results
@@ -277,24 +276,22 @@ def _try(call: Any) -> Json:
     return found
 
 
-def compare(found: Json, limits: GpuLimits | None, model: ServedModel, mode: Mode, work: WorkOptions) -> Json:
+def compare(found: Json, limits: GpuLimits, model: ServedModel, mode: Mode, work: WorkOptions) -> Json:
     """Return the figures with the roofline, the share of it, and the clock's time by the kernels'."""
     if "error" in found:
         return found
-    found = found | {"clock_by_kernels": found["step_ms"] / found["profile"]["kernels_ms"]}
-    if limits is not None:
-        least = roofline(model, mode, work, middle(work.out), limits)
-        found |= {
-            "limits": asdict(limits),
-            "roofline": least,
-            "share_of_roofline": least["limit_ms"] / found["step_ms"],
-        }
-    return found
+    least = roofline(model, mode, work, middle(work.out), limits)
+    return found | {
+        "clock_by_kernels": found["step_ms"] / found["profile"]["kernels_ms"],
+        "limits": asdict(limits),
+        "roofline": least,
+        "share_of_roofline": least["limit_ms"] / found["step_ms"],
+    }
 
 
 def main(model: ModelOptions, options: StepOptions, work: WorkOptions, engine: EngineOptions) -> None:
     """Measure, and add the cases to benchmarks/results/<machine>/rollout_decode_step.json."""
-    limits = gpu_limits() if torch.cuda.is_available() else None
+    limits = gpu_limits()
     base = fitting(work) | engine.settings(work.sequences)
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         folder = Path(temporary)

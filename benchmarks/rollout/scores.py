@@ -13,7 +13,7 @@ import random
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,32 +55,6 @@ class ScoreOptions(Options):
     """Requests of the client at a time."""
     sequences: int = 256
     """Sequences of a batch, for which the result is multiplied."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """Seconds of CPU for one sequence, which other programs on the machine hardly change, and for a batch."""
-
-    tokens: int
-    top: int
-    requests: int
-    reply_bytes: int
-    """Size of one reply."""
-    pack_s: float
-    """In the replica: packing vLLM's lists."""
-    pickle_s: float
-    """In the replica: pickling for Ray."""
-    gateway_s: float
-    """In the gateway: unpickling, checks and HTTP."""
-    blocked_s: float
-    """The longest time of CPU in which the gateway's event loop did nothing else."""
-    gateway_peak_bytes: int
-    """Peak memory of the gateway's process."""
-    client_s: float
-    """In the client: HTTP and unpacking."""
-    sequences: int
-    batch_gateway_s: float
-    """For a batch, of one gateway's CPU."""
 
 
 @dataclass
@@ -171,8 +145,12 @@ async def score(url: str, tokens: list[int], options: ScoreOptions) -> None:
         await asyncio.gather(*(one() for _ in range(options.requests)))
 
 
-def measure(options: ScoreOptions) -> Case:
-    """Pack, serve and unpack."""
+def measure(options: ScoreOptions) -> results.Json:
+    """Pack, serve and unpack; return the seconds of CPU for one sequence, which other programs hardly change.
+
+    ``pack_s`` and ``pickle_s`` are the replica's. ``gateway_s`` holds unpickling, checks and HTTP; ``blocked_s`` is the
+    longest time in which the gateway's event loop did nothing else. ``batch_gateway_s`` is for all ``sequences``.
+    """
     tokens = [3 + i % 1000 for i in range(options.tokens)]
     output = output_of(options, tokens)
     packed, pack_s = timed(lambda: scores(output, Scoring(start=1)))
@@ -192,25 +170,25 @@ def measure(options: ScoreOptions) -> Case:
     finally:
         process.join(10)
         process.kill()
-    return Case(
-        tokens=options.tokens,
-        top=options.top,
-        requests=options.requests,
-        reply_bytes=len(packed.model_dump_json()),
-        pack_s=pack_s,
-        pickle_s=pickle_s,
-        gateway_s=gateway_s / options.requests,
-        blocked_s=blocked_s,
-        gateway_peak_bytes=peak,
-        client_s=client_s / options.requests,
-        sequences=options.sequences,
-        batch_gateway_s=options.sequences * gateway_s / options.requests,
-    )
+    return {
+        "tokens": options.tokens,
+        "top": options.top,
+        "requests": options.requests,
+        "reply_bytes": len(packed.model_dump_json()),
+        "pack_s": pack_s,
+        "pickle_s": pickle_s,
+        "gateway_s": gateway_s / options.requests,
+        "blocked_s": blocked_s,
+        "gateway_peak_bytes": peak,
+        "client_s": client_s / options.requests,
+        "sequences": options.sequences,
+        "batch_gateway_s": options.sequences * gateway_s / options.requests,
+    }
 
 
 def main(options: ScoreOptions) -> None:
     """Measure, print, and write benchmarks/results/<machine>/rollout_scores.json."""
-    case = asdict(measure(options))
+    case = measure(options)
     print(results.brief(case))
     results.write(RESULT, {"cases": [case]})
 

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.gpu_service import laid_over
-from benchmarks.common.marked import write_part
+from benchmarks.common.marked import markdown_table, write_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.training.tasks import Setup
@@ -164,10 +164,7 @@ def measure(
 
 def table(cases: list[dict[str, Any]]) -> str:
     """Return the table of the page."""
-    lines = [
-        "| weights that were pushed | task | noticed after | rollouts | tokens | k3: before, then |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for case in cases:
         curve, healthy = case["curve"], case["healthy"]
         right = max(each["k3"] for each in curve[:healthy])
@@ -175,11 +172,10 @@ def table(cases: list[dict[str, Any]]) -> str:
         after = f"{case['steps']} step(s)" if case["noticed"] else f"not in {case['steps']} steps"
         if case["failure"] == "none":
             after = f"{case['false_alarms']} false alarms in {len(curve)} steps"
-        numbers = f"{case['rollouts']} | {case['tokens']}" if case["noticed"] else "– | –"
-        lines.append(
-            f"| {FAILURES[case['failure']][0]} | {case['task']} | {after} | {numbers} | {right:.1e}, {last:.1e} |"
-        )
-    return "\n".join(lines) + "\n"
+        counts = [str(case[name]) if case["noticed"] else "–" for name in ("rollouts", "tokens")]
+        rows.append([FAILURES[case["failure"]][0], case["task"], after, *counts, f"{right:.1e}, {last:.1e}"])
+    heading = ("weights that were pushed", "task", "noticed after", "rollouts", "tokens", "k3: before, then")
+    return markdown_table(heading, rows)
 
 
 if __name__ == "__main__":

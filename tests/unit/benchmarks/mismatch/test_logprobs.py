@@ -15,16 +15,16 @@ from tests.support.models import FAMILIES
 def test_equal_logprobs_have_no_mismatch():
     same = torch.log(torch.tensor([[0.5, 0.25], [0.125, 1.0]]))
     case = mismatch("qwen3", "fp8_block", same, same)
-    assert (case.tokens, case.k1, case.k3, case.prob_error, case.abs_diff_max) == (4, 0, 0, 1, 0)
+    assert (case["tokens"], case["k1"], case["k3"], case["prob_error"], case["abs_diff_max"]) == (4, 0, 0, 1, 0)
 
 
 def test_a_token_that_the_engine_takes_for_twice_as_likely():
     reference, engine = torch.log(torch.tensor([[0.25, 0.5]])), torch.log(torch.tensor([[0.5, 0.5]]))
     case = mismatch("qwen3", "fp8_block", reference, engine)
-    assert case.k1 == pytest.approx(math.log(2) / 2)
-    assert case.k3 == pytest.approx((0.5 - 1 + math.log(2)) / 2)
-    assert case.prob_error == pytest.approx(1.5)
-    assert case.abs_diff_max == pytest.approx(math.log(2))
+    assert case["k1"] == pytest.approx(math.log(2) / 2)
+    assert case["k3"] == pytest.approx((0.5 - 1 + math.log(2)) / 2)
+    assert case["prob_error"] == pytest.approx(1.5)
+    assert case["abs_diff_max"] == pytest.approx(math.log(2))
 
 
 def test_a_completion_is_scored_after_its_prompt():
