@@ -9,10 +9,8 @@ DeepGEMM compiles each kernel when it is first needed, minutes for all of them; 
 """
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 import torch
@@ -20,6 +18,7 @@ import torch
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
 from benchmarks.common.random_weights import gaussian
+from benchmarks.common.results import Json
 from benchmarks.common.shapes import Shape
 from benchmarks.common.timing import buffers_beyond_cache, graph_seconds
 from rollout_service.quant.blockwise import BLOCK, quantize_blockwise
@@ -52,28 +51,6 @@ class ProductOptions(Options):
     """Of a step."""
     kernel: tuple[Kernel, ...] = tuple(Kernel)
     """What is called."""
-
-
-@dataclass
-class Case:
-    """One kernel on one layer."""
-
-    model: str
-    layer: str
-    rows: int
-    columns: int
-    tokens: int
-    kernel: str
-    seconds: list[float] = field(default_factory=list)
-    """Of each sample."""
-    error: float | None = None
-    """‖out − reference‖ / ‖reference‖, the reference in fp32 from unquantized operands."""
-    refused: str | None = None
-
-    @property
-    def tflops(self) -> float:
-        """10¹² operations a second."""
-        return 2e-12 * self.rows * self.columns * self.tokens / statistics.median(self.seconds)
 
 
 def bf16(x: torch.Tensor, weight: torch.Tensor) -> Call:
@@ -128,35 +105,39 @@ KERNELS: dict[Kernel, Callable[[torch.Tensor, torch.Tensor], Call]] = {
 }
 
 
-def measure(case: Case, weights: list[torch.Tensor]) -> None:
-    """Seconds a call. A kernel that vLLM refuses, or that cannot be compiled, says so in the case."""
-    x = torch.randn(case.tokens, case.columns, dtype=torch.bfloat16, device="cuda")
+def measure(kernel: Kernel, tokens: int, weights: list[torch.Tensor]) -> Json:
+    """Return the seconds of each sample, and the error: ‖out − reference‖ / ‖reference‖, in fp32 from BF16 operands.
+
+    ``refused`` says why vLLM refuses a kernel, or why it cannot be compiled.
+    """
+    rows, columns = weights[0].shape
+    x = torch.randn(tokens, columns, dtype=torch.bfloat16, device="cuda")
+    found: Json = {"seconds": [], "error": None, "refused": None}
     try:
-        calls = [KERNELS[Kernel(case.kernel)](x, weight) for weight in weights]
-        if case.kernel != Kernel.QUANTIZING:
+        calls = [KERNELS[kernel](x, weight) for weight in weights]
+        if kernel != Kernel.QUANTIZING:
             reference = x.float() @ weights[0].float().T
-            case.error = float((calls[0]().float() - reference).norm() / reference.norm())
+            found["error"] = float((calls[0]().float() - reference).norm() / reference.norm())
     except (RuntimeError, ValueError, ImportError) as error:
-        case.refused = str(error).splitlines()[0][:200]
-        return
-    case.seconds = graph_seconds(calls, REPEATS)
+        return found | {"refused": str(error).splitlines()[0][:200]}
+    found["seconds"] = graph_seconds(calls, REPEATS)
+    if kernel != Kernel.QUANTIZING:
+        found["tflops"] = 2e-12 * rows * columns * tokens / statistics.median(found["seconds"])
+    return found
 
 
 def main(options: ProductOptions) -> None:
     """Measure, and write benchmarks/results/<machine>/kernels_linear.json."""
-    cases = list[Case]()
+    cases = list[Json]()
     for name in options.model:
-        for layer, shape in LAYERS[name].items():
-            weights = [gaussian(shape) for _ in range(buffers_beyond_cache(math.prod(shape)))]  # in FP8
-            for count, kernel in itertools.product(options.tokens, options.kernel):
-                cases.append(case := Case(name, layer, *shape, count, kernel))
-                measure(case, weights)
-                print(results.brief(asdict(case)), flush=True)
-    results.write("kernels_linear", {"cases": [asdict(c) | _tflops(c) for c in cases]})
-
-
-def _tflops(case: Case) -> dict[str, float]:
-    return {"tflops": case.tflops} if case.seconds and case.kernel != Kernel.QUANTIZING else {}
+        for layer, (rows, columns) in LAYERS[name].items():
+            weights = [gaussian((rows, columns)) for _ in range(buffers_beyond_cache(rows * columns))]  # in FP8
+            for tokens, kernel in itertools.product(options.tokens, options.kernel):
+                case: Json = {"model": name, "layer": layer, "rows": rows, "columns": columns, "tokens": tokens}
+                case |= {"kernel": kernel} | measure(kernel, tokens, weights)
+                print(results.brief(case), flush=True)
+                cases.append(case)
+    results.write("kernels_linear", {"cases": cases})
 
 
 if __name__ == "__main__":

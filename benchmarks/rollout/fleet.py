@@ -17,8 +17,7 @@ With `--model tiny` it runs on a CPU.
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +32,7 @@ from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.common.shipped_service import START_LIMIT_S, ServedOptions, shipped_service
 from benchmarks.common.work import random_prompts
 from benchmarks.soak.strike import victims
+from benchmarks.update.busy import busy
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
 
@@ -82,11 +82,6 @@ class Load:
     failed: list[str] = field(default_factory=list)
     stale: int = 0
 
-    async def forever(self, number: int) -> None:
-        """Ask for one group after the other."""
-        while True:
-            await self.group(number)
-
     async def group(self, number: int) -> None:
         """Ask for one group, and count its tokens."""
         live = self.live
@@ -104,17 +99,10 @@ class Load:
         """Return the tokens/s of the groups that ended in these seconds."""
         return sum(tokens for at, tokens in self.done if since <= at < until) / (until - since)
 
-    @asynccontextmanager
-    async def on(self, groups: int) -> AsyncIterator[None]:
-        """Keep so many groups under way until the block ends."""
+    def on(self, groups: int) -> AbstractAsyncContextManager[None]:
+        """Keep so many groups under way until the block ends; those under way then are waited for."""
         self.prompts = prompts(self.asked, groups)
-        tasks = [asyncio.create_task(self.forever(number)) for number in range(groups)]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return busy(groups, self.group)
 
 
 def prompts(asked: FleetOptions, count: int) -> list[list[int]]:

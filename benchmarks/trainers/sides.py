@@ -170,25 +170,23 @@ class Watch:
 
     def until_server_answers(self) -> None:
         """Wait for the server. Raises RuntimeError if it ends, or the time is over."""
-        while "server_s" not in self.starts:
-            ended = self._ended()
-            self._look()
-            if ended is not None or self._is_over():
-                log = (self.run.folder / "server.log").read_text(errors="replace")
-                raise RuntimeError(f"{self.run.side}: no server: {ended or _LIMIT}; the end of its log:\n{log[-6000:]}")
-            time.sleep(0.2)
+        if ended := self._wait(lambda: "server_s" in self.starts):
+            log = (self.run.folder / "server.log").read_text(errors="replace")
+            raise RuntimeError(f"{self.run.side}: no server: {ended}; the end of its log:\n{log[-6000:]}")
 
     def until_over(self) -> str:
         """Wait until a process ends or the time is over; return which."""
-        while True:
+        return self._wait(lambda: False)
+
+    def _wait(self, reached: Callable[[], bool]) -> str:
+        """Return "" once it is reached, or how the run has ended before."""
+        while not reached():
             ended = self._ended()
             self._look()  # after the processes: what they wrote to the end is seen
-            if ended is not None or self._is_over():
-                return ended or _LIMIT
+            if ended is not None or time.monotonic() - self.started > self.limit_s:
+                return "" if reached() else ended or _LIMIT
             time.sleep(0.2)
-
-    def _is_over(self) -> bool:
-        return time.monotonic() - self.started > self.limit_s
+        return ""
 
     def _ended(self) -> str | None:
         """Return how the run has ended; None while it goes on."""
@@ -206,7 +204,7 @@ class Watch:
         told, self.lines = len(self.lines), [self.run.line(written) for written in read_steps(self.run.steps)]
         for line in self.lines[told:]:
             self.starts.setdefault("first_step_s", round(took_s, 1))
-            print(f"{side}: {tell(line)}", flush=True)
+            print(f"{side}: {results.brief(line)}", flush=True)
 
 
 def service_command(asked: SideOptions) -> list[str]:
@@ -220,12 +218,6 @@ def read_steps(file: Path) -> list[Any]:
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def tell(line: Line) -> str:
-    """Return a step in a line."""
-    seconds = ", ".join(f"{name.removesuffix('_s')} {line[name]:.2f} s" for name in ("sync_s", "rollout_s", "train_s"))
-    return f"step {line['step']:.0f}: {seconds}, {line['tokens_per_s']:.0f} tokens/s, reward {line['reward']:.2f}"
 
 
 def curves(lines: list[Line]) -> dict[str, list[float]]:

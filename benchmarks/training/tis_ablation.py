@@ -289,8 +289,7 @@ class Ablation:
                 file.write(measured)
                 if isinstance(step, OverlappedStep):
                     self._by_age.add(step)
-                if step_is_told(count, self._options.steps):
-                    say(f"step {count}/{self._options.steps}  {told(measured)}")
+                say(f"step {count}/{self._options.steps}  {results.brief(measured)}")
                 if now - began > self._options.limit_s:
                     say(f"--limit-s is over after {count} steps")
                     return
@@ -327,20 +326,6 @@ class Ablation:
             questions, n=1, max_tokens=self._task.max_tokens, temperature=0.0, min_weight_version=version
         )
         return [rollout.completions[0].text or "" for rollout in rollouts]
-
-
-def step_is_told(step: int, steps: int) -> bool:
-    """The first, every eighth and the last get a line."""
-    return step in (1, steps) or step % 8 == 0
-
-
-def told(step: dict[str, float]) -> str:
-    """Return a step in a line."""
-    return (
-        f"reward {step['reward']:.2f}  k3 {step['k3']:.1e}  ESS {step['ess']:.3f}  {step['tokens']:.0f} tokens  "
-        f"gradient {step['grad_norm']:.2f}  {step['step_s']:.1f} s (rollout {step['rollout_s']:.1f}, update "
-        f"{step['update_s']:.2f})"
-    )
 
 
 def main(options: AblationOptions, addition: AdditionOptions) -> None:

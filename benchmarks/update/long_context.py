@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import ModelOptions, serving_random_weights, serving_tiny_model
+from benchmarks.common.gpu_service import ModelOptions, Settings, serving_random_weights, serving_tiny_model
 from benchmarks.common.work import random_prompts
 from benchmarks.update.live import LiveEngine
 from rollout_service.client import RolloutClient
@@ -156,7 +156,8 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
         weights = {"kv_cache_on_update": case.policy, "kv_max_age": None}
         with ExitStack() as stack:
             if options.cpu:
-                service = stack.enter_context(serving_tiny_model(engine=engine_settings, weights=weights))
+                settings: Settings = {"engine": engine_settings, "weights": weights, "kv_cache": {"dtype": "bfloat16"}}
+                service = stack.enter_context(serving_tiny_model(**settings))
                 path = service.config.model.path
             else:
                 serving = serving_random_weights(model, engine_settings, weights=weights)

@@ -6,10 +6,10 @@ Writes random weights of a published shape and versions in the format of slime a
 last two bits of 1% of the elements. Starts the service as it comes, and pulls the versions while rollouts run.
 
 - ``folder``: from a local disk. The page cache holds the versions, as after a trainer on the same host;
-- ``http``: from a web server on loopback, beside reading the same files with the standard library.
+- ``http``: from a web server on loopback.
 
 Each source is a case of benchmarks/results/<machine>/update_pull.json. ``served_s`` ends when the last replica serves
-the version, ``reply_s`` with the reply, when the next delta's base is kept. The stages are ``fetch_s`` of a URL, the
+the version, ``reply_s`` with the reply, when the next delta's base is kept. The stages are of the
 ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica's ``stage_s`` and ``closed_s``. On a
 CPU: ``--model tiny --concurrent 8``.
 """
@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,6 @@ from benchmarks.common.processes import process, raise_at_sigterm
 from benchmarks.common.shipped_service import ServedOptions, shipped_service
 from benchmarks.update.busy import rollouts
 from rollout_service.client import SyncRolloutClient
-from rollout_service.ingest.stores import Stores
 from rollout_service.local import free_port
 from rollout_service.runtime.threads import in_threads
 from tests.support.delta_writer import Change, change, write_version
@@ -146,37 +144,18 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
         yield Source(kind, f"{address}/{store.name}")
 
 
-def read(source: Source, files: list[Path]) -> float:
-    """Return the seconds for reading the files of a version by HTTP, several at once."""
-
-    def size(file: Path) -> int:
-        with urllib.request.urlopen(f"{source.place}/{file.parent.name}/{file.name}") as reply:
-            return len(reply.read())
-
-    started = time.perf_counter()
-    sizes = list(in_threads(size, files))
-    took_s = time.perf_counter() - started
-    if sizes != [file.stat().st_size for file in files]:
-        raise RuntimeError(f"{source.place} gave files of {sizes} bytes")
-    return took_s
-
-
 # --- pulls
 
 
 def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> results.Json:
     """Pull a version; return its digest, and the seconds of its stages."""
-    fleet, fetched = client.fleet(), None
-    if source.is_remote and fleet.log is not None:
-        fetched = Stores(fleet.log.root / "trainer/stores", (source.place,)).folder(source.place) / _folder(number)
+    fleet = client.fleet()
     body = {"uri" if source.is_remote else "source_dir": source.place, "target_version": number}
     found: dict[str, float] = {}
     started = time.perf_counter()
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(httpx.post, f"{url}/pull_weights", json=body, timeout=600)
         while "served_s" not in found and not call.done():
-            if "fetch_s" not in found and fetched is not None and fetched.exists():
-                found["fetch_s"] = time.perf_counter() - started
             if all((replica.version or 0) > fleet.latest_version for replica in client.fleet().replicas):
                 found["served_s"] = time.perf_counter() - started
             time.sleep(0.005)
@@ -195,28 +174,20 @@ def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> 
 
 def case_of(client: SyncRolloutClient, url: str, source: Source, store: Path, pulls: int) -> results.Json:
     """Pull all versions from a source; return the seconds of each, and the digest of the last."""
-    each, read_s = [], list[float]()
+    each = []
     for number in range(1, pulls + 1):
-        files = sorted((store / _folder(number)).glob("*.safetensors"))
-        if source.is_remote:
-            read_s.append(read(source, files))
         each.append(pulled(client, url, source, number))
         time.sleep(1.0)  # a trainer's step lasts longer
     first, rest = each[:FIRST], each[FIRST:] or each
-    names = [name for name in rest[0] if name.endswith("_s") and all(name in one for one in rest)]
+    names = [name for name in rest[0] if name.endswith("_s")]
     return {
-        "delta_bytes": sum(file.stat().st_size for file in files),
+        "delta_bytes": sum(file.stat().st_size for file in (store / f"weight_v{pulls:06d}").glob("*.safetensors")),
         "changed_share": SHARE,
         "median_served_s": statistics.median(one["served_s"] for one in rest),
         "first": first,
         **{name: [one[name] for one in rest] for name in names},
-        "read_s": read_s[-len(rest) :],
         "digest": each[-1]["digest"],
     }
-
-
-def _folder(number: int) -> str:
-    return f"weight_v{number:06d}"
 
 
 def main(asked: PullOptions) -> None:
