@@ -15,8 +15,10 @@ With `--model tiny` it runs on a CPU.
 """
 
 import asyncio
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,18 +55,23 @@ class Phase(StrEnum):
     KILL = "kill"
 
 
-class FleetOptions(ServedOptions):
-    """The fleet and its load."""
+class RolloutOptions(ServedOptions):
+    """The service and its load."""
 
-    phase: tuple[Phase, ...] = tuple(Phase)
-    """May be repeated. ``kill`` needs ``grow``."""
-    replicas: int = 4
     rollouts: int = 256
     """Under way in each replica, in groups of 16."""
     prompt_tokens: int = 256
     output_tokens: int = 512
     repeats: int = 3
     """Runs of all rollouts; the median counts."""
+
+
+class FleetOptions(RolloutOptions):
+    """The fleet and its load."""
+
+    phase: tuple[Phase, ...] = tuple(Phase)
+    """May be repeated. ``kill`` needs ``grow``."""
+    replicas: int = 4
     kills: int = 3
 
 
@@ -105,15 +112,20 @@ class Load:
         return busy(groups, self.group)
 
 
-def prompts(asked: FleetOptions, count: int) -> list[list[int]]:
+def prompts(asked: RolloutOptions, count: int) -> list[list[int]]:
     """Return prompts of random tokens, each group's its own."""
     if asked.model == "tiny":
         return [[5 + (number + token) % 90 for token in range(asked.prompt_tokens)] for number in range(count)]
     return random_prompts([asked.prompt_tokens] * count)
 
 
-async def measured_rate(client: RolloutClient, asked: FleetOptions, replicas: int) -> dict[str, Any]:
-    """Run all rollouts at once, several times; return the tokens/s and how rollouts were spread."""
+async def measured_rate(
+    client: RolloutClient, asked: RolloutOptions, replicas: int, adapters: Sequence[str | None] = (None,)
+) -> dict[str, Any]:
+    """Run all rollouts at once, several times; return the tokens/s and how rollouts were spread.
+
+    ``adapters``: the groups name them in turn; None: the model itself.
+    """
     groups = replicas * asked.rollouts // GROUP
     rates, by_replica = list[float](), dict[str, int]()
     every = prompts(asked, groups * (asked.repeats + 1))
@@ -121,7 +133,10 @@ async def measured_rate(client: RolloutClient, asked: FleetOptions, replicas: in
         mine = every[repeat * groups : (repeat + 1) * groups]
         started = time.perf_counter()
         made = await asyncio.gather(
-            *(client.generate(prompt, n=GROUP, max_tokens=asked.output_tokens, ignore_eos=True) for prompt in mine)
+            *(
+                client.generate(prompt, n=GROUP, max_tokens=asked.output_tokens, ignore_eos=True, adapter=adapter)
+                for prompt, adapter in zip(mine, itertools.cycle(adapters), strict=False)
+            )
         )
         seconds = time.perf_counter() - started
         rates.append(sum(len(c.token_ids) for rollout in made for c in rollout.completions) / seconds)
