@@ -17,6 +17,7 @@ import typer
 from benchmarks.common import results
 from benchmarks.common.command import Options
 from benchmarks.common.processes import ROLLOUT_SERVICE, gpus, is_healthy, process, raise_at_sigterm
+from benchmarks.trainers.addition import MAX_TOKENS
 from benchmarks.trainers.pretraining import SHAPES, prepare
 
 WARM_UP = 3
@@ -56,6 +57,21 @@ class SideOptions(Options):
     def url(self) -> str:
         """Address of the server."""
         return f"http://127.0.0.1:{self.port}"
+
+
+class TrainingOptions(Options):
+    """What is trained; all sides train the same prompts in the same order."""
+
+    steps: int = 40
+    """Optimizer steps, each with rollouts of its own weights."""
+    prompts: int = 16
+    """Of a step."""
+    completions: int = 8
+    """Of a prompt."""
+    max_tokens: int = MAX_TOKENS
+    """Of a completion."""
+    learning_rate: float = 2e-5
+    """Constant."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.common.command import Options, run
-from benchmarks.trainers.addition import MAX_TOKENS, problems, reward
+from benchmarks.trainers.addition import problems, reward
+from benchmarks.trainers.sides import TrainingOptions
 from rollout_service.correction.mismatch import measure_mismatch
 
 if TYPE_CHECKING:
@@ -37,21 +38,11 @@ FROM_TRL = {
 """Name here → name in TRL's logs. Its logprob difference is the mean of |trainer - engine| over tokens, in nats."""
 
 
-class Training(Options):
+class Training(TrainingOptions):
     """What is trained; all sides train the same prompts in the same order."""
 
-    steps: int = 40
-    """Optimizer steps, each with rollouts of its own weights."""
-    prompts: int = 16
-    """Of a step."""
-    completions: int = 8
-    """Of a prompt."""
     micro_batch: int = 64
     """Completions that the trainer computes at once."""
-    max_tokens: int = MAX_TOKENS
-    """Of a completion."""
-    learning_rate: float = 2e-5
-    """Constant."""
     seed: int = 0
     """Of the order of prompts."""
     group_port: int = 51216

@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.common.command import Options, run
+from benchmarks.common.command import run
 from benchmarks.common.paths import PROJECT
-from benchmarks.trainers.addition import MAX_TOKENS, problems
+from benchmarks.trainers.addition import problems
 from benchmarks.trainers.sides import (
     Line,
     Run,
     SideOptions,
+    TrainingOptions,
     folder_of,
     perform,
     service_command,
@@ -61,21 +62,11 @@ class VerlOptions(SideOptions):
     """Another option of verl, as verl takes it: name=value."""
 
 
-class Training(Options):
+class Training(TrainingOptions):
     """What is trained; all sides train the same prompts in the same order."""
 
-    steps: int = 40
-    """Optimizer steps, each with rollouts of its own weights."""
-    prompts: int = 16
-    """Of a step."""
-    completions: int = 8
-    """Of a prompt."""
     micro_batch_tokens: int = 32768
     """Tokens that the trainer computes at once."""
-    max_tokens: int = MAX_TOKENS
-    """Of a completion."""
-    learning_rate: float = 2e-5
-    """Constant."""
 
 
 def main(asked: VerlOptions, training: Training) -> None:
