@@ -33,6 +33,7 @@ benchmarks/results/<machine>/update_live.json, in place of earlier ones of the s
 import asyncio
 import time
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,11 @@ class Trainer:
         if (count := torch.cuda.device_count()) > 1:  # of two, the one that no engine has, whichever Ray gave it
             torch.cuda.set_device(min(range(count), key=torch.cuda.device_memory_used))
         self._client, self._folder, self._pause_s, self._version = client, folder, pause_s, 0
-        self._tensors = {name: gaussian(shape) for name, shape in ServedModel.load(folder).shapes.items()}
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The weights; made when a transport first needs them, since ``path`` does without."""
+        return {name: gaussian(shape) for name, shape in ServedModel.load(self._folder).shapes.items()}
 
     async def skip_failed_version(self) -> None:
         """Go on after the newest version that the service knows."""
