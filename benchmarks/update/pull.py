@@ -1,24 +1,28 @@
 """Time from ``POST /pull_weights`` until every replica serves a delta that a trainer has published.
 
-    python -m benchmarks.update.pull [--source folder --source http]
+    python -m benchmarks.update.pull [--source folder --source http --source s3]
 
 Writes random weights of a published shape and versions in the format of slime and miles, each of which changes the
 last two bits of 1% of the elements. Starts the service as it comes, and pulls the versions while rollouts run.
 
 - ``folder``: from a local disk. The page cache holds the versions, as after a trainer on the same host;
-- ``http``: from a web server on loopback.
+- ``http``: from a web server on loopback, beside reading the same files with the standard library;
+- ``s3``: from moto's S3 server on loopback, likewise; requires the packages of requirements/clients/stores.txt.
 
 Each source is a case of benchmarks/results/<machine>/update_pull.json. ``served_s`` ends when the last replica serves
-the version, ``reply_s`` with the reply, when the next delta's base is kept. The stages are of the
+the version, ``reply_s`` with the reply, when the next delta's base is kept. The stages are ``fetch_s`` of a URL, the
 ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica's ``stage_s`` and ``closed_s``. On a
 CPU: ``--model tiny --concurrent 8``.
 """
 
+import json
+import os
 import socket
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +43,7 @@ from benchmarks.common.processes import process, raise_at_sigterm
 from benchmarks.common.shipped_service import ServedOptions, shipped_service
 from benchmarks.update.busy import rollouts
 from rollout_service.client import SyncRolloutClient
+from rollout_service.ingest.stores import Stores
 from rollout_service.local import free_port
 from rollout_service.runtime.threads import in_threads
 from tests.support.delta_writer import Change, change, write_version
@@ -53,6 +58,7 @@ FILES = 8
 """Files of a version."""
 FIRST = 2
 """Pulls of each source that are reported apart: the first one copies the model, and memory is registered."""
+_S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class SourceKind(StrEnum):
@@ -60,6 +66,7 @@ class SourceKind(StrEnum):
 
     FOLDER = "folder"
     HTTP = "http"
+    S3 = "s3"
 
 
 class PullOptions(ServedOptions):
@@ -79,12 +86,9 @@ class Source(NamedTuple):
 
     kind: SourceKind
     place: str
-    """The folder, or its URL."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Return True if the service fetches its files by HTTP."""
-        return self.kind is SourceKind.HTTP
+    """The folder, or its URL for the service."""
+    http: str | None = None
+    """The address under which a plain GET reads the same files."""
 
 
 def write_versions(model: Path, store: Path, count: int) -> None:
@@ -132,7 +136,11 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
         return
     port = free_port()
     address = f"http://127.0.0.1:{port}"
-    command = ["aiohttp.web", "-H", "127.0.0.1", "-P", str(port), f"{_MODULE}:file_server", str(store.parent)]
+    if kind is SourceKind.HTTP:
+        command = ["aiohttp.web", "-H", "127.0.0.1", "-P", str(port), f"{_MODULE}:file_server", str(store.parent)]
+    else:
+        command = ["moto.server", "-p", str(port)]
+        os.environ.update(_S3, AWS_ENDPOINT_URL=address)  # noqa: TID251 - the service inherits it
     log = store.with_suffix(f".{kind}.log")
     with process([sys.executable, "-m", *command], log, folder=store, environment={}, grace_s=1) as server:
         while server.poll() is None:
@@ -141,7 +149,30 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
             time.sleep(0.1)
         else:
             raise RuntimeError(f"the server of {kind} has ended: {log.read_text()}")
-        yield Source(kind, f"{address}/{store.name}")
+        if kind is SourceKind.S3:
+            import s3fs
+
+            bucket = s3fs.S3FileSystem()
+            bucket.mkdir("run")
+            bucket.put(str(store), f"run/{store.name}", recursive=True)
+            yield Source(kind, f"s3://run/{store.name}", f"{address}/run/{store.name}")
+        else:
+            yield Source(kind, f"{address}/{store.name}", f"{address}/{store.name}")
+
+
+def read(source: Source, files: list[Path]) -> float:
+    """Return the seconds for reading the files of a version by HTTP, several at once."""
+
+    def size(file: Path) -> int:
+        with urllib.request.urlopen(f"{source.http}/{file.parent.name}/{file.name}") as reply:
+            return len(reply.read())
+
+    started = time.perf_counter()
+    sizes = list(in_threads(size, files))
+    took_s = time.perf_counter() - started
+    if sizes != [file.stat().st_size for file in files]:
+        raise RuntimeError(f"{source.http} gave files of {sizes} bytes")
+    return took_s
 
 
 # --- pulls
@@ -149,13 +180,17 @@ def opened(kind: SourceKind, store: Path) -> Iterator[Source]:
 
 def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> results.Json:
     """Pull a version; return its digest, and the seconds of its stages."""
-    fleet = client.fleet()
-    body = {"uri" if source.is_remote else "source_dir": source.place, "target_version": number}
+    fleet, fetched = client.fleet(), None
+    if source.http is not None and fleet.log is not None:
+        fetched = Stores(fleet.log.root / "trainer/stores", (source.place,)).folder(source.place) / _folder(number)
+    body = {"source_dir" if source.http is None else "uri": source.place, "target_version": number}
     found: dict[str, float] = {}
     started = time.perf_counter()
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(httpx.post, f"{url}/pull_weights", json=body, timeout=600)
         while "served_s" not in found and not call.done():
+            if "fetch_s" not in found and fetched is not None and fetched.exists():
+                found["fetch_s"] = time.perf_counter() - started
             if all((replica.version or 0) > fleet.latest_version for replica in client.fleet().replicas):
                 found["served_s"] = time.perf_counter() - started
             time.sleep(0.005)
@@ -174,20 +209,28 @@ def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> 
 
 def case_of(client: SyncRolloutClient, url: str, source: Source, store: Path, pulls: int) -> results.Json:
     """Pull all versions from a source; return the seconds of each, and the digest of the last."""
-    each = []
+    each, read_s = [], list[float]()
     for number in range(1, pulls + 1):
+        files = sorted((store / _folder(number)).glob("*.safetensors"))
+        if source.http is not None:
+            read_s.append(read(source, files))
         each.append(pulled(client, url, source, number))
         time.sleep(1.0)  # a trainer's step lasts longer
     first, rest = each[:FIRST], each[FIRST:] or each
-    names = [name for name in rest[0] if name.endswith("_s")]
+    names = [name for name in rest[0] if name.endswith("_s") and all(name in one for one in rest)]
     return {
-        "delta_bytes": sum(file.stat().st_size for file in (store / f"weight_v{pulls:06d}").glob("*.safetensors")),
+        "delta_bytes": sum(file.stat().st_size for file in files),
         "changed_share": SHARE,
         "median_served_s": statistics.median(one["served_s"] for one in rest),
         "first": first,
         **{name: [one[name] for one in rest] for name in names},
+        "read_s": read_s[-len(rest) :],
         "digest": each[-1]["digest"],
     }
+
+
+def _folder(number: int) -> str:
+    return f"weight_v{number:06d}"
 
 
 def main(asked: PullOptions) -> None:
@@ -205,7 +248,7 @@ def main(asked: PullOptions) -> None:
         sources = [stack.enter_context(opened(kind, store)) for kind in asked.source]
         allowed: dict[str, object] = {
             "source_roots": [str(store)],
-            "source_urls": [source.place for source in sources if source.is_remote],
+            "source_urls": [source.place for source in sources if source.http is not None],
         }
         url, start = stack.enter_context(shipped_service(asked, str(asked.replicas), weights=allowed))
         client = stack.enter_context(SyncRolloutClient(url))
@@ -218,8 +261,9 @@ def main(asked: PullOptions) -> None:
             case = common | {"source": source.kind, **case_of(client, url, source, store, asked.pulls)}
             ended, aborted = (now - then for now, then in zip(counts[:], before, strict=True))
             case |= {"rollouts": ended, "aborted": aborted}
+            print(json.dumps(case), flush=True)
             found.append(case)
-            results.add(RESULT, [case], SAME)
+            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), found, SAME)})
     if len({case["digest"] for case in found}) > 1:
         raise RuntimeError("the last version's digests differ between sources")
 
