@@ -113,6 +113,14 @@ def test_changes_make_the_new_tensors_of_the_old_ones(tensors):
     assert held(weights) == bytes_of(new) and weights.version is None
 
 
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_more_changes_than_are_worth_it_are_taken_as_they_are(tensors, monkeypatch, at_once):
+    monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", at_once)
+    weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
+    assert weights.changes_to(other.items()) is None
+    assert held(weights) == bytes_of(other) and weights.version is None
+
+
 def test_a_committed_version_is_the_next_base(tensors):
     weights, new = sent(tensors), stepped(tensors)
     changes = weights.changes_to(new.items())

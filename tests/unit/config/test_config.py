@@ -35,6 +35,12 @@ def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch):
 
 class TestSections:
     @pytest.mark.parametrize("section", SECTIONS)
+    def test_a_configuration_cannot_be_changed(self, section):
+        part = getattr(ServiceConfig(), section)
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, next(iter(type(part).model_fields)), None)
+
+    @pytest.mark.parametrize("section", SECTIONS)
     def test_an_unknown_field_is_refused_by_name(self, section):
         message = message_of({section: {"mispelt": 1}})
         assert f"{section}.mispelt" in message and "not permitted" in message

@@ -660,6 +660,12 @@ class TestCancel:
 
 
 class TestReturningPause:
+    async def test_what_a_returning_pause_aborts_is_not_continued(self):
+        engine = Script([returned(made(3, 9, end="abort"))])
+        rollout = await dispatcher(engine).complete(call(n=2))
+        assert len(engine.calls) == 1 and rollout.attempts == 1
+        assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 3), ("abort", 9)]
+
     async def test_a_returning_pause_ends_a_continuation_too(self):
         engine = Script([made(3, end="abort"), returned(made(2, end="abort", version=4, replica_id="b"))])
         rollout = await dispatcher(engine).complete(call())

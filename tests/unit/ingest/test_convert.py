@@ -205,9 +205,8 @@ class TestRefused:
         ],
     )
     def test_a_scale_that_no_weight_has_is_named(self, recipe, value, complaint):
-        name, scales = (
-            ("q_scale_inv", torch.ones(2, 2)) if "block" in recipe.weights else ("q_scale", torch.ones(130, 1))
-        )
+        name, shape = ("q_scale_inv", (2, 2)) if "block" in recipe.weights else ("q_scale", (130, 1))
+        scales = torch.ones(shape)
         scales[1, 0] = value
         words = rf"{name}\[1, 0\] is {re.escape(f'{value:g}')}, .*{re.escape(complaint)}"
         with pytest.raises(QuantizationError, match=words):
@@ -220,7 +219,7 @@ class TestRefused:
             (RECIPE, "q", "int8", "float8_e4m3fn"),
             (RECIPE, "embed", "float8_e4m3fn", "bfloat16"),
         ],
-        ids=["other format", "another format", "not quantized"],
+        ids=["FP8 for INT8", "INT8 for FP8", "not quantized"],
     )
     def test_codes_of_what_is_stored_otherwise_are_refused(self, recipe, name, sent, stored):
         with pytest.raises(InvalidManifest, match=rf"{name} came as .*{sent} codes, but it becomes {stored} here"):

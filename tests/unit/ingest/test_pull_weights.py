@@ -59,14 +59,6 @@ def steps(weights: Weights) -> list[Weights]:
     return found
 
 
-@pytest.fixture
-async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
-    ingest = Ingest(config)
-    await ingest.start()
-    yield ingest
-    await ingest.stop()
-
-
 async def pull(ingest: Ingest, store: Path, version: int, **options: Any) -> int:
     request = PullWeights(source_dir=str(store), target_version=version, wait="none", **options)
     return (await ingest.pull_weights(request)).version
