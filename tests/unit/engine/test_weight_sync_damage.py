@@ -172,7 +172,7 @@ async def test_a_start_reports_what_it_reads_and_survives_its_removal(log, engin
     engine.before_reading = removed_meanwhile
     weight_sync = WeightSync("r1", engine, ingest, WeightsConfig(root=log.root), fingerprint="model")
     await weight_sync.start()
-    assert weight_sync.version == 1
+    assert weight_sync.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
     weight_sync.stop()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, confi
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 UP_SCALES = f"{UP_PROJ}_scale_inv"
 PUBLISHED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-Mistake = Callable[[dict[str, torch.Tensor]], None]
 
 
 async def quantized(ingest: Ingest, weights: Weights) -> dict[str, torch.Tensor]:
