@@ -8,9 +8,12 @@ where these exist.
 
 import contextvars
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from opentelemetry import context, trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from rollout_service.protocol.rollout import Rollout
 
@@ -39,6 +42,21 @@ def only_the_trace() -> contextvars.Context:
     if span.get_span_context().is_valid:
         made.run(context.attach, trace.set_span_in_context(span, context.Context()))
     return made
+
+
+@contextmanager
+def step_of_trace(name: str, tracer: trace.Tracer | None = None) -> Iterator[dict[str, str]]:
+    """Open a span within the current one; yield its W3C headers. Without a recorded span: none, and no headers.
+
+    ``tracer``: the process's own if not given.
+    """
+    headers: dict[str, str] = {}
+    if not trace.get_current_span().is_recording():
+        yield headers
+        return
+    with (tracer or trace.get_tracer(__name__)).start_as_current_span(name):
+        TraceContextTextMapPropagator().inject(headers)
+        yield headers
 
 
 def describe(rollout: Rollout) -> None:

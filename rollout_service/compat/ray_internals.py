@@ -12,6 +12,7 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve._private.request_router.replica_wrapper import ReplicaSelection
 from ray.serve.config import HTTPOptions
 
 _ANSWER_S = 5.0
@@ -94,3 +95,11 @@ def _end_controller(controller: ActorHandle[object]) -> bool:
     except RayError:
         pass
     return False
+
+
+def continue_trace(selection: ReplicaSelection, trace: dict[str, str]) -> None:
+    """Have a chosen replica continue the trace of these W3C headers.
+
+    Serve (2.60.0) hands the trace on in ``remote`` calls only.
+    """
+    selection._request_metadata.tracing_context = trace

@@ -11,7 +11,7 @@ class) and every caller against it. A call of any deployment raises:
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from rollout_service.compat.ray_internals import continue_trace
 from rollout_service.errors import DeploymentFailed, EngineFailed, NotReady, RolloutServiceError
 from rollout_service.protocol.adapters import (
     AdapterStatus,
@@ -50,7 +51,7 @@ from rollout_service.protocol.weight_log import DesiredState, Head, LogFile, New
 from rollout_service.protocol.weight_transfer import TransferInit, TransferStatus
 from rollout_service.protocol.weights import TensorDigests, WeightStatus
 from rollout_service.runtime.placements import PLACEMENTS, Placements
-from rollout_service.tracing import only_the_trace
+from rollout_service.tracing import only_the_trace, step_of_trace
 
 
 class IngestCalls(Protocol):
@@ -194,7 +195,7 @@ class EngineClient:
 
     async def _generate(self, call: GenerateCall) -> Rollout:
         try:
-            async with _dispatched(self._handle.generate, call) as (replica_id, response):
+            async with _dispatched(self._handle, "engine", "generate", call) as (replica_id, response):
                 self._placements.note(call.origin, call.number, replica_id)
                 try:
                     rollout: Rollout = await response
@@ -209,7 +210,7 @@ class EngineClient:
         """See ``EngineReplica.progress``. Raises NotReady if that replica is gone."""
         with _translate_errors("engine"):
             reply: ProgressReply = await asyncio.create_task(
-                _send(self._handle.progress, ask), context=only_the_trace()
+                _send(self._handle, "engine", "progress", ask), context=only_the_trace()
             )
         return reply
 
@@ -233,25 +234,31 @@ class _Client:
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: object, **named: object) -> Any:
             with _translate_errors(self._deployment):
-                return await _send(getattr(self._handle, method), *args, **named)
+                return await _send(self._handle, self._deployment, method, *args, **named)
 
         return call
 
 
 @asynccontextmanager
 async def _dispatched(
-    method: DeploymentHandle, *args: object, **named: object
+    handle: DeploymentHandle, deployment: str, method: str, *args: object, **named: object
 ) -> AsyncIterator[tuple[str, DeploymentResponse[Any]]]:
     """Send a call to a replica that the router chooses. Yields the replica's id and the response."""
+    bound: DeploymentHandle = getattr(handle, method)
     # Serve sends plain ``remote`` calls as streams (2.60.0). At its end, a stream blocks all calls of the replica until
     # the caller has confirmed every item, which a hung process never does. Calls to a reserved slot are not streams.
-    async with method.choose_replica(*args, **named) as replica:
-        yield replica.replica_id, method.dispatch(replica, *args, **named)
+    async with AsyncExitStack() as stack:
+        with step_of_trace(f"route_to_replica {deployment} {method}") as trace:
+            replica = await stack.enter_async_context(bound.choose_replica(*args, **named))
+            if trace:
+                continue_trace(replica, trace)
+            response = bound.dispatch(replica, *args, **named)
+        yield replica.replica_id, response
 
 
-async def _send(method: DeploymentHandle, *args: object, **named: object) -> Any:
+async def _send(handle: DeploymentHandle, deployment: str, method: str, *args: object, **named: object) -> Any:
     """Return the reply of a replica that the router chooses. Cancelling this does not cancel the call there."""
-    async with _dispatched(method, *args, **named) as (_, response):
+    async with _dispatched(handle, deployment, method, *args, **named) as (_, response):
         return await response
 
 

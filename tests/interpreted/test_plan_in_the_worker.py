@@ -67,13 +67,16 @@ class Layer(torch.nn.Module):
 class Model(torch.nn.Module):
     """Of the versions that ``commit`` makes."""
 
+    remove_duplicate = True
+    """Names of parameters: False for every name of one that has several."""
+
     def __init__(self, derives: str = "") -> None:
         super().__init__()
         self.first = Layer(torch.zeros(4, 5), derives)
         self.second = Layer(torch.zeros(6, dtype=torch.bfloat16), derives)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        parameters = dict(self.named_parameters())
+        parameters = dict(self.named_parameters(remove_duplicate=self.remove_duplicate))
         loaded = set()
         for name, tensor in weights:
             parameters[name].weight_loader(parameters[name], tensor)
@@ -84,17 +87,11 @@ class Model(torch.nn.Module):
 class Twice(Model):
     """With a module in two places, as vLLM's Transformers backend has shared experts and routers of a mixture."""
 
+    remove_duplicate = False
+
     def __init__(self) -> None:
         super().__init__()
         self._modules = {"experts_first": self.first, **self._modules}
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        loaded = set()
-        for name, tensor in weights:
-            parameters[name].weight_loader(parameters[name], tensor)
-            loaded.add(name)
-        return loaded
 
 
 class Copying(Model):

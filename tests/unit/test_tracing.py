@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from rollout_service.protocol.rollout import Completion, Rollout, Span
-from rollout_service.tracing import describe, name_the_trace, only_the_trace, otlp_exporter
+from rollout_service.tracing import describe, name_the_trace, only_the_trace, otlp_exporter, step_of_trace
 from tests.support.collector import collecting
 
 OTHER: contextvars.ContextVar[str] = contextvars.ContextVar("other", default="nothing")
@@ -59,6 +59,20 @@ class TestContext:
 
     def test_without_a_span_it_is_empty(self):
         assert len(only_the_trace()) == 0
+
+
+class TestSteps:
+    def test_a_step_is_a_child_of_the_current_span(self, tracer, spans):
+        with tracer.start_as_current_span("request") as parent, step_of_trace("step", tracer) as headers:
+            assert trace.get_current_span() is not parent
+        [step, request] = spans.get_finished_spans()
+        assert step.name == "step" and step.parent == request.context
+        assert headers["traceparent"].startswith(f"00-{step.context.trace_id:032x}-{step.context.span_id:016x}-")
+
+    def test_without_a_span_there_is_no_step(self, tracer, spans):
+        with step_of_trace("step", tracer) as headers:
+            assert headers == {}
+        assert spans.get_finished_spans() == ()
 
 
 class TestAttributes:

@@ -76,33 +76,25 @@ async def test_a_control_read_is_tried_again(service, client):
     assert service.calls("GET", "/v1/weights") == 3
 
 
-async def test_pause_and_resume_reach_the_service():
+async def test_pauses_and_sleep_reach_the_service():
     seen: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(f"{request.method} {request.url.raw_path.decode()}")
-        return httpx.Response(200, json={"is_paused": True})
+        return httpx.Response(200, json={"is_paused": True, "is_sleeping": True})
 
     async with RolloutClient("http://service", transport=httpx.MockTransport(answer)) as client:
         await client.pause()
         await client.pause("wait")
         assert await client.is_paused()
         await client.resume()
-    assert seen == ["POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"]
-
-
-async def test_sleep_and_wake_up_reach_the_service():
-    seen: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(f"{request.method} {request.url.raw_path.decode()}")
-        return httpx.Response(200, json={"is_sleeping": True})
-
-    async with RolloutClient("http://service", transport=httpx.MockTransport(answer)) as client:
         await client.sleep()
         assert await client.is_sleeping()
         await client.wake_up()
-    assert seen == ["POST /sleep?level=2&mode=abort", "GET /is_sleeping", "POST /wake_up"]
+    assert seen == [
+        *("POST /pause?mode=keep", "POST /pause?mode=wait", "GET /is_paused", "POST /resume"),
+        *("POST /sleep?level=2&mode=abort", "GET /is_sleeping", "POST /wake_up"),
+    ]
 
 
 async def test_a_pause_that_may_have_happened_is_not_repeated():

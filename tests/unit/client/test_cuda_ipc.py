@@ -3,7 +3,6 @@
 With the calls themselves: tests/gpu/test_cuda_ipc.py.
 """
 
-import asyncio
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -171,11 +170,6 @@ class TestAuto:
         await client.push_weights(1, dict(weights), wait="none")
         assert await how_it_came(service, 1) == "CudaIpcSource"
 
-    async def test_others_through_the_hosts_memory(self, service, client, weights, monkeypatch):
-        monkeypatch.setattr(_tensors, "_gpu_of", lambda pairs: None)
-        await client.push_weights(1, dict(weights), wait="none")
-        assert await how_it_came(service, 1) == "SharedMemorySource"
-
     @pytest.mark.parametrize("quantize", ["service", "trainer"])
     async def test_an_ingest_without_a_gpu_takes_the_hosts_memory(self, service, client, weights, quantize):
         service.ingest._uploads._trainer_memory._registered = None
@@ -204,16 +198,6 @@ class TestAuto:
         assert await how_it_came(service, 1) == "SharedMemorySource"
         with pytest.raises(NotShared, match="no memory to share: cudaMalloc: out of memory"):
             await client.push_weights(2, dict(weights), transport="cuda_ipc", wait="none")
-
-    async def test_a_version_that_the_service_dropped_is_sent_in_parts(self, service, client, weights):
-        discarding: list[asyncio.Task[None]] = []
-
-        def drop(done: int, total: int) -> None:
-            if not discarding:
-                discarding.append(asyncio.create_task(service.ingest.discard(1)))
-
-        status = await client.push_weights(1, dict(weights), wait="none", progress=drop)
-        assert status.state == "committed" and await how_it_came(service, 1) == "parts"
 
 
 def _without_a_handle(self: OwnFile, nbytes: int) -> None:

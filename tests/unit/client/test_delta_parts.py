@@ -9,10 +9,9 @@ import torch
 from rollout_service.client import RolloutClient, _pieces
 from rollout_service.client._compare import Changed
 from rollout_service.client._delta_parts import part_of
-from rollout_service.client._sent_weights import SentWeights
 from rollout_service.client._tensors import describe
 from rollout_service.protocol import delta_parts
-from rollout_service.protocol.delta_parts import TensorChange, decode_header, encode_header, tensors_of_parts
+from rollout_service.protocol.delta_parts import TensorChange, decode_header, tensors_of_parts
 from rollout_service.protocol.upload import UploadTensor
 
 Tensors = dict[str, torch.Tensor]
@@ -72,9 +71,6 @@ class TestPart:
         assert [data[start:] for start in header.starts] == [b"abcdefg", b"abcdefg", b"defg", b"defg"]
         assert (part.index, part.counts, part.nbytes) == (2, 1000, len(data))
 
-    def test_one_of_which_nothing_has_changed_is_its_header(self):
-        assert bytes(part_of(0, 3, [None, None], 10).data) == encode_header(3, [None, None])
-
 
 def weights_of(*sizes: int) -> Tensors:
     generator = torch.Generator().manual_seed(0)
@@ -86,29 +82,6 @@ def stepped(weights: Tensors) -> Tensors:
     for tensor in new.values():
         tensor.view(torch.int16)[::50] ^= 1
     return new
-
-
-def test_parts_are_made_as_their_tensors_are_compared(monkeypatch):
-    monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
-    weights = weights_of(500, 300, 0, 400, 700)
-    sent = SentWeights(tuple(describe(name, tensor) for name, tensor in weights.items()))
-    for _ in sent.take(weights.items()):
-        pass
-    made: list[int] = []
-    there: threading.Event = threading.Event()
-
-    def note(index: int) -> None:
-        made.append(index)
-        there.set()
-
-    def coming() -> Iterator[tuple[str, torch.Tensor]]:
-        *others, last = stepped(weights).items()
-        yield from others
-        assert there.wait(20) and made[0] == 0  # the first, while the last tensor is not even there
-        yield last
-
-    assert sent.changes_to(coming(), made=lambda part: note(part.index)) is not None
-    assert sorted(made) == list(range(len(tensors_of_parts([tensor.nbytes for tensor in sent.table]))))
 
 
 async def test_they_are_sent_while_others_are_compared(service, monkeypatch):

@@ -140,9 +140,3 @@ async def test_a_listener_that_failed_is_asked_again_later(tensors, caplog, monk
     asked = 0
     await network.push(tensors)
     assert asked == 2
-
-
-async def test_without_an_upload_url_parts_go_through_the_gateway(service, tensors):
-    async with RolloutClient(service.url) as client:
-        await client.push_weights(5, tensors)
-    assert sorted(service.parts_sent()) == list(range(10))

@@ -140,13 +140,6 @@ class TestFailures:
         assert (await client.generate([1])).prompt_token_ids == (1,)
         assert service.calls(*GENERATE) == 3
 
-    async def test_retries_are_bounded(self, service):
-        service.answers[GENERATE] += [Overloaded(f"full {i}") for i in range(9)]
-        async with RolloutClient(service.url, retries=1) as client:
-            with pytest.raises(Overloaded, match="full 1"):
-                await client.generate([1])
-        assert service.calls(*GENERATE) == 2
-
     async def test_rollout_retries_on_broken_connections_are_bounded(self):
         requests = 0
 
@@ -167,20 +160,6 @@ class TestFailures:
                 await client.pause()
             assert requests == 3
             assert "may have accepted" in caught.value.__notes__[0]
-
-    async def test_a_connection_that_is_refused_is_tried_again(self):
-        attempts = 0
-
-        def refuse_once(request: httpx.Request) -> httpx.Response:
-            nonlocal attempts
-            attempts += 1
-            if attempts == 1:
-                raise httpx.ConnectError("refused", request=request)
-            return httpx.Response(200, json=generate_reply({"sampling_params": {}}))
-
-        async with RolloutClient("http://service", transport=httpx.MockTransport(refuse_once)) as client:
-            await client.generate([1])
-        assert attempts == 2
 
     async def test_the_error_says_where_nothing_is_listening(self):
         async with RolloutClient("http://127.0.0.1:9", retries=0) as client:

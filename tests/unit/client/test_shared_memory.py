@@ -139,12 +139,6 @@ class TestPush:
         status = await client.push_weights(1, dict(weights), transport="shared_memory", wait="none")
         assert status.state == "committed"
 
-    async def test_a_label_and_the_next_number(self, client, weights):
-        status = await client.push_weights(
-            "next", dict(weights), label="run/step-1", transport="shared_memory", wait="none"
-        )
-        assert (status.version, status.label) == (1, "run/step-1")
-
     async def test_a_push_that_was_cancelled_is_pushed_again(self, service, client, weights):
         sent = asyncio.Event()
         push = asyncio.create_task(
@@ -236,10 +230,6 @@ class TestTheWayThatIsTaken:
 
         status = await client.push_weights(1, dict(weights), wait="none", progress=drop)
         assert status.state == "committed" and await how_it_came(service, 1) == "parts"
-
-    async def test_an_unknown_transport_is_refused(self, client, weights):
-        with pytest.raises(ValueError, match="transport='pigeon': choose one of auto, http, shared_memory, cuda_ipc"):
-            await client.push_weights(1, dict(weights), transport="pigeon")
 
 
 @pytest.fixture
@@ -360,13 +350,6 @@ class TestMemory:
         assert len(registered) == 1
         opened.close()
         assert registered == []
-
-
-async def test_the_route_wants_authorization(model, tmp_path):
-    async with real_ingest(model, tmp_path / "log", token="t" * 16) as service, httpx.AsyncClient() as http:
-        body = batch_of(0, 0).model_dump(mode="json")
-        reply = await http.post(f"{service.url}/v1/weights/1/shared", json=body)
-        assert reply.status_code == 401
 
 
 @pytest.mark.parametrize("is_sound", [True, False])

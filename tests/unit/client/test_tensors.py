@@ -128,25 +128,6 @@ class TestTable:
         with pytest.raises(ValueError, match="no tensors"):
             TensorSource(nothing, None)
 
-    def test_a_generator_with_a_table_is_read_only_when_asked(self):
-        made: list[str] = []
-
-        def generator() -> Iterator[tuple[str, torch.Tensor]]:
-            for entry in TABLE:
-                made.append(entry.name)
-                yield entry.name, torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
-
-        source = TensorSource(generator(), TABLE)
-        assert made == []
-        next(iter(source))
-        assert made == ["a"]
-
-    def test_a_generator_without_a_table_is_read_first(self):
-        parameters = torch.nn.Linear(2, 3).named_parameters()
-        source = TensorSource(parameters, None)
-        assert [(entry.name, entry.shape) for entry in source.table] == [("weight", (3, 2)), ("bias", (3,))]
-        assert [name for name, _ in source] == ["weight", "bias"]
-
     @pytest.mark.parametrize(
         ("tensors", "complaint"),
         [
@@ -179,15 +160,6 @@ def through_one_buffer(
 
 class TestOneBuffer:
     WEIGHTS: ClassVar = {"a": torch.rand(40, 50), "b": torch.rand(2000), "c": torch.rand(7)}
-
-    def test_a_generator_that_reuses_a_buffer_is_read_right(self):
-        source = TensorSource(through_one_buffer(self.WEIGHTS), None)
-        assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in source)
-
-    def test_tensors_in_own_memory_outlive_the_next_one(self):
-        table = tuple(describe(name, tensor) for name, tensor in self.WEIGHTS.items())
-        kept = dict(TensorSource(through_one_buffer(self.WEIGHTS), table).in_own_memory())
-        assert all(torch.equal(tensor, self.WEIGHTS[name]) for name, tensor in kept.items())
 
     def test_a_mapping_that_makes_its_tensors_is_read_right(self):
         class Gathered(Mapping[str, torch.Tensor]):

@@ -26,16 +26,6 @@ def test_a_full_replica_refuses_with_the_numbers():
         assert limit.running == 10
 
 
-def test_a_refused_request_takes_no_place():
-    limit = AdmissionLimit(2)
-    with limit.admit(2):
-        for _ in range(5):
-            with pytest.raises(Overloaded), limit.admit(1):
-                pass
-    with limit.admit(2):
-        assert limit.running == 2
-
-
 def test_a_request_that_fails_gives_its_places_back():
     limit = AdmissionLimit(2)
     with pytest.raises(RuntimeError), limit.admit(2):

@@ -63,13 +63,6 @@ class TestUpdates:
         update = ingest.reports[-1].update
         assert update is not None and update.load_s == 0.5 and update.stage_s >= 0 and update.closed_s >= 0
 
-    async def test_bytes_are_checked_before_the_engine_is_paused(self, weight_sync, log, engine, ingest):
-        commit(log, 1)
-        flip_a_byte(log, 1, FIRST)
-        await ingest.change(version=1)
-        await ingest.reported(lambda s: s.state == "stale")
-        assert engine.calls == []
-
     async def test_while_loading_a_replica_reports_target_and_old_version(self, weight_sync, log, engine, ingest):
         await push_and_hold(log, ingest, engine, 1)
         status = ingest.reports[-1]
@@ -77,12 +70,6 @@ class TestUpdates:
         assert not await weight_sync.wait_version(1, timeout_s=0.01)
         engine.loading.open()
         await serving(weight_sync, ingest, 1)
-
-    async def test_the_version_says_how_the_engine_is_paused_for_it(self, weight_sync, log, engine, ingest):
-        commit(log, 1, mode="wait")
-        await ingest.change(version=1)
-        await serving(weight_sync, ingest, 1)
-        assert engine.calls[0] == "pause wait"
 
     async def test_only_the_newest_of_several_versions_is_loaded(self, weight_sync, log, engine, ingest):
         for version in (1, 2, 3):
@@ -106,13 +93,6 @@ class TestUpdates:
 
 
 class TestPause:
-    async def test_a_replica_pauses_and_resumes_when_the_fleet_does(self, weight_sync, engine, ingest):
-        await ingest.change(paused=True, pause_mode="abort")
-        await ingest.reported(lambda s: s.paused)
-        await ingest.change(paused=False)
-        await ingest.reported(lambda s: not s.paused)
-        assert engine.calls == ["pause abort", "resume"]
-
     async def test_an_update_leaves_a_replica_of_a_paused_fleet_paused(self, weight_sync, log, engine, ingest):
         await ingest.change(paused=True)
         await ingest.reported(lambda s: s.paused)

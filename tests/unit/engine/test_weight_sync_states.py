@@ -57,17 +57,6 @@ async def test_a_start_ends_if_versions_come_faster_than_it_loads(weight_sync, l
     assert (known[0], known[1]) == (None, 0)  # version 1 was read once the ingest knew of version 0: later commits wait
 
 
-async def test_a_version_removed_in_startup_gives_way_to_the_newer_one(weight_sync, log, engine):
-    def overtaken(version: int) -> None:
-        if version == 0:
-            commit(log, 1)
-            log.drop(0)
-
-    engine.before_reading = overtaken
-    await weight_sync.start()
-    assert weight_sync.version == 1 and engine.calls == ["pause keep", "load 1", "resume"]
-
-
 async def test_a_replica_has_caught_up_when_it_serves_the_last_commit(weight_sync, log, engine, ingest):
     await weight_sync.start()
     await asyncio.wait_for(weight_sync.caught_up(), LONG_S)

@@ -59,15 +59,6 @@ def test_pieces_join_with_logprobs_and_the_end_of_the_second():
     assert whole.spans == (Span(version=4, start=0, end=2), Span(version=5, start=2, end=4))
 
 
-@pytest.mark.parametrize(
-    "change", [{"replica_id": "b"}, {"label": "run-2/step-4"}, {"adapter": "a", "adapter_version": 2}], ids=str
-)
-def test_spans_of_another_replica_label_or_adapter_stay_apart(change):
-    partial, rest = piece((6, 7), (4, 2)), piece((8,), (4, 1))
-    rest = rest.model_copy(update={"spans": (rest.spans[0].model_copy(update=change),)})
-    assert [(s.start, s.end) for s in merge_completions(CALL, partial, rest).spans] == [(0, 2), (2, 3)]
-
-
 @pytest.mark.parametrize(("first", "second"), [((), (7,)), ((7,), ()), ((), ())])
 def test_a_piece_may_be_empty(first, second):
     whole = merge_completions(CALL, piece(first, *[(3, 1)] * len(first)), piece(second, *[(3, 1)] * len(second)))

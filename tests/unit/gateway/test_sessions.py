@@ -99,15 +99,6 @@ async def test_the_next_turn_goes_on_from_the_models_own_tokens(any_agent, chat_
         ]
 
 
-async def test_changed_history_begins_a_branch(agent, chat_http, session, scripted):
-    reply = await agent.say(HELLO)
-    await agent.say([*HELLO, *reply, MORE])
-    await agent.say([*HELLO, {"role": "assistant", "content": "bye"}, MORE])
-    assert scripted.calls[2].prompt_token_ids == (*ids(PROMPT), *ids("bye"), END, *ids(NEXT))
-    kept, paths = await turns(chat_http, session)
-    assert paths == [[0, 1], [2]] and kept[2]["parent"] is None
-
-
 async def test_a_tool_call_and_its_result_are_turns(any_agent, chat_http, session, scripted):
     scripted.text = 'so<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'  # other spaces than a template's
     reply = await any_agent.say(HELLO, tools=True)

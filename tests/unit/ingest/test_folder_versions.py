@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +30,6 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(model: Path, tmp_path: Path, root: Path) -> ServiceConfig:
     return config_of(model, tmp_path / "log", weights={"source_roots": [root]}).resolved()
-
-
-@pytest.fixture
-async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
-    ingest = Ingest(config)
-    await ingest.start()
-    yield ingest
-    await ingest.stop()
 
 
 def saved(root: Path, name: str, weights: Weights) -> Path:

@@ -212,11 +212,6 @@ class TestRollback:
         assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"
         await again.stop()
 
-    async def test_an_unknown_label_names_those_there_are(self, ingest, trainer, weights):
-        await push(ingest, trainer, weights, "run/step-1")
-        with pytest.raises(NotFound, match="newest labels are run/step-1"):
-            await ingest.roll_back(RollBack(to="run/step-2"))
-
     async def test_measured_kv_scales_go_with_the_weights(self, model, tmp_path, weights):
         kept = {"keep_versions": 4}
         config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept)

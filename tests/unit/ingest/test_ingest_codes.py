@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, confi
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 UP_SCALES = f"{UP_PROJ}_scale_inv"
 PUBLISHED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-Mistake = Callable[[dict[str, torch.Tensor]], None]
 
 
 async def quantized(ingest: Ingest, weights: Weights) -> dict[str, torch.Tensor]:
@@ -106,22 +103,6 @@ class TestCodes:
             await Trainer(ingest).push(2, codes)
 
 
-def without_scales(sent: dict[str, torch.Tensor]) -> None:
-    del sent[UP_SCALES]
-
-
-def without_codes(sent: dict[str, torch.Tensor]) -> None:
-    sent[UP_PROJ] = torch.zeros(sent[UP_PROJ].shape, dtype=torch.bfloat16)
-
-
-def with_codes_for_the_norm(sent: dict[str, torch.Tensor]) -> None:
-    sent["model.norm.weight"] = sent["model.norm.weight"].to(torch.float8_e4m3fn)
-
-
-def with_scales_of_other_blocks(sent: dict[str, torch.Tensor]) -> None:
-    sent[UP_SCALES] = sent[UP_SCALES].repeat_interleave(2, 0).contiguous()
-
-
 def publish(model: Path, stored: Weights, folder: Path) -> Path:
     """The folder of an FP8 release of ``model``."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -157,23 +138,6 @@ class TestRefused:
         with pytest.raises(QuantizationError, match=f"{complaint}: the version is refused; the one before stays live"):
             await trainer.push(2, codes)
         assert (await ingest.fleet()).latest_version == 0
-
-    @pytest.mark.parametrize(
-        ("mistake", "complaint"),
-        [
-            (without_scales, f"missing: {UP_SCALES}"),
-            (without_codes, f"{UP_SCALES} is of no use: {UP_PROJ} has not come as float8_e4m3fn"),
-            (with_codes_for_the_norm, r"model\.norm\.weight is float8_e4m3fn, but it is not quantized in this service"),
-            (with_scales_of_other_blocks, rf"{UP_SCALES} is \[12, 2\], the model's is \[6, 2\]"),
-        ],
-    )
-    async def test_tables_of_codes_that_do_not_fit_are_refused_at_begin(
-        self, ingest, trainer, codes, mistake, complaint
-    ):
-        mistake(codes)
-        with pytest.raises(InvalidManifest, match=complaint):
-            await trainer.upload(1, codes)
-        assert [status.version for status in await ingest.versions()] == [0]
 
 
 class TestPublished:
@@ -213,9 +177,3 @@ class TestPublished:
         per_tensor = {n.replace("_scale_inv", "_scale"): t for n, t in stored.items()}
         with pytest.raises(InvalidManifest, match=r"unknown: .*weight_scale\b.*missing: .*weight_scale_inv"):
             await started(publish(model, per_tensor, tmp_path / "fp8"), tmp_path / "log-of-released")
-
-    async def test_a_checkpoint_with_codes_for_a_skipped_module_is_refused(self, model, tmp_path, stored):
-        released = publish(model, stored, tmp_path / "fp8")
-        ingest = Ingest(config_of(released, tmp_path / "log-of-released", quant={"skip": ["*.down_proj"]}))
-        with pytest.raises(InvalidManifest, match=r"down_proj\.weight is float8_e4m3fn, but it is not quantized"):
-            await ingest.start()

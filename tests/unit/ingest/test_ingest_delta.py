@@ -216,18 +216,6 @@ class TestApplied:
         names = [staged.begin.tensors[number].name for number in staged.begin.delta_parts[3]]
         assert set(staged._conversion._read) == set(names) and staged.failure is None
 
-    async def test_one_tensor_changed(self, trainer, log, old, new):
-        one = {**old, NORM: new[NORM]}
-        await trainer.push_delta(2, 1, old, one)
-        require_stored(log, 2, one)
-
-    async def test_nothing_changed(self, trainer, ingest, log, old):
-        plan, parts = await trainer.begin_delta(2, 1, old, old)
-        await trainer.send_parts(plan, parts)
-        await ingest.commit(2, CommitUpload())
-        require_stored(log, 2, old)
-        assert (await ingest.status(2)).uploaded_bytes == sum(map(len, parts))
-
     async def test_a_part_that_makes_many_tensors_whole_is_applied_in_batches(
         self, trainer, log, old, new, monkeypatch
     ):
@@ -323,17 +311,6 @@ class TestBase:
         await trainer.send_parts(plan, parts)
         await ingest.commit(3, CommitUpload())
         require_stored(log, 3, new)
-
-    async def test_a_damaged_one_fails_the_version_and_all_tensors_mend_it(self, trainer, ingest, log, old, new):
-        stored = next(tensor for tensor in log.manifest(1).tensors if tensor.name == UP_PROJ)
-        with (log.folder(1) / stored.file).open("r+b") as file:
-            file.seek(stored.offset + 11)
-            file.write(b"\x01\x02\x03")
-        with pytest.raises(DeltaBaseGone, match=rf"delta of version 1, .*{UP_PROJ} in {stored.file}: chunk 0 of 1"):
-            await trainer.push_delta(2, 1, old, new)
-        assert (await ingest.fleet()).latest_version == 1
-        await trainer.push(2, new)
-        require_stored(log, 2, new)
 
     async def test_one_that_is_cut_off_is_told(self, trainer, log, old, new):
         last = max(log.manifest(1).tensors, key=lambda tensor: (tensor.file, tensor.offset))

@@ -104,18 +104,6 @@ class TestWaking:
         with pytest.raises(NotReady, match="version 0 is still being made"):
             await ingest.fleet()
 
-    async def test_reports_that_were_overtaken_do_not_turn_the_table_back(self, ingest):
-        await ingest.report(replica("a", 1, sequence=2))
-        await ingest.report(replica("a", 0, sequence=1))
-        assert (await ingest.fleet()).replicas[0].version == 1
-
-    async def test_a_silent_replica_is_waited_for_no_more(self, ingest, config, clock):
-        await ingest.report(replica("dead", 0))
-        clock.go_on(config.weights.dead_after_s)
-        await ingest.report(replica("alive", 1))
-        await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
-        assert [status.replica_id for status in (await ingest.fleet()).replicas] == ["alive"]
-
 
 class TestPausing:
     async def test_a_pause_answers_when_every_replica_has_obeyed(self, ingest):
@@ -340,24 +328,8 @@ class TestKeeping:
         await trainer.push(5, weights)
         assert await versions(ingest) == [4, 5]
 
-    async def test_a_dead_replica_keeps_nothing(self, ingest, trainer, weights, config, clock):
-        await ingest.report(replica("dead", 0))
-        clock.go_on(config.weights.dead_after_s)
-        for version in (1, 2):
-            await trainer.push(version, weights)
-        assert await versions(ingest) == [1, 2]
-
 
 class TestComingAndGoing:
-    async def test_a_commit_does_not_wait_for_a_replica_that_starts(self, ingest):
-        await ingest.report(replica("old", 1))
-        await ingest.report(replica("newcomer", None, state="starting"))
-        await asyncio.wait_for(ingest.wait_live(1, timeout_s=LONG_S), LONG_S)
-        assert [(r.replica_id, r.state) for r in (await ingest.fleet()).replicas] == [
-            ("newcomer", "starting"),
-            ("old", "ready"),
-        ]
-
     async def test_a_commit_stops_waiting_for_a_replica_that_says_goodbye(self, ingest, log):
         await ingest.report(replica("ends", 0))
         await ingest.report(replica("stays", 1))
@@ -491,13 +463,6 @@ class TestPins:
         for version, label in ((1, None), (2, "golden"), (3, None), (4, None), (5, None)):
             await push_labelled(pinning, version, weights, label)
         assert await versions(pinning) == [1, 2, 4, 5]
-
-    async def test_commit_waits_for_no_pinned_replica(self, pinning, weights):
-        await pinning.report(replica("a", 1))
-        await pinning.report(replica("pinned", 0, group="eval"))
-        await push_labelled(pinning, 1, weights, "golden")
-        await asyncio.wait_for(pinning.wait_live(1, timeout_s=LONG_S), LONG_S)
-        assert (await pinning.status(1)).state == "live"
 
 
 async def push_labelled(ingest: Ingest, version: int, weights: Weights, label: str | None) -> None:

@@ -59,14 +59,6 @@ def steps(weights: Weights) -> list[Weights]:
     return found
 
 
-@pytest.fixture
-async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
-    ingest = Ingest(config)
-    await ingest.start()
-    yield ingest
-    await ingest.stop()
-
-
 async def pull(ingest: Ingest, store: Path, version: int, **options: Any) -> int:
     request = PullWeights(source_dir=str(store), target_version=version, wait="none", **options)
     return (await ingest.pull_weights(request)).version
@@ -134,12 +126,6 @@ async def test_twenty_steps_have_a_whole_push_s_digests(ingest, store, weights, 
         assert status.version == version
         await require(ingest, version, new, model)
         old = new
-
-
-async def test_a_version_without_a_change_is_served(ingest, store, weights, model):
-    publish(store, 1, weights, weights)
-    assert await pull(ingest, store, 1) == 1
-    await require(ingest, 1, weights, model)
 
 
 async def test_missed_versions_are_replayed(ingest, store, steps, model):
@@ -468,16 +454,6 @@ async def test_versions_come_from_a_url_in_ranges(remote, url, store, steps, mod
     assert await pull_url(remote, url, 4) == 4
     assert await pull_url(remote, url, 4) == 4
     await require(remote, 4, steps[3], model)
-
-
-async def test_another_run_at_the_same_url_begins_with_0(remote, url, store, steps, model):
-    publish(store, 1, steps[0], steps[1])
-    assert await pull_url(remote, url, 1) == 1
-    shutil.rmtree(store / "weight_v000001")
-    assert await pull_url(remote, url, 0) == 2
-    publish(store, 1, steps[0], steps[2])
-    assert await pull_url(remote, url, 1) == 3
-    await require(remote, 3, steps[2], model)
 
 
 async def test_a_damaged_transfer_leaves_the_version_before(remote, url, store, steps, model):

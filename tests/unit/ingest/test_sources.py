@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path
@@ -43,32 +43,21 @@ class TestAllowedPath:
         (root / "newest").symlink_to(root / "step-1")
         assert allowed_path(root / "newest", (root,)) == root / "step-1"
 
-    def test_a_link_that_leads_out_of_the_root_is_forbidden(self, root):
-        (root / "innocent").symlink_to(root.parent / "secret")
-        with pytest.raises(Forbidden, match=r"innocent is not below weights\.source_roots"):
-            allowed_path(root / "innocent", (root,))
-
-    @pytest.mark.parametrize("path", ["../secret", "step-1/../../secret", ".."])
-    def test_dots_that_lead_out_of_the_root_are_forbidden(self, root, path):
-        with pytest.raises(Forbidden, match="source_roots"):
+    @pytest.mark.parametrize("path", ["link", "../secret", "step-1/../../secret", "..", "../allowed-not"])
+    def test_a_path_that_leads_out_of_the_root_is_forbidden(self, root, path):
+        (root / "link").symlink_to(root.parent / "secret")
+        with pytest.raises(Forbidden, match=r"is not below weights\.source_roots"):
             allowed_path(root / path, (root,))
-
-    def test_a_folder_that_only_shares_a_roots_prefix_is_forbidden(self, root):
-        with pytest.raises(Forbidden):
-            allowed_path(root.with_name("allowed-not"), (root,))
 
     def test_without_configured_roots_every_path_is_forbidden(self, root):
         with pytest.raises(Forbidden, match="none is configured"):
             allowed_path(root, ())
 
-    def test_a_path_with_a_null_byte_is_refused(self, root):
-        with pytest.raises(InvalidRequest, match=r"x\\x00y' cannot be followed"):
-            allowed_path(root / "x\0y", (root,))
-
-    def test_links_that_go_in_a_circle_are_refused(self, root):
+    @pytest.mark.parametrize(("path", "shown"), [("x\0y", r"x\\x00y"), ("circle", "circle")])
+    def test_a_path_that_cannot_be_followed_is_refused(self, root, path, shown):
         (root / "circle").symlink_to(root / "circle")
-        with pytest.raises(InvalidRequest, match="circle' cannot be followed"):
-            allowed_path(root / "circle", (root,))
+        with pytest.raises(InvalidRequest, match=f"{shown}' cannot be followed"):
+            allowed_path(root / path, (root,))
 
 
 class WouldRun:
@@ -143,15 +132,13 @@ class TestFolder:
             FolderSource(folder)
         assert not (tmp_path / "trace").exists()
 
-    @pytest.mark.parametrize("content", [b"", b"x" * 100, (2**40).to_bytes(8, "little") + b"{}"])
+    @pytest.mark.parametrize(
+        "content",
+        [b"", b"x" * 100, (2**40).to_bytes(8, "little") + b"{}", save(WEIGHTS)[:-1]],
+        ids=["nothing", "noise", "a long header", "cut off"],
+    )
     def test_a_file_that_is_no_safetensors_is_refused(self, folder, content):
         (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
-            FolderSource(folder)
-
-    def test_a_file_that_was_cut_off_is_refused(self, folder):
-        save_file(WEIGHTS, folder / "model.safetensors")
-        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
         with pytest.raises(InvalidManifest, match=r"model\.safetensors is not a safetensors file"):
             FolderSource(folder)
 

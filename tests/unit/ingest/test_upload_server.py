@@ -168,20 +168,23 @@ class TestRefusedPart:
         assert reply.status_code == 422
         assert PART_DIGEST_HEADER in reply.json()["error"]["message"]
 
-    @pytest.mark.parametrize("number", [-1, 10_000])
-    async def test_a_part_that_the_version_does_not_have_is_not_found(self, trainer, parts, number):
-        reply = await trainer.put(1, number, parts[0])
-        assert reply.status_code == 404
-        assert f"version 1 has parts 0 to {len(parts) - 1}, not {number}" in reply.json()["error"]["message"]
+    @pytest.mark.parametrize(
+        ("version", "part", "status", "says"),
+        [
+            (1, -1, 404, "version 1 has parts 0 to {last}, not -1"),
+            (1, 10_000, 404, "version 1 has parts 0 to {last}, not 10000"),
+            (2, 0, 404, "version 2 is not staged (staged: [1])"),
+            *[(version, 0, 422, "version") for version in (-1, MAX_VERSION + 1, 10**255)],
+        ],
+    )
+    async def test_a_part_of_nothing_that_is_staged_is_refused(self, trainer, parts, version, part, status, says):
+        reply = await trainer.put(version, part, parts[0])
+        assert reply.status_code == status
+        assert says.format(last=len(parts) - 1) in reply.json()["error"]["message"]
 
     async def test_a_part_number_that_is_no_number_is_refused(self, trainer):
         reply = await trainer.http.put("/v1/weights/1/parts/first", content=b"")
         assert reply.status_code == 422 and "part" in reply.json()["error"]["message"]
-
-    async def test_a_part_of_a_version_that_is_not_staged_is_not_found(self, trainer, plan):
-        reply = await trainer.put(2, 0, b"")
-        assert reply.status_code == 404
-        assert "version 2 is not staged (staged: [1])" in reply.json()["error"]["message"]
 
     async def test_a_version_read_from_a_path_takes_no_parts(self, model, tmp_path):
         ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model.parent.resolve()]}))
@@ -190,11 +193,6 @@ class TestRefusedPart:
         reply = await Trainer(ingest).put(1, 0, b"")
         assert reply.status_code == 422 and "it takes no parts" in reply.json()["error"]["message"]
         await ingest.discard(1)
-
-    @pytest.mark.parametrize("version", [-1, MAX_VERSION + 1, 10**255])
-    async def test_a_part_of_a_version_out_of_bounds_is_refused(self, trainer, version):
-        reply = await trainer.put(version, 0, b"")
-        assert reply.status_code == 422 and "version" in reply.json()["error"]["message"]
 
 
 class SlowBody:
@@ -224,30 +222,31 @@ BATCH = SharedTensors(transfer="a" * 32, batch=0, first=0, count=1, offset=0)
 class TestBatchesOfSharedMemory:
     """What is taken: tests/unit/client/test_shared_memory.py."""
 
-    async def send(self, trainer: Trainer, body: bytes, version: int = 1) -> tuple[int, str]:
+    @pytest.mark.parametrize(
+        ("version", "body", "status", "says"),
+        [
+            (1, BATCH.model_dump_json(), 409, f"another push than {BATCH.transfer}"),
+            (7, BATCH.model_dump_json(), 404, ""),
+            *[(1, body, 400, "") for body in ("", "{")],
+            *[(1, body, 422, "") for body in ("[]", '{"transfer": "a", "batch": -1}')],
+            *[(1, " " * nbytes, 413, "1000 bytes") for nbytes in (1001, 5000)],
+        ],
+        ids=[
+            "comes in parts",
+            "nobody began",
+            "nothing",
+            "no JSON",
+            "a list",
+            "no batch",
+            "too large",
+            "far too large",
+        ],
+    )
+    async def test_that_cannot_be_taken(self, trainer, monkeypatch, version, body, status, says):
+        monkeypatch.setattr(upload_server, "MOST_JSON_BYTES", 1000)
         headers = {UPLOAD_KEY_HEADER: trainer._address.key(version)}
         reply = await trainer.http.post(f"/v1/weights/{version}/shared", content=body, headers=headers)
-        error = reply.json()["error"]
-        return reply.status_code, f"{error['type']}: {error['message']}"
-
-    async def test_of_a_version_that_comes_in_parts(self, trainer):
-        status, message = await self.send(trainer, BATCH.model_dump_json().encode())
-        assert status == 409 and f"another push than {BATCH.transfer}" in message
-
-    async def test_of_a_version_that_nobody_began(self, trainer):
-        assert (await self.send(trainer, BATCH.model_dump_json().encode(), version=7))[0] == 404
-
-    @pytest.mark.parametrize(
-        ("body", "status"), [(b"", 400), (b"{", 400), (b"[]", 422), (b'{"transfer": "a", "batch": -1}', 422)]
-    )
-    async def test_that_are_none(self, trainer, body, status):
-        assert (await self.send(trainer, body))[0] == status
-
-    @pytest.mark.parametrize("nbytes", [1001, 5000])
-    async def test_that_are_too_large(self, trainer, monkeypatch, nbytes):
-        monkeypatch.setattr(upload_server, "MOST_JSON_BYTES", 1000)
-        status, message = await self.send(trainer, b" " * nbytes)
-        assert status == 413 and "1000 bytes" in message
+        assert reply.status_code == status and says in reply.json()["error"]["message"]
 
     async def test_by_another_method(self, trainer):
         reply = await trainer.http.put("/v1/weights/1/shared", content=b"{}")

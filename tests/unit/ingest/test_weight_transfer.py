@@ -146,12 +146,6 @@ class TestEmptyTables:
         await ingest.transfer.update(AS_BEFORE)  # and after it
         assert (await ingest.transfer.finish(None)).version == newest + 2
 
-    async def test_an_empty_table_without_a_start_is_refused(self, ingest, joined, newest, weights):
-        await push(ingest, joined, weights)
-        with pytest.raises(WeightTransferFailed, match="POST /start_weight_update first"):
-            await send(ingest, joined, weights, AS_BEFORE)
-        assert (await push(ingest, joined, weights, announced=AS_BEFORE)).version == newest + 2
-
 
 class TestRepeatedRequests:
     async def test_an_update_and_a_finish_may_come_again(self, ingest, joined, newest, weights, fingerprint):

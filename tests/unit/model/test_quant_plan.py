@@ -168,29 +168,12 @@ class TestIndivisible:
         with pytest.raises(ValueError, match=r"mlp\.up_proj \[192, 256\].*set engine\.tensor_parallel_size: 1 or 2;"):
             plan(linears, QuantConfig(), 4, expert_parallel=True)
 
-    @pytest.mark.parametrize(
-        ("name", "shape"), [("mlp.up_proj", (256, 128)), ("x.o_proj", (128, 256)), ("x.down_proj", (128, 256))]
-    )
-    def test_a_shard_must_divide_and_not_only_the_whole(self, name, shape):
-        assert plan({name: shape}, QuantConfig(), tensor_parallel_size=2).quantized == {f"{name}.weight"}
-        with pytest.raises(ValueError, match=rf"tensor_parallel_size=4; .*{name} \["):
-            plan({name: shape}, QuantConfig(), tensor_parallel_size=4)
-
     def test_kv_heads_that_are_repeated_still_divide(self):
         heads = Heads(query=8, kv=2)
         linears = {f"a.{leaf}_proj": (rows, 128) for leaf, rows in (("q", 1024), ("k", 256), ("v", 256))}
         assert len(plan(linears, QuantConfig(), 8, heads).quantized) == 3
         with pytest.raises(ValueError, match=r"a\.k_proj \[32, 128\]"):
             plan(linears, QuantConfig(), 8)
-
-    def test_deepseek_s_last_fused_projection_may_end_mid_block(self):
-        linears = {"a.q_a_proj": (1536, 7168), "a.kv_a_proj_with_mqa": (576, 7168)}
-        assert len(plan(linears, QuantConfig(), 8).quantized) == 2
-        assert len(plan({"a.kv_a_proj_with_mqa": (576, 2048)}, QuantConfig(), 8).quantized) == 1
-        with pytest.raises(ValueError, match=r"a\.q_a_proj \[1500, 7168\]"):
-            plan(linears | {"a.q_a_proj": (1500, 7168)}, QuantConfig())
-        with pytest.raises(ValueError, match=r"a\.kv_a_proj_with_mqa \[576, 7000\]"):
-            plan({"a.kv_a_proj_with_mqa": (576, 7000)}, QuantConfig())
 
     def test_an_indivisible_module_keeps_its_fused_layer_in_bf16(self):
         decided = plan(LINEARS, KEEP, 4, Heads(query=4, kv=4))

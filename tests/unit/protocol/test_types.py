@@ -104,7 +104,15 @@ class TestSpan:
         assert Span.model_validate({"version": "7", "start": 0, "end": 1}) == Span(version=7, start=0, end=1)
 
     @pytest.mark.parametrize(
-        "change", [{"version": 2}, {"replica_id": "b"}, {"label": "step-1"}, {"label": None}], ids=str
+        "change",
+        [
+            {"version": 2},
+            {"replica_id": "b"},
+            {"label": "step-1"},
+            {"label": None},
+            {"adapter": "a", "adapter_version": 2},
+        ],
+        ids=str,
     )
     def test_neighbours_of_other_weights_or_of_another_replica_stay_apart(self, change):
         first = Span(version=1, start=0, end=2, replica_id="a", label="step-0")

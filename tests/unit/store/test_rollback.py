@@ -41,12 +41,6 @@ class TestFiles:
             assert os.path.samefile(log.folder(1) / file, log.folder(4) / file)
         log.verify(again)
 
-    def test_dropping_the_older_version_leaves_the_newer_whole(self, log):
-        roll_back(log, 1, 4)
-        log.drop(1)
-        assert log.versions() == [2, 3, 4]
-        log.verify(log.manifest(4))
-
     @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP])
     def test_without_hard_links_the_files_are_copied(self, log, monkeypatch, code):
         def no_links(*_: object) -> None:

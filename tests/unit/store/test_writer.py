@@ -6,7 +6,6 @@ import random
 import resource
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 import xxhash
@@ -84,15 +83,6 @@ def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path):
         with safe_open(file, framework="pt") as reader:
             held.append(sorted(reader.keys()))
     assert held == [["t0", "t1"], ["t2"], ["t3", "t4"]]
-
-
-def test_a_matrix_is_written_as_its_bytes(tmp_path):
-    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
-    writer = VersionWriter(tmp_path, Layout([TensorSlot(name="m", dtype="float32", shape=(3, 4))]))
-    writer.write("m", matrix.data)
-    tensor = writer.finish()[0]
-    with safe_open(tmp_path / tensor.file, framework="np") as reader:
-        np.testing.assert_array_equal(reader.get_tensor("m"), matrix)
 
 
 def test_a_version_with_a_tensor_unwritten_cannot_be_finished(tmp_path):
