@@ -30,6 +30,7 @@ SAME = ("model", "layers", "policy", "sessions", "prompt_tokens")
 TINY = range(5, 105)
 """Token ids of the tiny model."""
 BIN_S = 0.5
+BF16_CACHE = {"dtype": "bfloat16", "scales_policy": "unit"}
 
 
 class Policy(StrEnum):
@@ -156,7 +157,7 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
         weights = {"kv_cache_on_update": case.policy, "kv_max_age": None}
         with ExitStack() as stack:
             if options.cpu:
-                settings: Settings = {"engine": engine_settings, "weights": weights, "kv_cache": {"dtype": "bfloat16"}}
+                settings: Settings = {"engine": engine_settings, "weights": weights, "kv_cache": BF16_CACHE}
                 service = stack.enter_context(serving_tiny_model(**settings))
                 path = service.config.model.path
             else:
