@@ -86,6 +86,15 @@ async def push(client: RolloutClient, weights: Tensors, transport: str = "delta"
     return await client.push_weights("next", weights, transport=transport, wait="none")
 
 
+async def test_it_is_the_version_that_all_bytes_make(service, weights, as_on_gpu):
+    async with RolloutClient(service.url) as client, RolloutClient(service.url) as other:
+        base = await push(client, weights)
+        assert not as_on_gpu.asked
+        pushed = await push(client, stepped(weights))
+        assert as_on_gpu.asked and pushed.delta_of == base.version
+        assert pushed.digest == (await push(other, stepped(weights), "http")).digest
+
+
 @pytest.mark.parametrize(
     "bad",
     [[NORM], [UP_PROJ], [HEAD], [UP_PROJ, NORM, HEAD], [INPUT_NORM, UP_PROJ]],

@@ -1,6 +1,7 @@
 """Weights that the trainer quantizes before it sends them, into the real ingest and into one that breaks down."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout_service.client import RolloutClient
+from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.client._tensors import describe
-from rollout_service.errors import InvalidManifest, QuantizationError, Unauthorized
+from rollout_service.errors import EngineFailed, InvalidManifest, QuantizationError, Unauthorized, VersionConflict
+from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.protocol.weights import WeightStatus
 from tests.support.models import make_model
@@ -55,6 +57,13 @@ def stacked(models: dict[str, Path]) -> Tensors:
     return dict(module_of(models["qwen3_moe"]).state_dict())
 
 
+@asynccontextmanager
+async def client_of(model: Path, root: Path, **quant: object) -> AsyncIterator[RolloutClient]:
+    """The client of a service that quantizes as ``quant`` says."""
+    async with real_ingest(model, root, quant=quant) as service, RolloutClient(service.url) as client:
+        yield client
+
+
 async def push(client: RolloutClient, version: int, tensors: object, **options: object) -> WeightStatus:
     options = {"quantize": "trainer", "wait": "none", **options}
     return await client.push_weights(version, tensors, **options)
@@ -81,6 +90,15 @@ class TestSameVersion:
                 version += 2
                 service.log.verify(service.log.manifest(version))
 
+    async def test_power_of_two_scales_are_made_if_the_service_wants_them(self, models, tmp_path, stacked):
+        async with client_of(models["qwen3_moe"], tmp_path / "log", scales="power_of_two") as client:
+            by_service = await push(client, 1, moved(stacked, torch.bfloat16), quantize="service")
+            assert (await push(client, 2, moved(stacked, torch.bfloat16))).digest == by_service.digest
+
+    async def test_a_service_that_does_not_quantize_gets_bf16(self, models, tmp_path, stacked):
+        async with client_of(models["qwen3_moe"], tmp_path / "log", weights="none") as client:
+            assert (await push(client, 1, stacked)).digest == (await client.weights(0)).digest
+
     async def test_half_the_bytes_are_sent(self, moe, moe_client, stacked):
         totals: dict[str, int] = {}
         for version, who in enumerate(("service", "trainer"), start=1):
@@ -94,6 +112,19 @@ class TestSameVersion:
         assert totals["service"] == sum(tensor.nbytes for tensor in stacked.values())
         assert 0.5 < totals["trainer"] / totals["service"] < 0.55
         assert totals["trainer"] == (await moe_client.weights(2)).total_bytes
+
+    @pytest.mark.parametrize("form", ["module", "generator", "generator with table", "pairs of parameters"])
+    async def test_every_form_of_named_tensors_makes_the_same_version(self, moe, moe_client, models, form):
+        on_disk, module = load_file(models["qwen3_moe"] / "model.safetensors"), module_of(models["qwen3_moe"])
+        table = [describe(name, tensor) for name, tensor in on_disk.items()] if form == "generator with table" else None
+        source = {
+            "module": module,
+            "pairs of parameters": list(module.named_parameters()),
+            "generator": iter(on_disk.items()),
+            "generator with table": ((name, tensor.clone()) for name, tensor in on_disk.items()),
+        }[form]
+        status = await push(moe_client, 1, source, tensor_table=table)
+        assert status.digest == (await moe_client.weights(0)).digest
 
     @pytest.mark.parametrize("knows_table", [True, False], ids=["table", "no table"])
     @pytest.mark.parametrize(
@@ -120,6 +151,12 @@ class TestSameVersion:
             assert status.digest == right.digest
             tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
 
+    async def test_the_blocking_client_does_it_too(self, threaded_service):
+        threaded_service.recipe = TrainerRecipe(weights="fp8_block", quantized=("w",))
+        with SyncRolloutClient(threaded_service.url) as client:
+            client.push_weights(1, {"w": torch.ones(256, 256)}, quantize="trainer")
+        assert len(threaded_service.uploads[1].stream) == 256 * 256 + 4 * 4
+
     async def test_the_recipe_is_told_only_to_those_who_may_push(self, models, tmp_path):
         async with real_ingest(models["qwen2"], tmp_path / "log", token="secret") as service:
             async with RolloutClient(service.url) as stranger:
@@ -135,6 +172,18 @@ def small(service: Service) -> Tensors:
     service.recipe = TrainerRecipe(weights="fp8_block", quantized=tuple(f"layer{i}" for i in range(10)))
     generator = torch.Generator().manual_seed(0)
     return {f"layer{i}": torch.randn(16, 64, generator=generator) for i in range(10)}
+
+
+def quantized_stream(service: Service, tensors: Tensors) -> bytes:
+    return b"".join(tensor_bytes(tensor) for _, tensor in Converter(service.recipe).convert(tensors.items()))
+
+
+async def fail_at_part_6(service: Service, client: RolloutClient, tensors: Tensors) -> None:
+    service.answers["PUT", "/v1/weights/5/parts/6"].append(EngineFailed("out of disk"))
+    with pytest.raises(EngineFailed, match="out of disk"):
+        await push(client, 5, tensors, parallel_parts=1)
+    assert sorted(service.uploads[5].parts) == list(range(6))
+    service.log.clear()
 
 
 class TestRefused:
@@ -168,6 +217,22 @@ class TestRefused:
 
 
 class TestResume:
+    async def test_a_push_goes_on_where_the_last_one_failed(self, service, client, small):
+        await fail_at_part_6(service, client, small)
+        await push(client, 5, small)
+        assert sorted(service.parts_sent()) == [6, 7, 8, 9, 10]
+        assert service.uploads[5].stream == quantized_stream(service, small)
+        service.log.clear()
+        await push(client, 5, small)
+        assert service.parts_sent() == []
+
+    async def test_a_push_of_other_weights_does_not_resume_the_old_one(self, service, client, small):
+        await fail_at_part_6(service, client, small)
+        small["layer2"] = small["layer2"] * 1.5
+        with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
+            await push(client, 5, small)
+        assert service.calls("POST", "/v1/weights/5/commit") == 0
+
     async def test_a_rank_that_does_not_send_quantizes_nothing(self, service, client, small):
         read: list[str] = []
 

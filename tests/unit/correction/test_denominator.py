@@ -1,5 +1,7 @@
 """What a loss is divided by: the gradient of each recipe, against its source's formula written out."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -59,3 +61,12 @@ def test_the_parts_of_a_step_add_up_to_the_whole():
 def test_an_unknown_denominator_is_refused():
     with pytest.raises(ValueError, match="divides_by='tokens' must be one of sampled, kept"):
         Correction(divides_by="tokens")
+
+
+def test_truncated_sampling_makes_a_perfect_version_look_wrong():
+    kept = 0.9  # top_p
+    trainer = torch.full((1, 200), math.log(0.4), dtype=torch.float64)
+    rollout = trainer - math.log(kept)
+    found = correct(trainer, rollout, torch.ones(1, 200), preset("seq_tis"))
+    assert found.weights.max() == pytest.approx(max(kept**200, math.exp(-20)))
+    assert found.metrics["rollout_corr/token_mult_prob_error"] == pytest.approx(1 / kept)

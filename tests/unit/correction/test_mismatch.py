@@ -28,6 +28,19 @@ def test_both_follow_the_formula(tokens):
     assert measured.tokens == count
 
 
+def test_k1_and_k3_over_engine_samples_are_the_kl_divergence():
+    engine, trainer = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
+    sampled = [0] * 5 + [1] * 3 + [2] * 2
+    measured = measure_mismatch(
+        row([math.log(trainer[token]) for token in sampled]),
+        row([math.log(engine[token]) for token in sampled]),
+        torch.ones(1, 10),
+    )
+    divergence = math.fsum(e * math.log(e / t) for e, t in zip(engine, trainer, strict=True))
+    assert measured.k1 == pytest.approx(divergence)
+    assert measured.k3 == pytest.approx(divergence)
+
+
 def test_one_absurd_token_leaves_k3_finite_and_k1_unclamped():
     measured = measure_mismatch(row([0.0, -1.0]), row([-1000.0, -1.0]), torch.ones(1, 2))
     assert measured.k1 == pytest.approx(-500.0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ def test_equal_policies_are_left_as_they_are(rows, recipe):
     assert rejected == [0.0] * len(rejected)
 
 
+@given(rows=ROWS, recipe=RECIPES, seed=st.integers(0, 1000))
+def test_the_order_of_the_sequences_changes_nothing(rows, recipe, seed):
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    straight = apply(*padded(rows), recipe)
+    shuffled = apply(*padded([rows[index] for index in order]), recipe)
+    assert_same(shuffled, dataclasses.replace(straight, weights=straight.weights[order], mask=straight.mask[order]))
+
+
 @given(rows=ROWS, recipe=RECIPES, junk=UNUSABLE | st.floats(-100, 100), extra=st.integers(0, 3))
 def test_what_masked_positions_hold_has_no_influence(rows, recipe, junk, extra):
     found = apply(*padded(rows, junk, extra), recipe)
@@ -52,6 +62,16 @@ def test_what_masked_positions_hold_has_no_influence(rows, recipe, junk, extra):
     width = wanted.mask.shape[1]
     assert not found.mask[:, width:].any() and not found.weights[:, width:].any()
     assert_same(dataclasses.replace(found, weights=found.weights[:, :width], mask=found.mask[:, :width]), wanted)
+
+
+@given(rows=ROWS, recipe=RECIPES, where=st.integers(0, 5))
+def test_a_sequence_without_tokens_changes_nothing(rows, recipe, where):
+    where = min(where, len(rows))
+    found = apply(*padded([*rows[:where], [], *rows[where:]]), recipe)
+    wanted = apply(*padded(rows), recipe)
+    others = [index for index in range(len(rows) + 1) if index != where]
+    assert not found.mask[where].any() and not found.weights[where].any()
+    assert_same(dataclasses.replace(found, weights=found.weights[others], mask=found.mask[others]), wanted)
 
 
 @given(rows=ROWS, recipe=RECIPES)

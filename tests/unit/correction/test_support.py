@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.correction import SamplingSupport, TruncatedSamplingWarning, correct
+from rollout_service.correction import SamplingSupport, TruncatedSamplingWarning, correct, preset
 from rollout_service.protocol import truncation
 from rollout_service.protocol.rollout import Completion, Span
 from rollout_service.protocol.sampling_mask import pack, unpack
@@ -85,6 +85,16 @@ def test_gradients_are_the_truncated_policys_and_zero_at_padding(kept, seed):
             wanted[ids] = -torch.softmax(logits[row, column, ids].detach(), 0)
             wanted[int(sampled[row, column])] += 1
             torch.testing.assert_close(logits.grad[row, column], wanted)
+
+
+@given(kept=COMPLETIONS, seed=st.integers(0, 100))
+def test_a_perfect_version_is_perfect_again_whatever_was_cut_off(kept, seed):
+    logits, sampled, mask = batch(kept, seed)
+    support = SamplingSupport.of([made(pack(row)) for row in kept])
+    rollout = support.renormalized(logits, sampled)  # what an engine with these very logits returns
+    found = correct(support.renormalized(logits, sampled), rollout, mask, preset("seq_tis"))
+    assert torch.equal(found.weights, mask.double())
+    assert found.metrics["rollout_corr/token_mult_prob_error"] == 1.0
 
 
 def test_half_precision_logits_are_widened_before_logsumexp():

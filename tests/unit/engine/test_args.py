@@ -133,18 +133,10 @@ def test_a_gpu_without_fp8_is_refused_with_what_to_set(tmp_path, monkeypatch):
     assert args.kv_cache_dtype == "auto" and args.attention_backend == "FLASH_ATTN"
 
 
-@pytest.mark.parametrize(
-    ("field", "instead"),
-    [
-        ({"staging": "device"}, "set it to auto"),
-        ({"staging": "host"}, "set it to auto"),
-        ({"attention_backend": "TRITON_ATTN"}, "set it to auto"),
-        ({"cuda_graph_sizes": [1, 8]}, "leave it out"),
-    ],
-)
-def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path, field, instead):
+@pytest.mark.parametrize("field", [{"staging": "device"}, {"staging": "host"}, {"attention_backend": "TRITON_ATTN"}])
+def test_what_only_a_gpu_has_is_refused_on_the_cpu(tmp_path, field):
     make_model(tmp_path, "llama")
-    with pytest.raises(ValueError, match=f"engine.{next(iter(field))} is .*: {instead}"):
+    with pytest.raises(ValueError, match=f"engine.{next(iter(field))} is .*: set it to auto"):
         engine_args(_config(tmp_path, engine=field), (), has_tokenizer=False)
 
 
@@ -153,6 +145,12 @@ def test_a_cpu_engine_stages_in_plain_memory_unless_disabled(tmp_path):
     for staging, kind in (("auto", {STAGING_KEY: "memory"}), ("none", {})):
         args = engine_args(_config(tmp_path, engine={"staging": staging}), (), has_tokenizer=False)
         assert args.additional_config == kind
+
+
+def test_cuda_graphs_are_refused_on_the_cpu(tmp_path):
+    make_model(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"engine.cuda_graph_sizes is \[1, 8\].*no CUDA graphs: leave it out"):
+        engine_args(_config(tmp_path, engine={"cuda_graph_sizes": [1, 8]}), (), has_tokenizer=False)
 
 
 @pytest.mark.parametrize(
@@ -185,28 +183,27 @@ def test_the_tokens_of_a_step_are_vllms_choice_unless_given(tmp_path):
         assert args.max_num_batched_tokens == given
 
 
-@pytest.mark.parametrize(
-    ("field", "argument"),
-    [
-        ("return_sampling_mask", "return_sampling_mask"),
-        ("return_routed_experts", "enable_return_routed_experts"),
-    ],
-)
-def test_masks_and_routed_experts_are_asked_of_vllm_on_gpus_only(tmp_path, monkeypatch, field, argument):
+def test_sampling_masks_are_passed_to_vllm_but_refused_on_cpu(tmp_path, monkeypatch):
+    make_model(tmp_path, "llama")
+    masks = _config(tmp_path, engine={"return_sampling_mask": True})
+    with pytest.raises(ValueError, match=r"engine.return_sampling_mask is true.*Model Runner V2.*not for the CPU"):
+        engine_args(masks, (), has_tokenizer=False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    assert engine_args(masks, (), has_tokenizer=False).return_sampling_mask
+    assert not engine_args(_config(tmp_path), (), has_tokenizer=False).return_sampling_mask
+
+
+def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_the_cpu(tmp_path, monkeypatch):
     make_model(tmp_path, "qwen3_moe")
-    asked = _config(tmp_path, engine={field: True})
-    with pytest.raises(ValueError, match=rf"engine.{field} is true.*Model Runner V2.*not for the CPU"):
+    asked = _config(tmp_path, engine={"return_routed_experts": True})
+    with pytest.raises(ValueError, match=r"engine.return_routed_experts is true.*Model Runner V2.*not for the CPU"):
         engine_args(asked, (), has_tokenizer=False)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
-    assert getattr(engine_args(asked, (), has_tokenizer=False), argument)
-    assert not getattr(engine_args(_config(tmp_path), (), has_tokenizer=False), argument)
-
-
-def test_routed_experts_of_a_model_without_experts_are_refused(tmp_path, monkeypatch):
+    assert engine_args(asked, (), has_tokenizer=False).enable_return_routed_experts
+    assert not engine_args(_config(tmp_path), (), has_tokenizer=False).enable_return_routed_experts
     make_model(tmp_path, "llama")
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     with pytest.raises(ValueError, match=r"engine.return_routed_experts is true, and .* has no experts"):
-        engine_args(_config(tmp_path, engine={"return_routed_experts": True}), (), has_tokenizer=False)
+        engine_args(asked, (), has_tokenizer=False)
 
 
 def test_engines_have_lora_layers_only_where_adapters_are_served(tmp_path):

@@ -52,48 +52,50 @@ class TestExtra:
         assert made.optimization_level == 1
 
     @pytest.mark.parametrize(
-        ("extra", "says"),
+        ("name", "instead"),
         [
-            ({"max_model_len": 1}, r"engine\.extra\.max_model_len is not taken: .*set engine\.max_model_len"),
-            ({"max_logprobs": 1}, r"engine\.extra\.max_logprobs is not taken: .*set engine\.max_logprobs"),
-            ({"tensor_parallel_size": 1}, r"is not taken: .*set engine\.tensor_parallel_size"),
-            ({"quantization": 1}, r"is not taken: .*set quant\.weights"),
-            ({"data_parallel_size": 1}, r"is not taken: .*scaling\.max_replicas"),
-            ({"trust_remote_code": 1}, "is not taken: .*code that comes with a model is not run here"),
-            ({"kv_transfer_config": 1}, "is not taken: .*neither drop nor salt"),
-            ({"max_logprob": 1}, "max_logprob: vLLM's AsyncEngineArgs has no such field.*near are max_logprobs"),
-            ({"zzzzzz": 1}, "zzzzzz: vLLM's AsyncEngineArgs has no such field.*none of a name near it"),
-            ({"_api_process_rank": 1}, "_api_process_rank: vLLM's AsyncEngineArgs has no such field"),
-            *[
-                (
-                    {"speculative_config": {"method": method, "model": "draft"}},
-                    f"speculative_config.method is {method!r}: .*no update reaches",
-                )
-                for method in ("eagle3", "mtp", "draft_model", "medusa", None)
-            ],
-            *[
-                ({"hf_overrides": {name: 1}}, f"hf_overrides.{name} is not taken.*rope_parameters")
-                for name in ("quantization_config", "hidden_size", "rope_scaling")
-            ],
-            ({"hf_overrides": {"head_dtype": "float32"}}, r"head_dtype is not taken: set engine\.lm_head"),
-            ({"hf_overrides": "yarn"}, "give an object"),
-            ({"logits_processors": "a:B"}, "logits_processors: give a list"),
+            ("max_model_len", "set engine.max_model_len"),
+            ("max_logprobs", "set engine.max_logprobs"),
+            ("tensor_parallel_size", "set engine.tensor_parallel_size"),
+            ("quantization", "set quant.weights"),
+            ("data_parallel_size", "scaling.max_replicas"),
+            ("trust_remote_code", "code that comes with a model is not run here"),
+            ("kv_transfer_config", "neither drop nor salt"),
         ],
-        ids=str,
     )
-    def test_what_is_not_taken_is_refused_with_what_to_do_instead(self, extra, says):
-        with pytest.raises(ValueError, match=says):
-            check_extra(config_of(extra=extra))
+    def test_what_the_service_decides_is_refused(self, name, instead):
+        with pytest.raises(ValueError, match=rf"engine\.extra\.{name} is not taken: .*{instead}"):
+            check_extra(config_of(extra={name: 1}))
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("max_logprob", "near are max_logprobs"),
+            ("zzzzzz", "none of a name near it"),
+            ("_api_process_rank", "has no such field"),
+        ],
+    )
+    def test_an_unknown_name_is_refused_with_those_near_it(self, name, says):
+        with pytest.raises(ValueError, match=f"{name}: vLLM's AsyncEngineArgs has no such field") as refused:
+            check_extra(config_of(extra={name: 1}))
+        assert says in str(refused.value)
 
     def test_it_is_refused_before_anything_starts(self):
         with pytest.raises(ValueError, match=r"engine\.extra\.seed is not taken: set engine\.seed"):
             build(config_of(extra={"seed": 7}))
+
+    @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "medusa", None])
+    def test_speculation_with_weights_of_its_own_is_refused(self, method):
+        with pytest.raises(ValueError, match=f"speculative_config.method is {method!r}: .*no update reaches"):
+            check_extra(config_of(extra={"speculative_config": {"method": method, "model": "draft"}}))
 
     def test_other_logits_processors_stand_beside_the_service_s(self, tmp_path):
         make_model(tmp_path, "llama")
         made = engine_args(config_of(tmp_path, extra={"logits_processors": ["a:B"]}), (), has_tokenizer=False)
         assert made.logits_processors == [PARTIAL_PENALTIES, "a:B"]
         assert engine_args(config_of(tmp_path), (), has_tokenizer=False).logits_processors == [PARTIAL_PENALTIES]
+        with pytest.raises(ValueError, match="logits_processors: give a list"):
+            check_extra(config_of(extra={"logits_processors": "a:B"}))
 
     def test_speculation_without_weights_is_for_gpus(self):
         config = config_of(extra={"speculative_config": NGRAM})
@@ -117,6 +119,19 @@ class TestOverrides:
         config = config_of(tmp_path, max_model_len=4096, extra={"hf_overrides": overrides})
         found = engine_args(config, (), has_tokenizer=False).create_model_config()
         assert found.max_model_len == 4096 and found.hf_config.rope_parameters["rope_type"] == "yarn"
+
+    @pytest.mark.parametrize("name", ["quantization_config", "hidden_size", "rope_scaling"])
+    def test_what_changes_tensors_is_refused(self, name):
+        with pytest.raises(ValueError, match=f"hf_overrides.{name} is not taken.*rope_parameters"):
+            check_extra(config_of(extra={"hf_overrides": {name: 1}}))
+
+    def test_the_head_s_dtype_has_a_setting_of_its_own(self):
+        with pytest.raises(ValueError, match=r"head_dtype is not taken: set engine\.lm_head"):
+            check_extra(config_of(extra={"hf_overrides": {"head_dtype": "float32"}}))
+
+    def test_what_is_no_object_is_refused(self):
+        with pytest.raises(ValueError, match="give an object"):
+            check_extra(config_of(extra={"hf_overrides": "yarn"}))
 
 
 class TestEnvironment:

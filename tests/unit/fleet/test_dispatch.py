@@ -400,6 +400,18 @@ class TestFleet:
         waiting.cancel()
         assert sent[:8] == [1, 2, 2, 3, 3, 3, 3, 4]
 
+    async def test_a_cancelled_call_leaves_the_queue(self):
+        engine = Starting()
+        dispatch = self.of(engine, RoutedFleet())
+        running, waiting = (asyncio.create_task(dispatch.complete(call(n=3))) for _ in range(2))
+        await engine.sent.wait()
+        waiting.cancel()
+        await settle()
+        assert dispatch.queue.sequences == 0
+        running.cancel()
+        await settle()
+        assert engine.cancelled == 1
+
     async def test_the_length_of_the_queue_is_exported(self, monkeypatch):
         counts, shown = Counts(), asyncio.Event()
         monkeypatch.setattr(process, "sink", counts)
@@ -448,6 +460,22 @@ class TestAbort:
         assert [c.index for c in rollout.completions] == [0, 1, 2]
         assert [c.versions for c in rollout.completions] == [(3,), (3, 4), (4,)]
         assert [len(c.token_ids) for c in rollout.completions] == [9, 9, 9]
+
+    async def test_every_token_names_the_replica_that_made_it_and_no_other(self):
+        def mixed(c: GenerateCall) -> Rollout:
+            rollout = made(9, 4, 4)(c)
+            first, *rest = rollout.completions
+            aborted = [d.model_copy(update={"finish_reason": "abort"}) for d in rest]
+            return rollout.model_copy(update={"completions": (first, *aborted)})
+
+        engine = Script([mixed, made(5, replica_id="b"), made(5, replica_id="a")])
+        rollout = await dispatcher(engine).complete(call(n=3))
+        assert [[(s.version, s.replica_id, s.start, s.end) for s in c.spans] for c in rollout.completions] == [
+            [(3, "a", 0, 9)],
+            [(3, "a", 0, 4), (3, "b", 4, 9)],
+            [(3, "a", 0, 9)],
+        ]
+        assert [c.versions for c in rollout.completions] == [(3,)] * 3
 
     async def test_it_starts_anew_where_engines_cannot_count_them(self):
         engine = Script([made(4, end="abort"), made(9, version=4)])
@@ -628,6 +656,11 @@ class TestStopStringOfThePrompt:
 
 
 class TestVersionOfTheRest:
+    async def test_a_rest_waits_for_the_version_of_its_beginning(self):
+        engine = Script([made(4, end="abort"), made(5, version=4)])
+        await dispatcher(engine).complete(call(min_weight_version=1))
+        assert [c.min_weight_version for c in engine.calls] == [1, 3]
+
     async def test_a_rest_of_a_version_that_no_log_has_takes_another(self):
         engine = Script([made(4, version=9, end="abort"), *[refusal(TooEarly, "a")] * 2, made(5, version=4)])
         rollout = await dispatcher(engine).complete(call(min_weight_version=2))

@@ -8,9 +8,13 @@ import pytest
 
 from rollout_service.errors import (
     CommitTimeout,
+    DeploymentFailed,
+    InsufficientStorage,
     InvalidRequest,
+    NotReady,
+    VersionConflict,
 )
-from rollout_service.gateway.folder_updates import number_of, update_from_folder
+from rollout_service.gateway.folder_updates import is_worth_repeating, number_of, update_from_folder
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weights import WeightStatus
 from tests.unit.gateway.fakes import FolderIngest
@@ -78,3 +82,17 @@ async def test_a_relative_path_is_refused(services):
 async def test_the_wait_for_a_conversion_ends(services):
     with pytest.raises(CommitTimeout, match=r"still being read and converted after 0\.01 s"):
         await update_from_folder(replace(services, ingest=SlowIngest()), "/out/step_7", timeout_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "worth"),
+    [
+        (NotReady, True),
+        (CommitTimeout, True),
+        (DeploymentFailed, False),
+        (InsufficientStorage, False),
+        (VersionConflict, False),
+    ],
+)
+def test_which_errors_a_repeat_may_cure(kind, worth):
+    assert is_worth_repeating(kind("why")) is worth

@@ -1,11 +1,9 @@
 """Trainer's tensors to stored ones: in batches, the same for everybody, and what cannot be stored is named."""
 
 import gc
-import math
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ RECIPE = TrainerRecipe(
     keep_float32=("bias",),
     experts=ExpertNaming(),
 )
-POWER_OF_TWO = RECIPE.model_copy(update={"scales": "power_of_two"})
 INT8 = RECIPE.model_copy(update={"weights": "int8_channel"})
 FP8_BY_CHANNEL = RECIPE.model_copy(update={"weights": "fp8_channel"})
 WEIGHTS = {
@@ -61,24 +58,46 @@ def looked_at_together(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 class RecordingQuantizer(Quantizer):
-    """The real one; keeps the names and devices of each call. It does not compute on the meta device."""
+    """The real one; keeps the names of each call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[list[str]] = []
-        self.devices: list[list[str]] = []
+        self.calls: list[list[str]] = []
 
-    def quantize(self, weights: Sequence[Named], **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        self.names.append([name for name, _ in weights])
-        self.devices.append([str(weight.device) for _, weight in weights])
-        if weights[0][1].is_meta:
-            return [(weight, weight) for _, weight in weights]
-        return super().quantize(weights, **options)
+    def quantize(
+        self,
+        weights: Sequence[Named],
+        *,
+        to_cpu: bool = False,
+        left_on_gpu: bool = False,
+        checks: DeferredChecks | None = None,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.calls.append([name for name, _ in weights])
+        return super().quantize(weights, to_cpu=to_cpu, left_on_gpu=left_on_gpu, checks=checks)
 
 
 def recording(converter: Converter) -> RecordingQuantizer:
     converter._quantizer = quantizer = RecordingQuantizer()
     return quantizer
+
+
+class Unable(Quantizer):
+    """Keeps what it is called with, and makes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+
+    def quantize(
+        self,
+        weights: Sequence[Named],
+        *,
+        to_cpu: bool = False,
+        left_on_gpu: bool = False,
+        checks: DeferredChecks | None = None,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.calls.append([str(weight.device) for _, weight in weights])
+        return [(weight, weight) for _, weight in weights]
 
 
 class Memory:
@@ -131,20 +150,20 @@ class TestConvert:
         converter = Converter(RECIPE)
         quantizer = recording(converter)
         list(converter.convert(WEIGHTS.items()))
-        assert [len(names) for names in quantizer.names] == [10]
+        assert [len(names) for names in quantizer.calls] == [10]
 
     def test_a_batch_ends_before_it_grows_too_large(self):
         converter = Converter(RECIPE, batch_bytes=2 * 256 * 128 * 2)  # two experts' gate and up
         quantizer = recording(converter)
         list(converter.convert([(f"{EXPERTS}.gate_up_proj", WEIGHTS[f"{EXPERTS}.gate_up_proj"])]))
-        assert [len(names) for names in quantizer.names] == [4, 2]
+        assert [len(names) for names in quantizer.calls] == [4, 2]
 
     def test_a_batch_lies_on_one_device(self):
         converter = Converter(RECIPE)
-        quantizer = recording(converter)
+        converter._quantizer = quantizer = Unable()
         devices = ("cpu", "cpu", "meta", "cpu")
         list(converter.convert(("q", torch.zeros(2, 2, device=device)) for device in devices))
-        assert quantizer.devices == [["cpu", "cpu"], ["meta"], ["cpu"]]
+        assert quantizer.calls == [["cpu", "cpu"], ["meta"], ["cpu"]]
 
     def test_at_most_one_batch_of_tensors_is_in_memory(self, looked_at_together):
         memory, alive = Memory(), []
@@ -176,54 +195,39 @@ class TestConvert:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("recipe", "dtype", "code", "complaint"),
-        [
-            (RECIPE, torch.float8_e4m3fn, 0x7F, "nan, a code for NaN"),
-            (RECIPE, torch.float8_e4m3fn, 0xFF, "nan, a code for NaN"),
-            (FP8_BY_CHANNEL, torch.float8_e4m3fn, 0xFF, "nan, a code for NaN"),
-            (INT8, torch.int8, 0x80, "-128, a code beyond those that are symmetric"),
-        ],
-    )
-    def test_a_code_that_no_weight_has_is_named_with_its_first_index(self, recipe, dtype, code, complaint):
-        codes = torch.zeros(130, 200, dtype=torch.uint8)
-        codes[129, 0] = codes[4, 9] = code
-        with pytest.raises(QuantizationError, match=rf"q\[4, 9\] is {complaint}") as refused:
-            list(Converter(recipe).convert([("q", codes.view(dtype))]))
+    @pytest.mark.parametrize("code", [0x7F, 0xFF])
+    def test_a_code_for_nan_is_named_with_its_first_index(self, code):
+        codes, scales = quantize_blockwise(WEIGHTS["q"])
+        for index in ((129, 0), (4, 9)):
+            codes.view(torch.uint8)[index] = code
+        with pytest.raises(QuantizationError, match=r"q\[4, 9\] is nan, a code for NaN") as refused:
+            list(Converter(RECIPE).convert([("q", codes), ("q_scale_inv", scales)]))
         assert refused.value.detail == {"tensor": "q", "index": [4, 9], "count": 2}
 
-    @pytest.mark.parametrize(
-        ("recipe", "value", "complaint"),
-        [
-            *[(RECIPE, value, "a block scale that is not a pos") for value in (0.0, -1.0, math.nan, math.inf)],
-            (RECIPE, 3e38, "a block scale above 7.566e+35, which no BF16 weight needs"),
-            (RECIPE, 7.6e35, "a block scale above 7.566e+35"),
-            *[(RECIPE, value, "that fp32 cannot hold as a normal number") for value in (1e-39, 2.0**-149)],
-            (POWER_OF_TWO, 0.75, "no power of two"),
-            (INT8, 0.0, "a channel scale that is not a positive"),
-            (FP8_BY_CHANNEL, 1e37, "a channel scale above 7.566e+35"),
-        ],
-    )
-    def test_a_scale_that_no_weight_has_is_named(self, recipe, value, complaint):
-        name, shape = ("q_scale_inv", (2, 2)) if "block" in recipe.weights else ("q_scale", (130, 1))
-        scales = torch.ones(shape)
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_scale_that_is_no_positive_number_is_named(self, value):
+        scales = torch.ones(2, 2)
         scales[1, 0] = value
-        words = rf"{name}\[1, 0\] is {re.escape(f'{value:g}')}, .*{re.escape(complaint)}"
-        with pytest.raises(QuantizationError, match=words):
-            list(Converter(recipe).convert([(name, scales)]))
+        with pytest.raises(
+            QuantizationError, match=rf"q_scale_inv\[1, 0\] is {value:g}, a block scale that is not a pos"
+        ):
+            list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
 
     @pytest.mark.parametrize(
-        ("recipe", "name", "sent", "stored"),
+        ("value", "complaint"),
         [
-            (INT8, "q", "float8_e4m3fn", "int8"),
-            (RECIPE, "q", "int8", "float8_e4m3fn"),
-            (RECIPE, "embed", "float8_e4m3fn", "bfloat16"),
+            (3e38, "above 7.566e+35, which no BF16 weight needs"),
+            (7.6e35, "above 7.566e+35"),
+            (1e-39, "that fp32 cannot hold as a normal number"),
+            (2.0**-149, "that fp32 cannot hold as a normal number"),
         ],
-        ids=["FP8 for INT8", "INT8 for FP8", "not quantized"],
     )
-    def test_codes_of_what_is_stored_otherwise_are_refused(self, recipe, name, sent, stored):
-        with pytest.raises(InvalidManifest, match=rf"{name} came as .*{sent} codes, but it becomes {stored} here"):
-            list(Converter(recipe).convert([(name, torch.zeros(2, 2).to(getattr(torch, sent)))]))
+    def test_a_scale_with_which_codes_overflow_or_vanish_is_named(self, value, complaint):
+        scales = torch.ones(2, 2)
+        scales[1, 0] = value
+        words = rf"q_scale_inv\[1, 0\] is {re.escape(f'{value:g}')}, a block scale .*{re.escape(complaint)}"
+        with pytest.raises(QuantizationError, match=words):
+            list(Converter(RECIPE).convert([("q_scale_inv", scales)]))
 
     @pytest.mark.parametrize("kind", ["fp32", "power_of_two"])
     @pytest.mark.parametrize("weight", [torch.finfo(torch.bfloat16).max, 1e-38, 0.0])
@@ -235,6 +239,14 @@ class TestRefused:
             Converter(RECIPE.model_copy(update={"scales": kind})).convert([("q", codes), ("q_scale_inv", scales)])
         )
         assert torch.equal(stored["q_scale_inv"], scales)
+
+    def test_a_scale_that_must_be_a_power_of_two_and_is_not_is_named(self):
+        scales = torch.tensor([[2.0**-20, 1.0], [0.75, 2.0**-120]])
+        with pytest.raises(QuantizationError, match=r"q_scale_inv\[1, 0\] is 0\.75, no power of two"):
+            list(Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)]))
+        scales[1, 0] = 4.0
+        [(_, kept)] = Converter(RECIPE.model_copy(update={"scales": "power_of_two"})).convert([("q_scale_inv", scales)])
+        assert torch.equal(kept, scales)
 
     @pytest.mark.parametrize(("form", "recipe"), [(INT8_CHANNEL, INT8), (FP8_CHANNEL, FP8_BY_CHANNEL)])
     def test_codes_and_scales_of_channels_stand_under_the_names_of_compressed_tensors(self, form, recipe):
@@ -253,6 +265,34 @@ class TestRefused:
             name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()
         }
         assert dict(Converter(recipe).convert(stored.items())).keys() == stored.keys()
+
+    def test_int8_codes_and_scales_that_no_weight_has_are_named(self):
+        codes, scales = INT8_CHANNEL.quantize(WEIGHTS["q"])
+        codes[3, 7] = -128
+        with pytest.raises(QuantizationError, match=r"q\[3, 7\] is -128, a code beyond those that are symmetric"):
+            list(Converter(INT8).convert([("q", codes)]))
+        scales[2] = 0
+        with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 0, a channel scale that is not a positive"):
+            list(Converter(INT8).convert([("q_scale", scales)]))
+
+    def test_fp8_codes_and_scales_of_channels_that_no_weight_has_are_named(self):
+        codes, scales = FP8_CHANNEL.quantize(WEIGHTS["q"])
+        codes.view(torch.uint8)[3, 7] = 0xFF
+        with pytest.raises(QuantizationError, match=r"q\[3, 7\] is nan, a code for NaN"):
+            list(Converter(FP8_BY_CHANNEL).convert([("q", codes)]))
+        scales[2] = 1e37
+        with pytest.raises(QuantizationError, match=r"q_scale\[2, 0\] is 1e\+37, a channel scale above 7\.566e\+35"):
+            list(Converter(FP8_BY_CHANNEL).convert([("q_scale", scales)]))
+
+    def test_codes_of_another_format_are_refused(self):
+        with pytest.raises(InvalidManifest, match=r"q came as .*float8_e4m3fn codes, but it becomes int8 here"):
+            list(Converter(INT8).convert([("q", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
+        with pytest.raises(InvalidManifest, match=r"q came as .*int8 codes, but it becomes float8_e4m3fn here"):
+            list(Converter(RECIPE).convert([("q", torch.zeros(2, 2, dtype=torch.int8))]))
+
+    def test_codes_of_a_tensor_that_is_not_quantized_are_refused(self):
+        with pytest.raises(InvalidManifest, match=r"embed came as .*float8_e4m3fn codes, but it becomes bfloat16 here"):
+            list(Converter(RECIPE).convert([("embed", torch.zeros(2, 2).to(torch.float8_e4m3fn))]))
 
     @pytest.mark.parametrize("name", ["q", "embed", f"{EXPERTS}.down_proj", "bias"])
     @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
