@@ -140,14 +140,29 @@ def serving_random_weights(
 
     ``engine``: that section, in place of the usual one. ``sections``: fields that are added to other ones.
     """
+    with random_weights(model) as path, serving_weights(model, path, engine, **sections) as service:
+        if model.free:
+            remove_weights(path)
+        yield service, path
+
+
+@contextmanager
+def random_weights(model: ModelOptions) -> Iterator[Path]:
+    """Write random BF16 weights of the model's shapes, and yield their folder, until the block ends."""
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         path = write_config(model.model, Path(temporary) / model.model, model.layers)
         write_weights(path)
-        settings = laid_over(settings_of(Mode.FP8KV, path, path.parent, engine), sections)
-        with serving(settings, path.parent, model.verbose) as service:
-            if model.free:
-                remove_weights(path)
-            yield service, path
+        yield path
+
+
+@contextmanager
+def serving_weights(
+    model: ModelOptions, path: Path, engine: dict[str, Any], **sections: dict[str, Any]
+) -> Iterator[LocalService]:
+    """Serve the weights at ``path`` as ``serving_random_weights`` does; the log is beside them."""
+    settings = laid_over(settings_of(Mode.FP8KV, path, path.parent, engine), sections)
+    with serving(settings, path.parent, model.verbose) as service:
+        yield service
 
 
 @contextmanager

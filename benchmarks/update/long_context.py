@@ -12,14 +12,15 @@ push on.
 import asyncio
 import itertools
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import results
 from benchmarks.common.command import Options, run
-from benchmarks.common.gpu_service import ModelOptions, Settings, serving_random_weights, serving_tiny_model
+from benchmarks.common.gpu_service import ModelOptions, random_weights, serving_tiny_model, serving_weights
 from benchmarks.common.work import random_prompts
 from benchmarks.update.live import LiveEngine
 from rollout_service.client import RolloutClient
@@ -153,18 +154,17 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
         "max_num_seqs": options.sessions,
         **({} if options.cpu else engine.settings(options.sessions)),
     }
-    for case in cases:
-        weights = {"kv_cache_on_update": case.policy, "kv_max_age": None}
-        with ExitStack() as stack:
-            if options.cpu:
-                settings: Settings = {"engine": engine_settings, "weights": weights, "kv_cache": BF16_CACHE}
-                service = stack.enter_context(serving_tiny_model(**settings))
-                path = service.config.model.path
+    with nullcontext() if options.cpu else random_weights(model) as path:
+        for case in cases:
+            weights: dict[str, Any] = {"kv_cache_on_update": case.policy, "kv_max_age": None}
+            if path is None:
+                serving = serving_tiny_model(engine=engine_settings, weights=weights, kv_cache=BF16_CACHE)
             else:
-                serving = serving_random_weights(model, engine_settings, weights=weights)
-                service, path = stack.enter_context(serving)
-            asyncio.run(measure(service.url, path, case, prompts, options.out))
-        results.add(RESULT, [asdict(case)], SAME)
+                weights["root"] = str(path.parent / f"log-{case.policy}")
+                serving = serving_weights(model, path, engine_settings, weights=weights)
+            with serving as service:
+                asyncio.run(measure(service.url, service.config.model.path, case, prompts, options.out))
+            results.add(RESULT, [asdict(case)], SAME)
 
 
 if __name__ == "__main__":

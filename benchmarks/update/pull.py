@@ -15,7 +15,6 @@ ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica
 CPU: ``--model tiny --concurrent 8``.
 """
 
-import json
 import os
 import socket
 import statistics
@@ -261,9 +260,8 @@ def main(asked: PullOptions) -> None:
             case = common | {"source": source.kind, **case_of(client, url, source, store, asked.pulls)}
             ended, aborted = (now - then for now, then in zip(counts[:], before, strict=True))
             case |= {"rollouts": ended, "aborted": aborted}
-            print(json.dumps(case), flush=True)
             found.append(case)
-            results.write(RESULT, {"cases": results.joined(results.cases(RESULT), found, SAME)})
+            results.add(RESULT, [case], SAME)
     if len({case["digest"] for case in found}) > 1:
         raise RuntimeError("the last version's digests differ between sources")
 
