@@ -66,24 +66,32 @@ class ServedOptions(Options):
         return here
 
 
+def shipped_arguments(served: ServedOptions, replicas: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return what `rollout-service serve MODEL` deploys, as Serve's configuration.
+
+    ``replicas``: as ``serve`` takes it. ``sections``: settings that differ from the shipped ones, by section.
+    """
+    command = [*ROLLOUT_SERVICE, "serve", str(served.model_folder()), "--port", str(served.port)]
+    command += ["--replicas", replicas, "--tp", str(served.tensor_parallel), "--print-config"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    document: dict[str, Any] = yaml.safe_load(printed)
+    args = document["applications"][0]["args"]
+    for section, settings in sections.items():
+        args[section] = args.get(section, {}) | settings
+    if served.gpu_share is not None:
+        args["engine"]["gpu_memory_utilization"] = served.gpu_share
+    return document
+
+
 @contextmanager
 def shipped_service(
     served: ServedOptions, replicas: str, **sections: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run ``rollout-service serve MODEL`` until the block ends; yield its URL, and how long its start took.
 
-    ``replicas``: as ``serve`` takes it. ``sections``: settings that differ from the shipped ones, by section. The
-    output goes to ``serve.log`` beside the model's folder.
+    ``replicas`` and ``sections``: of ``shipped_arguments``. The output goes to ``serve.log`` beside the model's folder.
     """
-    command = [*ROLLOUT_SERVICE, "serve", str(served.model_folder()), "--port", str(served.port)]
-    command += ["--replicas", replicas, "--tp", str(served.tensor_parallel), "--print-config"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    document = yaml.safe_load(printed)
-    args = document["applications"][0]["args"]
-    for section, settings in sections.items():
-        args[section] = args.get(section, {}) | settings
-    if served.gpu_share is not None:
-        args["engine"]["gpu_memory_utilization"] = served.gpu_share
+    document = shipped_arguments(served, replicas, **sections)
     deployment = served.folder / "deployment.yaml"
     deployment.write_text(yaml.safe_dump(document))
     url, started = f"http://127.0.0.1:{served.port}", time.monotonic()

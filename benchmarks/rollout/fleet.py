@@ -18,12 +18,13 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -42,6 +43,7 @@ SAME = ("model", "phase", "replicas", "tensor_parallel", "gpu_share", "rollouts"
 """Fields in which two cases agree that measured the same."""
 GROUP = 16
 """Completions of a prompt."""
+Adapter = TypeVar("Adapter")
 LOOK_S = 0.25
 KILL_PUSH_S = 5.0
 """Between two pushes while replicas are killed."""
@@ -119,34 +121,48 @@ def prompts(asked: RolloutOptions, count: int) -> list[list[int]]:
     return random_prompts([asked.prompt_tokens] * count)
 
 
-async def measured_rate(
-    client: RolloutClient, asked: RolloutOptions, replicas: int, adapters: Sequence[str | None] = (None,)
+async def rate_of_groups(
+    run_group: Callable[[list[int], Adapter], Awaitable[int]],
+    asked: RolloutOptions,
+    replicas: int,
+    adapters: Sequence[Adapter],
 ) -> dict[str, Any]:
-    """Run all rollouts at once, several times; return the tokens/s and how rollouts were spread.
+    """Run all rollouts at once, several times; return the tokens/s.
 
-    ``adapters``: the groups name them in turn; None: the model itself.
+    ``run_group``: samples the completions of a prompt with an adapter, and returns the number of tokens. ``adapters``:
+    groups name them in turn.
     """
     groups = replicas * asked.rollouts // GROUP
-    rates, by_replica = list[float](), dict[str, int]()
+    rates = list[float]()
     every = prompts(asked, groups * (asked.repeats + 1))
     for repeat in range(asked.repeats + 1):  # the first is a warm-up
         mine = every[repeat * groups : (repeat + 1) * groups]
         started = time.perf_counter()
-        made = await asyncio.gather(
-            *(
-                client.generate(prompt, n=GROUP, max_tokens=asked.output_tokens, ignore_eos=True, adapter=adapter)
-                for prompt, adapter in zip(mine, itertools.cycle(adapters), strict=False)
-            )
-        )
-        seconds = time.perf_counter() - started
-        rates.append(sum(len(c.token_ids) for rollout in made for c in rollout.completions) / seconds)
-        by_replica = {r: sum(rollout.replica_id == r for rollout in made) for r in {m.replica_id for m in made}}
+        tokens = await asyncio.gather(*map(run_group, mine, itertools.cycle(adapters)))
+        rates.append(sum(tokens) / (time.perf_counter() - started))
     return {
         "rollouts_at_once": groups * GROUP,
         "tokens_per_s": rates[1:],
         "median_tokens_per_s": statistics.median(rates[1:]),
-        "groups_by_replica": sorted(by_replica.values()),
     }
+
+
+async def measured_rate(
+    client: RolloutClient, asked: RolloutOptions, replicas: int, adapters: Sequence[str | None] = (None,)
+) -> dict[str, Any]:
+    """Run all rollouts through the service, several times; return the tokens/s and how groups were spread.
+
+    ``adapters``: the groups name them in turn; None: the model itself.
+    """
+    by_replica = Counter[str]()
+
+    async def run_group(prompt: list[int], adapter: str | None) -> int:
+        made = await client.generate(prompt, n=GROUP, max_tokens=asked.output_tokens, ignore_eos=True, adapter=adapter)
+        by_replica[made.replica_id] += 1
+        return sum(len(completion.token_ids) for completion in made.completions)
+
+    rate = await rate_of_groups(run_group, asked, replicas, adapters)
+    return rate | {"groups_by_replica": sorted(by_replica.values())}
 
 
 async def ready_replicas(client: RolloutClient) -> set[str]:

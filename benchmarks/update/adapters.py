@@ -1,14 +1,14 @@
 """What a LoRA adapter costs: pushes to all replicas under load, and tokens/s with adapters.
 
-    python -m benchmarks.update.adapters [--phase push] [--phase tokens]
+    python -m benchmarks.update.adapters [--phase push] [--phase tokens] [--phase bare]
 
 Random weights of a published shape, the shipped settings with ``engine.adapters``, and adapters over all linear layers.
 Each case is written to benchmarks/results/<machine>/update_adapters.json as soon as it is measured:
 
 - phase ``push``: ``tensors`` and ``folder`` push versions under a few streams, by ``push_adapter`` and by vLLM's route;
   ``cache``, at the end, looks a prompt up again before and after a push;
-- phase ``tokens``: tokens/s without adapters in the engine (``off``), and with them, while none, one or several are
-  named.
+- phase ``tokens``: tokens/s with adapters in the engine, while none, one or several are named, and without (``off``);
+- phase ``bare``: the same with one vLLM engine without a service, with the same arguments and random weights.
 
 With ``--model tiny`` it runs on a CPU, with the sizes of ``TINY``.
 """
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -33,16 +34,20 @@ from safetensors.torch import save_file
 
 from benchmarks.common import results
 from benchmarks.common.command import run
+from benchmarks.common.engine import bare_engine
 from benchmarks.common.processes import raise_at_sigterm
-from benchmarks.common.shipped_service import shipped_service
+from benchmarks.common.shipped_service import shipped_arguments, shipped_service, wait_until_ready
 from benchmarks.common.work import random_prompts
-from benchmarks.rollout.fleet import RolloutOptions, measured_rate
+from benchmarks.rollout.fleet import GROUP, RolloutOptions, measured_rate, rate_of_groups
 from benchmarks.update.busy import OUTPUT_TOKENS, PROMPT_TOKENS, busy
 from rollout_service.client import RolloutClient, SyncRolloutClient
+from rollout_service.config import ServiceConfig
+from rollout_service.engine.adapters import LoadedAdapter
 from rollout_service.local import metrics_targets
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE
+from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterVersion
 from rollout_service.protocol.fleet import UpdateTimings
+from rollout_service.protocol.sampling import Sampling
 
 RESULT = "update_adapters"
 SAME = ("model", "case", "replicas", "tensor_parallel", "gpu_share", "rank", "dtype", "rollouts", "output_tokens")
@@ -62,6 +67,7 @@ class Phase(StrEnum):
 
     PUSH = "push"
     TOKENS = "tokens"
+    BARE = "bare"
 
 
 class AdapterOptions(RolloutOptions):
@@ -80,13 +86,21 @@ class AdapterOptions(RolloutOptions):
     repeated: int = 8192
     """Tokens of the prompts that are looked up again."""
     live: tuple[int, ...] = (0, 1, 8)
-    """Numbers of adapters that the rollouts of phase ``tokens`` name. May be repeated."""
+    """Numbers of adapters that rollouts name in the phases ``tokens`` and ``bare``. May be repeated."""
     repeats: int = 2
 
     @property
     def saved(self) -> Path:
         """Return the folder in which the adapter is saved for vLLM's route."""
         return self.folder / "adapter"
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return the service's settings that differ from the shipped ones."""
+        return {
+            "engine": {"adapters": {"max_live": max(self.live) + 2, "max_rank": self.rank}},
+            "weights": {"source_roots": [str(self.saved)]},
+        }
 
 
 class Adapter:
@@ -291,6 +305,37 @@ async def rate(url: str, asked: AdapterOptions, named: int) -> dict[str, Any]:
         return await measured_rate(client, asked, asked.replicas, adapters or [None])
 
 
+async def measure_bare(asked: AdapterOptions, adapter: Adapter) -> None:
+    """Measure the tokens/s of one engine without a service."""
+    adapter.save(asked.saved)
+    first = AdapterVersion(name="run", version=0, digest="", base_version=0, base_digest="", rank=asked.rank, nbytes=0)
+    versions = [
+        first.model_copy(update={"version": number, "digest": str(number)}) for number in range(max(asked.live))
+    ]
+    loaded = [LoadedAdapter(version, number, asked.saved) for number, version in enumerate(versions, start=1)]
+    arguments = shipped_arguments(asked, "1", **asked.sections)["applications"][0]["args"]
+    if asked.model == "tiny":  # what a replica falls back to on CPUs that have no FP8 cache
+        arguments["kv_cache"] = {"dtype": "bfloat16"}
+    started = time.monotonic()
+    async with bare_engine(ServiceConfig.model_validate(arguments)) as engine:
+        start = {"start_s": round(time.monotonic() - started, 1)}
+        await engine.label(0)  # no version: the weights are random
+        for each in loaded:
+            await engine.add_adapter(each)
+
+        async def run_group(prompt: list[int], adapter: LoadedAdapter | None) -> int:
+            how = Sampling(n=GROUP, max_tokens=asked.output_tokens, ignore_eos=True)
+            made = await engine.generate(uuid.uuid4().hex, tuple(prompt), how, adapter=adapter)
+            return sum(len(completion.token_ids) for completion in made)
+
+        for named in asked.live:
+            keep(
+                asked,
+                f"bare, {named} named",
+                start | await rate_of_groups(run_group, asked, 1, loaded[:named] or [None]),
+            )
+
+
 def measure_pushes(url: str, client: SyncRolloutClient, asked: AdapterOptions, adapter: Adapter) -> None:
     """Push by each transport."""
     adapter.push(client, PUSHED)  # streams name it
@@ -315,21 +360,13 @@ def keep(asked: AdapterOptions, case: str, found: dict[str, Any]) -> None:
     results.add(RESULT, [sizes | found], SAME)
 
 
-def main(asked: AdapterOptions) -> None:
-    """Measure the phases."""
-    raise_at_sigterm()
-    if asked.model == "tiny":
-        asked = asked.model_copy(update=TINY)
-    model, replicas = asked.model_folder(), str(asked.replicas)
-    if Phase.TOKENS in asked.phase:
-        with shipped_service(asked, replicas) as (url, start):
-            keep(asked, "off", start | asyncio.run(rate(url, asked, 0)))
-    sections: dict[str, dict[str, Any]] = {
-        "engine": {"adapters": {"max_live": max(asked.live) + 2, "max_rank": asked.rank}},
-        "weights": {"source_roots": [str(asked.saved)]},
-    }
-    asked.saved.mkdir(exist_ok=True)
-    with shipped_service(asked, replicas, **sections) as (url, start), SyncRolloutClient(url) as client:
+def measure_service(asked: AdapterOptions, model: Path) -> None:
+    """Measure the service with adapters."""
+    with (
+        shipped_service(asked, str(asked.replicas), **asked.sections) as (url, start),
+        SyncRolloutClient(url) as client,
+    ):
+        wait_until_ready(client, asked.replicas)
         for name in {each.name for each in client.adapters()}:  # of an earlier run
             client.remove_adapter(name)
         adapter = Adapter(model, asked)
@@ -343,6 +380,22 @@ def main(asked: AdapterOptions) -> None:
                 keep(asked, f"{named} named", start | asyncio.run(rate(url, asked, named)))
         if Phase.PUSH in asked.phase:
             keep(asked, "cache", repeated(url, client, asked, adapter))
+
+
+def main(asked: AdapterOptions) -> None:
+    """Measure the phases."""
+    raise_at_sigterm()
+    if asked.model == "tiny":
+        asked = asked.model_copy(update=TINY)
+    model = asked.model_folder()
+    asked.saved.mkdir(exist_ok=True)
+    if {Phase.PUSH, Phase.TOKENS} & {*asked.phase}:
+        measure_service(asked, model)
+    if Phase.BARE in asked.phase:
+        asyncio.run(measure_bare(asked.model_copy(update={"replicas": 1}), Adapter(model, asked)))
+    if Phase.TOKENS in asked.phase:
+        with shipped_service(asked, str(asked.replicas)) as (url, start):
+            keep(asked, "off", start | asyncio.run(rate(url, asked, 0)))
 
 
 if __name__ == "__main__":

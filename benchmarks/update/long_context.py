@@ -145,7 +145,8 @@ def show(case: Case, arrivals: list[Arrivals], begin: float, closed_at: float) -
 def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> None:
     """Measure each policy, and add the cases to benchmarks/results/<machine>/update_long_context.json."""
     name, layers = ("tiny-qwen3", None) if options.cpu else (model.model, model.layers)
-    cases = [Case(name, layers, policy, options.sessions, options.prompt, options.window) for policy in options.policy]
+    policies = map(str, options.policy)  # PyYAML writes no enumerations
+    cases = [Case(name, layers, policy, options.sessions, options.prompt, options.window) for policy in policies]
     prompts = random_prompts([options.prompt] * options.sessions)
     if options.cpu:
         prompts = [[TINY[token % len(TINY)] for token in prompt] for prompt in prompts]

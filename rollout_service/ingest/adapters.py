@@ -244,7 +244,11 @@ class AdapterIngest:
                 if error.errno not in DISK_FULL:
                     raise
                 raise no_room(f"adapter {name}", folder.parent.parent, begin.nbytes) from error
-        return AdapterUpload(digest=digest, missing=self._uploads[key].missing)
+        upload = self._uploads[key]
+        if begin.nonce is None:
+            return AdapterUpload(digest=digest, missing=upload.missing)
+        (upload.folder / begin.nonce).touch()
+        return AdapterUpload(digest=digest, missing=upload.missing, folder=str(upload.folder))
 
     def _check(self, name: str, request: CommitAdapter) -> "CheckedAdapter":
         """Check an upload, a folder, or the files of an older version completely. Blocks.
@@ -407,9 +411,10 @@ class _Upload:
         self._missing.discard(index)
 
     def require_complete(self) -> None:
-        if self._missing:
-            raise UploadIncomplete(f"parts {self.missing} are missing: send them", {"missing": list(self.missing)})
+        """Compare the digest of the file, which a client of this host may have written itself."""
         if (found := tensors_digest(self.folder)) != self._begin.digest:
+            if self._missing:
+                raise UploadIncomplete(f"parts {self.missing} are missing: send them", {"missing": list(self.missing)})
             self._missing = set(range(-(-self._begin.nbytes // ADAPTER_PART_BYTES)))
             raise DigestMismatch(f"the upload hashes to {found}, not to {self._begin.digest}: send its parts again")
 

@@ -95,6 +95,8 @@ class BeginAdapter(Frozen):
     """xxh3-128 of ``adapter_model.safetensors``, in hex."""
     nbytes: int = Field(ge=9)
     """Size of that file in bytes."""
+    nonce: str | None = Field(default=None, pattern="^[0-9a-f]{32}$")
+    """Random digits of a client that would write the file itself. See ``AdapterUpload.folder``."""
 
 
 class AdapterOptions(Frozen):
@@ -136,6 +138,9 @@ class AdapterUpload(Frozen):
     missing: tuple[int, ...]
     """The parts that have not arrived."""
     part_bytes: int = ADAPTER_PART_BYTES
+    folder: str | None = None
+    """The folder of the upload on the ingest's host. A client that finds a file named by its nonce there is on this
+    host, and may write ``adapter_model.safetensors`` there in place of sending parts. None: no nonce was sent."""
 
 
 class AdapterStatus(AdapterVersion):

@@ -74,6 +74,9 @@ class AdapterStore:
     def take_in(self, adapter: AdapterVersion, staged: Path) -> None:
         """Move a staged folder to its final place, durably; ``set`` commits it. Raises OSError."""
         folder = self.folder(adapter)
+        for file in staged.iterdir():
+            if file.name not in ADAPTER_FILES:
+                file.unlink()
         for name in ADAPTER_FILES:
             with (staged / name).open("rb") as stream:
                 os.fsync(stream.fileno())

@@ -46,6 +46,10 @@ async def differences(one: OneEngine) -> tuple[float, float]:
 
 
 @pytest.mark.skipif(request_amx(), reason="attention with AMX, which vLLM has here, is not imitated")
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_bf16"),
+    reason="without AVX512-BF16 vLLM's kernels truncate to BF16 (csrc/cpu/cpu_types_x86.hpp), which is not imitated",
+)
 @pytest.mark.slow  # tests/unit/quant has its arithmetic, without an engine
 @pytest.mark.parametrize(
     ("family", "quant"),

@@ -1,13 +1,17 @@
 """Adapters, from the client over HTTP to a real ingest and its log."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import xxhash
+from safetensors.torch import save
 
 from rollout_service.client import RolloutClient
+from rollout_service.client._adapters import _write_here
 from rollout_service.errors import (
     Forbidden,
     InvalidManifest,
@@ -17,7 +21,7 @@ from rollout_service.errors import (
     VersionConflict,
 )
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.adapters import BeginAdapter, CommitAdapter
+from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterUpload, BeginAdapter, CommitAdapter
 from rollout_service.store.adapters import AdapterStore
 from tests.support.adapters import CONFIG, RANK, adapter_tensors, save_adapter
 from tests.unit.client.real_ingest import real_ingest
@@ -157,6 +161,38 @@ async def test_an_upload_is_complete_before_it_is_committed(model, tmp_path):
     with pytest.raises(InvalidManifest, match="takes"):
         await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
     await ingest.stop()
+
+
+async def test_a_client_of_the_host_writes_the_file_and_others_send_parts(model, tmp_path):
+    contents = {name: save(adapter_tensors(model, seed)) for seed, name in enumerate(("here", "elsewhere"), start=1)}
+    async with (
+        real_ingest(model, tmp_path / "log", **ADAPTERS) as service,
+        httpx.AsyncClient(base_url=service.url) as http,
+    ):
+        for name, content in contents.items():
+            begin = {"config": CONFIG, "digest": xxhash.xxh3_128_hexdigest(content), "nbytes": len(content)}
+            nonce = {"nonce": "0" * 32} if name == "here" else {}
+            upload = (await http.post(f"/v1/adapters/{name}", json=begin | nonce)).json()
+            if nonce:
+                assert (Path(upload["folder"]) / ("0" * 32)).exists()
+                (Path(upload["folder"]) / TENSORS_FILE).write_bytes(content)
+            else:
+                assert upload["folder"] is None
+                sent = await http.put(f"/v1/adapters/{name}/uploads/{upload['digest']}/parts/0", content=content)
+                assert sent.status_code == 204, sent.text
+            status = await http.post(f"/v1/adapters/{name}/commit", json={"digest": upload["digest"]})
+            assert status.status_code == 200, status.text
+            folder = AdapterStore(service.log.root).folder(service.ingest.adapter_versions[-1])
+            assert {file.name for file in folder.iterdir()} == {CONFIG_FILE, TENSORS_FILE}
+            assert (folder / TENSORS_FILE).read_bytes() == content
+
+
+def test_a_client_writes_nowhere_but_beside_its_nonce(tmp_path):
+    file = tmp_path / TENSORS_FILE
+    file.write_bytes(b"not the service's")
+    begin = BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=9, nonce="1" * 32)
+    assert not _write_here(AdapterUpload(digest="0" * 32, missing=(0,), folder=str(tmp_path)), begin, b"123456789")
+    assert file.read_bytes() == b"not the service's"
 
 
 async def test_vllms_routes_load_and_unload_folders(model, tmp_path):
