@@ -25,14 +25,24 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import InvalidDelta, NotFound, RolloutServiceError
-from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta, version_name, whole_check
+from rollout_service.ingest.sources.delta_folder import (
+    DeltaFolder,
+    Fill,
+    fill_changed,
+    is_delta,
+    is_filled,
+    version_name,
+    whole_check,
+)
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path, safetensors_files
 from rollout_service.ingest.sources.foreign_file import Header
 from rollout_service.ingest.stores import Stores, is_url
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
+from rollout_service.store.buffers import ThreadBuffers
 from rollout_service.store.durable_io import make_private, no_room, remove_tree, replace_synced
+from rollout_service.store.mapped_files import Registered
 
 logger = logging.getLogger(__name__)
 MAX_LINKS = 64
@@ -68,18 +78,25 @@ class _Plan(NamedTuple):
     check: Callable[[str, memoryview], None] | None = None
     """Compares the whole tensors with their checksums."""
 
-    def apply(self, name: str, room: memoryview) -> None:
+    def apply(self, name: str, room: memoryview, fill: Fill) -> None:
         if self.check is not None:
+            fill(slice(0, room.nbytes))
             self.check(name, room)
-        for link in self.links:
-            link.apply(name, room)
+            fill = is_filled
+        fill_changed(name, room, fill, self.links)
 
 
 class TrainerWeights:
     """The trainer's weights on the ingest's node. Thread-safe."""
 
     def __init__(
-        self, root: Path, model: Path, roots: tuple[Path, ...], urls: tuple[str, ...], ignored: IgnoredTensors
+        self,
+        root: Path,
+        model: Path,
+        roots: tuple[Path, ...],
+        urls: tuple[str, ...],
+        ignored: IgnoredTensors,
+        registered: Registered | None = None,
     ) -> None:
         """
         Args:
@@ -88,9 +105,11 @@ class TrainerWeights:
             roots: folders that may contain published versions.
             urls: URLs below which they may be, too.
             ignored: tensors that are left out of versions.
+            registered: registers the memory into which changed tensors are read with a GPU.
         """
         self._root, self._model, self._roots, self._ignored = root, model, roots, ignored
         self._stores = Stores(root / "stores", urls)
+        self._buffers = ThreadBuffers(registered)
         self._lock = threading.Lock()
         self._plans: dict[Path, _Plan] = {}
         self._loaded = False
@@ -158,7 +177,7 @@ class TrainerWeights:
             plan = self._plan(folder)
             self._plans = {folder: plan}
             read = self._kept if plan.seed is None else plan.seed
-            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply)
+            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply, self._buffers)
             self._require_changes_of(source, plan)
             source.stamp = plan.stamp or source.stamp
             return source
@@ -358,9 +377,12 @@ def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder]) -> No
 
     def change(item: tuple[str, slice]) -> None:
         name, place = item
-        np.copyto(np.frombuffer(memory[place], np.uint8), before[place])  # releases the GIL
-        for link in links:
-            link.apply(name, memory[place])
+        room, old = np.frombuffer(memory[place], np.uint8), before[place]
+
+        def fill(part: slice) -> None:
+            np.copyto(room[part], old[part])  # releases the GIL
+
+        fill_changed(name, memory[place], fill, links)
 
     for _ in in_threads(change, places):
         pass

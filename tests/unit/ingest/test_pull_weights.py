@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +27,10 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest import stores, trainer_weights
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_filled
+from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.ignored import NOTHING_IGNORED
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
@@ -276,19 +279,34 @@ async def test_a_failed_verification_stages_nothing_to_serve(ingest, store, step
 
 
 def test_the_wrong_length_of_changes_is_refused(tmp_path):
-    from rollout_service.ingest.sources.delta_folder import DeltaFolder
-
     old, new = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
     for encoding in ("xor", "overwrite"):
         delta = DeltaFolder(publish(tmp_path / encoding, 1, old, new, encoding=encoding))
-        delta.apply("other", memoryview(bytearray(8)))
         with pytest.raises(InvalidDelta, match=r"version 1 in .* a: "):
-            delta.apply("a", memoryview(bytearray(100)))
+            delta.apply("a", memoryview(bytearray(100)), is_filled)
         whole = memoryview(bytearray(4000))
-        delta.apply("a", whole)
+        delta.apply("a", whole, is_filled)
         assert whole == new["a"].numpy().tobytes()
     with pytest.raises(InvalidDelta, match="4000 bytes of changes for the tensor's 8000"):
-        DeltaFolder(tmp_path / "xor" / "weight_v000001").apply("a", memoryview(bytearray(8000)))
+        DeltaFolder(tmp_path / "xor" / "weight_v000001").apply("a", memoryview(bytearray(8000)), is_filled)
+
+
+def test_pulls_read_into_the_same_memory(tmp_path, store, model, steps):
+    """Allocating and registering it anew would take longer than reading."""
+    registered: list[memoryview] = []
+
+    def register(memory: memoryview) -> Callable[[], None]:
+        registered.append(memory)
+        return lambda: None
+
+    weights = TrainerWeights(tmp_path / "kept", model, (store,), (), NOTHING_IGNORED, register)
+    for version in (1, 2):
+        folder = publish(store, version, steps[version - 1], steps[version])
+        source = weights.source_of(folder, keep=True)
+        names = [tensor.name for tensor in source.table]
+        assert all(torch.equal(tensor, steps[version][name]) for name, tensor in source.read(names))
+        weights.settle(folder)
+    assert len(registered) == 1
 
 
 async def test_a_tensor_that_the_base_lacks_is_refused(ingest, store, weights):
