@@ -11,7 +11,6 @@ changed files. A file is in exactly one generation, and its rename is atomic, so
 """
 
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -20,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 from pydantic import ValidationError
 
@@ -40,9 +38,11 @@ from rollout_service.ingest.stores import Stores, is_url
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
-from rollout_service.store.buffers import ThreadBuffers
+from rollout_service.store.buffers import BufferPool, ThreadBuffers
 from rollout_service.store.durable_io import make_private, no_room, remove_tree, replace_synced
 from rollout_service.store.mapped_files import Registered
+from rollout_service.store.reading import read_at
+from rollout_service.store.writer import write_at
 
 logger = logging.getLogger(__name__)
 MAX_LINKS = 64
@@ -300,14 +300,17 @@ class TrainerWeights:
     def _write(
         self, files: Sequence[Path], generation: int, links: Sequence[DeltaFolder], *, remove: bool = False
     ) -> None:
-        folder = self._root / str(generation)
+        folder, spare, buffers = self._root / str(generation), self._root / "spare", BufferPool()
         folder.mkdir(exist_ok=True)
         for file in files:
             target = folder / file.name
             if not target.exists():  # a crash may have come between the rename and the removal
-                _write_changed(file, target, links)
+                if spare.exists():
+                    os.replace(spare, _unfinished(target))
+                _write_changed(file, target, links, buffers)
             if remove:
-                file.unlink()
+                os.replace(file, spare)  # Linux allocates new pages of a tmpfs more slowly than it writes to old ones
+        spare.unlink(missing_ok=True)
 
     def _next(self, plan: _Plan) -> _State:
         generation = 1 if self._state is None else self._state.generation + 1
@@ -362,28 +365,38 @@ def _version_of(folder: Path) -> str:
     return version_name(folder.name.removeprefix("weight_v"))
 
 
-def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder]) -> None:
-    """Write a copy of ``file`` with the changes to its tensors, several tensors at once."""
-    temporary = target.with_suffix(".tmp")
+def _unfinished(target: Path) -> Path:
+    return target.with_suffix(".tmp")
+
+
+def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder], buffers: BufferPool) -> None:
+    """Write a copy of ``file`` with the changes to its tensors, several tensors at once. Overwrites an unfinished
+    copy."""
     entries = Header.of(file).entries
-    with file.open("rb") as read, temporary.open("wb+") as written:
-        nbytes = os.fstat(read.fileno()).st_size
-        os.posix_fallocate(written.fileno(), 0, nbytes)  # a full disk raises here; a page that it lacks would kill us
-        before = np.frombuffer(mmap.mmap(read.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        memory = memoryview(mmap.mmap(written.fileno(), 0))
-    edges = [*(offset for *_, offset in entries), nbytes]
-    memory[: edges[0]] = before[: edges[0]].data
-    places = [(name, slice(*place)) for (name, *_), place in zip(entries, pairwise(edges), strict=True)]
+    old = os.open(file, os.O_RDONLY)
+    new = os.open(_unfinished(target), os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        nbytes = os.fstat(old).st_size
+        os.ftruncate(new, nbytes)
+        edges = [*(offset for *_, offset in entries), nbytes]
 
-    def change(item: tuple[str, slice]) -> None:
-        name, place = item
-        room, old = np.frombuffer(memory[place], np.uint8), before[place]
+        def change(item: tuple[str, int, int]) -> None:
+            name, start, end = item
+            buffer = buffers.take(end - start)
+            room = buffer[: end - start]
 
-        def fill(part: slice) -> None:
-            np.copyto(room[part], old[part])  # releases the GIL
+            def fill(part: slice) -> None:
+                read_at(old, start + part.start, room[part])
 
-        fill_changed(name, memory[place], fill, links)
+            fill_changed(name, room, fill, links)
+            write_at(new, room, start)
 
-    for _ in in_threads(change, places):
-        pass
-    os.replace(temporary, target)
+        places = [(name, *place) for (name, *_), place in zip(entries, pairwise(edges), strict=True)]
+        places.sort(key=lambda place: place[1] - place[2])  # a thread that began the largest one last would work alone
+        write_at(new, memoryview(os.pread(old, edges[0], 0)), 0)
+        for _ in in_threads(change, places):
+            pass
+    finally:
+        os.close(old)
+        os.close(new)
+    os.replace(_unfinished(target), target)
