@@ -5,6 +5,7 @@ They begin as the served model's files, or as a whole folder that was pulled, an
     <root>/<generation>/*.safetensors   the files of the version in STATE
     <root>/STATE                        the version, and the store that it comes from
     <root>/PENDING                      the next generation, while files move into it
+    <root>/changes/<number>/            copies of the folders of changes that PENDING names
 
 Converting a version applies the changes while its tensors are read. Once they are all verified, ``settle`` writes the
 changed files. A file is in exactly one generation, and its rename is atomic, so that no change is applied twice.
@@ -182,6 +183,28 @@ class TrainerWeights:
             source.stamp = plan.stamp or source.stamp
             return source
 
+    def copy_changes(self, folder: Path) -> bool:
+        """Copy the changes that ``settle`` applies: even if this process ends, it needs no published folder then.
+
+        Return False if ``settle`` still reads the folder.
+        """
+        with self._lock:
+            plan = self._plans.get(folder)
+            if plan is None or plan.seed is not None:
+                return plan is None
+            copies = [self._root / "changes" / str(number) for number in range(len(plan.links))]
+            try:
+                for link, copy in zip(plan.links, copies, strict=True):
+                    link.copy_to(copy)
+                plan = plan._replace(links=tuple(map(DeltaFolder, copies)))
+                if plan.links:
+                    self._note_pending(self._next(plan), plan.links)
+            except (RolloutServiceError, OSError) as error:
+                logger.warning("the changes in %s are applied before the reply: %s", folder, error)
+                return False
+            self._plans[folder] = plan
+            return True
+
     def settle(self, folder: Path) -> None:
         """Keep the version in ``folder``, all of whose tensors were read and verified. Does nothing for other folders.
 
@@ -286,9 +309,12 @@ class TrainerWeights:
     def _advance(self, plan: _Plan) -> None:
         """Apply changes to the kept files, one file after the other, so that only one exists twice."""
         state = self._next(plan)
-        pending = _Pending(state=state, links=tuple(link.folder for link in plan.links))
-        replace_synced(self._root / "PENDING", pending.model_dump_json())
+        self._note_pending(state, plan.links)
         self._finish(state, plan.links)
+
+    def _note_pending(self, state: _State, links: Sequence[DeltaFolder]) -> None:
+        pending = _Pending(state=state, links=tuple(link.folder for link in links))
+        replace_synced(self._root / "PENDING", pending.model_dump_json())
 
     def _finish(self, state: _State, links: Sequence[DeltaFolder]) -> None:
         before = self._kept
@@ -351,6 +377,7 @@ class TrainerWeights:
     def _remove_others(self) -> None:
         """Remove all generations but the present one."""
         (self._root / "PENDING").unlink(missing_ok=True)
+        remove_tree(self._root / "changes")
         for path in self._root.glob("[0-9]*"):
             if self._state is None or path != self._kept:
                 remove_tree(path)

@@ -11,6 +11,7 @@ their positions as uint32, and their new values. A folder whose index has no ``d
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.foreign_file import Header
 from rollout_service.model.weight_files import INDEX_FILE, distinct_files
 from rollout_service.runtime.threads import stretches
+from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.reading import read_at
 
 _PIECE_BYTES = 512 << 10
@@ -233,6 +235,15 @@ class DeltaFolder:
                 f"the changed tensor has the checksum {found}, and not {change.checksum}: the delta is damaged, or was "
                 "made from other weights",
             )
+
+    def copy_to(self, folder: Path) -> None:
+        """Replace ``folder`` by a copy of this one. Raises OSError."""
+        remove_tree(folder)
+        folder.mkdir(parents=True)
+        for path in {self.folder / INDEX_FILE, *(change.file for change in self._changes.values())}:
+            target = folder / path.relative_to(self.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
 
     def _invalid(self, name: str, why: str) -> InvalidDelta:
         return InvalidDelta(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -386,6 +386,60 @@ async def test_an_interrupted_change_of_the_files_is_finished_once(
         await again.stop()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_the_reply_does_not_wait_for_the_base(ingest, config, store, steps, model, monkeypatch, ends):
+    """The trainer deletes the folder after the reply; the process may end before the next delta's base is there."""
+    weights, may_settle = ingest.pulls.weights, Event()
+    for version in (1, 2):
+        publish(store, version, steps[version - 1], steps[version])
+    await pull(ingest, store, 1)
+    real = weights.settle
+
+    def settle(folder: Path) -> None:
+        may_settle.wait()
+        if not ends:
+            real(folder)
+
+    monkeypatch.setattr(weights, "settle", settle)
+    assert await pull(ingest, store, 2) == 2
+    for version in (1, 2):
+        shutil.rmtree(store / f"weight_v{version:06d}")
+    publish(store, 3, steps[2], steps[3])
+    may_settle.set()
+    if ends:
+        await ingest.stop()
+        ingest = Ingest(config)
+        await ingest.start()
+    try:
+        assert await pull(ingest, store, 3) == 3
+        await require(ingest, 3, steps[3], model)
+    finally:
+        await ingest.stop()
+
+
+async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, config, store, steps, model, monkeypatch):
+    """The process ends between the commit and the note that the base is to be changed."""
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    await ingest.pulls.settled()
+    for name in ("copy_changes", "settle"):
+        monkeypatch.setattr(ingest.pulls.weights, name, lambda _: True)
+    publish(store, 2, steps[1], steps[2])
+    await pull(ingest, store, 2)
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    try:
+        assert await pull(again, store, 2) == 2
+        for version in (1, 2):
+            shutil.rmtree(store / f"weight_v{version:06d}")
+        publish(store, 3, steps[2], steps[3])
+        assert await pull(again, store, 3) == 3
+        await require(again, 3, steps[3], model)
+    finally:
+        await again.stop()
+
+
 async def test_lost_files_need_the_whole_chain_again(ingest, config, tmp_path, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
@@ -406,6 +460,7 @@ async def test_the_weights_are_kept_once(ingest, tmp_path, store, steps):
     for version in range(1, 4):
         publish(store, version, steps[version - 1], steps[version])
         await pull(ingest, store, version)
+    await ingest.pulls.settled()
     kept = [path for path in (tmp_path / "log" / "trainer").rglob("*") if path.is_file()]
     assert sorted(path.name for path in kept) == ["STATE", "config.json", "model.safetensors"]
 
