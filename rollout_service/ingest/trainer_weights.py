@@ -5,6 +5,7 @@ They begin as the served model's files, or as a whole folder that was pulled, an
     <root>/<generation>/*.safetensors   the files of the version in STATE
     <root>/STATE                        the version, and the store that it comes from
     <root>/PENDING                      the next generation, while files move into it
+    <root>/spare                        a file of the last generation, whose pages the next file gets
     <root>/changes/<number>/            copies of the folders of changes that PENDING names
 
 Converting a version applies the changes while its tensors are read. Once they are all verified, ``settle`` writes the
@@ -336,7 +337,6 @@ class TrainerWeights:
                 _write_changed(file, target, links, buffers)
             if remove:
                 os.replace(file, spare)  # Linux allocates new pages of a tmpfs more slowly than it writes to old ones
-        spare.unlink(missing_ok=True)
 
     def _next(self, plan: _Plan) -> _State:
         generation = 1 if self._state is None else self._state.generation + 1
@@ -376,7 +376,8 @@ class TrainerWeights:
 
     def _remove_others(self) -> None:
         """Remove all generations but the present one."""
-        (self._root / "PENDING").unlink(missing_ok=True)
+        for name in ("PENDING", "spare"):
+            (self._root / name).unlink(missing_ok=True)
         remove_tree(self._root / "changes")
         for path in self._root.glob("[0-9]*"):
             if self._state is None or path != self._kept:
