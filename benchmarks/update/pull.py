@@ -10,9 +10,9 @@ last two bits of 1% of the elements. Starts the service as it comes, and pulls t
 - ``s3``: from moto's S3 server on loopback, likewise; requires the packages of requirements/clients/stores.txt.
 
 Each source is a case of benchmarks/results/<machine>/update_pull.json. ``served_s`` ends when the last replica serves
-the version, ``reply_s`` with the reply, when the next delta's base is kept. The stages are ``fetch_s`` of a URL, the
-ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica's ``stage_s`` and ``closed_s``. On a
-CPU: ``--model tiny --concurrent 8``.
+the version, ``reply_s`` with the reply, and ``base_s`` when the next delta's base is kept. The stages are ``fetch_s``
+of a URL, the ingest's threads together (``quantize_s``, ``store_s``), and the slowest replica's ``stage_s`` and
+``closed_s``. On a CPU: ``--model tiny --concurrent 8``.
 """
 
 import os
@@ -195,6 +195,9 @@ def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> 
             time.sleep(0.005)
         reply = call.result()
     found["reply_s"] = time.perf_counter() - started
+    while fleet.log is not None and (fleet.log.root / "trainer/PENDING").exists():
+        time.sleep(0.005)
+    found["base_s"] = time.perf_counter() - started
     if reply.is_error:
         raise RuntimeError(f"version {number} of {source.place}: {reply.text}")
     found.setdefault("served_s", found["reply_s"])

@@ -242,6 +242,8 @@ class Ingest:
 
     async def _begin(self, begin: Announcement) -> UploadPlan:
         self._kv_scales.check(begin.kv_scales)
+        if isinstance(begin.source, PathSource):
+            await self.pulls.settled()  # as in _begin_folder
         async with self._writing:
             self._fleet.require_followed()
             if begin.version not in self._log.versions():
@@ -265,6 +267,7 @@ class Ingest:
         return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled))
 
     async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int:
+        await self.pulls.settled()  # it may be a delta of the version that is being kept
         async with self._writing:
             self._fleet.require_followed()
             kv_scales = await asyncio.to_thread(kv_scales_of, path) if pulled else None
@@ -335,7 +338,7 @@ class Ingest:
         """
         await self._shielded.run(self._commit(version, request))
         await self._waited(version, request)
-        await self.pulls.settled()  # until then, the folder of a delta is read
+        await self.pulls.released()
         return await self.status(version)
 
     async def _waited(self, version: int, request: HowToLoad) -> None:

@@ -31,6 +31,11 @@ class Pulls:
     def __init__(self, ingest: Versions, weights: TrainerWeights) -> None:
         self._ingest, self.weights = ingest, weights
         self._settling: asyncio.Task[None] | None = None
+        self._folder: Path | None = None
+        """The folder that ``_settling`` keeps."""
+        self._released = asyncio.Event()
+        """Set unless a published folder is read."""
+        self._released.set()
 
     async def pull_weights(self, request: PullWeights) -> WeightStatus:
         """Commit a published version, or stage and verify it if ``request`` names a local checkpoint.
@@ -38,6 +43,7 @@ class Pulls:
         Repeating the call has no effect. Raises InvalidDelta for a delta that cannot be applied, and the errors of
         ``Ingest.push_folder``.
         """
+        await self.settled()
         try:
             folder = await asyncio.to_thread(self.weights.published, request.store, request.target_version)
             version = await self._pull(folder, request)
@@ -45,7 +51,9 @@ class Pulls:
             await asyncio.to_thread(self.weights.forget, request.store)
             raise
         self.begin_settling(folder)
-        await self.settled()
+        await self.released()
+        if request.local_checkpoint_dir is not None:
+            await self.settled()  # the push that serves the version would wait for it, with rollouts paused
         return await self._ingest.status(version)
 
     async def _pull(self, folder: Path, request: PullWeights) -> int:
@@ -76,10 +84,18 @@ class Pulls:
 
     def begin_settling(self, folder: Path) -> None:
         """Keep the version in ``folder`` for the next delta, in the background."""
+        if self._settling is not None and not self._settling.done() and self._folder == folder:
+            return
+        self._folder = folder
+        self._released.clear()
         self._settling = asyncio.create_task(self._settle(folder, self._settling))
 
+    async def released(self) -> None:
+        """Return once nothing is read from published folders any more: the trainer may delete them."""
+        await self._released.wait()
+
     async def settled(self) -> None:
-        """Return once nothing is read from published folders any more."""
+        """Return once the last version is kept for the next delta."""
         if self._settling is not None:
             await asyncio.shield(self._settling)
 
@@ -87,6 +103,10 @@ class Pulls:
         if before is not None:
             await before
         try:
+            if await asyncio.to_thread(self.weights.copy_changes, folder):
+                self._released.set()
             await asyncio.to_thread(self.weights.settle, folder)
         except (RolloutServiceError, OSError) as error:  # the version does not need it, and the next delta tries again
             logger.warning("the trainer's weights in %s are not kept for the next delta: %s", folder, error)
+        finally:
+            self._released.set()

@@ -60,7 +60,9 @@ class SessionBuilder:
         """Memory of a log in memory; None: the log is on a disk."""
         self.tables = AnnouncedTables()
         kept = config.trainer_root or log.root / "trainer"
-        self.trainer_weights = TrainerWeights(kept, model.path, config.source_roots, config.source_urls, model.ignored)
+        self.trainer_weights = TrainerWeights(
+            kept, model.path, config.source_roots, config.source_urls, model.ignored, self.registered
+        )
 
     def open(self) -> None:
         """Find out if the log is in memory, and use it as such. Call it before anything is staged.

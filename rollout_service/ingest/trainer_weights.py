@@ -5,13 +5,14 @@ They begin as the served model's files, or as a whole folder that was pulled, an
     <root>/<generation>/*.safetensors   the files of the version in STATE
     <root>/STATE                        the version, and the store that it comes from
     <root>/PENDING                      the next generation, while files move into it
+    <root>/spare                        a file of the last generation, whose pages the next file gets
+    <root>/changes/<number>/            copies of the folders of changes that PENDING names
 
 Converting a version applies the changes while its tensors are read. Once they are all verified, ``settle`` writes the
 changed files. A file is in exactly one generation, and its rename is atomic, so that no change is applied twice.
 """
 
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -20,19 +21,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import InvalidDelta, NotFound, RolloutServiceError
-from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_delta, version_name, whole_check
+from rollout_service.ingest.sources.delta_folder import (
+    DeltaFolder,
+    Fill,
+    fill_changed,
+    is_delta,
+    is_filled,
+    version_name,
+    whole_check,
+)
 from rollout_service.ingest.sources.folder import FolderSource, allowed_path, safetensors_files
 from rollout_service.ingest.sources.foreign_file import Header
 from rollout_service.ingest.stores import Stores, is_url
 from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
+from rollout_service.store.buffers import BufferPool, ThreadBuffers
 from rollout_service.store.durable_io import make_private, no_room, remove_tree, replace_synced
+from rollout_service.store.mapped_files import Registered
+from rollout_service.store.reading import read_at
+from rollout_service.store.writer import write_at
 
 logger = logging.getLogger(__name__)
 MAX_LINKS = 64
@@ -68,18 +80,25 @@ class _Plan(NamedTuple):
     check: Callable[[str, memoryview], None] | None = None
     """Compares the whole tensors with their checksums."""
 
-    def apply(self, name: str, room: memoryview) -> None:
+    def apply(self, name: str, room: memoryview, fill: Fill) -> None:
         if self.check is not None:
+            fill(slice(0, room.nbytes))
             self.check(name, room)
-        for link in self.links:
-            link.apply(name, room)
+            fill = is_filled
+        fill_changed(name, room, fill, self.links)
 
 
 class TrainerWeights:
     """The trainer's weights on the ingest's node. Thread-safe."""
 
     def __init__(
-        self, root: Path, model: Path, roots: tuple[Path, ...], urls: tuple[str, ...], ignored: IgnoredTensors
+        self,
+        root: Path,
+        model: Path,
+        roots: tuple[Path, ...],
+        urls: tuple[str, ...],
+        ignored: IgnoredTensors,
+        registered: Registered | None = None,
     ) -> None:
         """
         Args:
@@ -88,9 +107,11 @@ class TrainerWeights:
             roots: folders that may contain published versions.
             urls: URLs below which they may be, too.
             ignored: tensors that are left out of versions.
+            registered: registers the memory into which changed tensors are read with a GPU.
         """
         self._root, self._model, self._roots, self._ignored = root, model, roots, ignored
         self._stores = Stores(root / "stores", urls)
+        self._buffers = ThreadBuffers(registered)
         self._lock = threading.Lock()
         self._plans: dict[Path, _Plan] = {}
         self._loaded = False
@@ -158,10 +179,32 @@ class TrainerWeights:
             plan = self._plan(folder)
             self._plans = {folder: plan}
             read = self._kept if plan.seed is None else plan.seed
-            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply)
+            source = FolderSource(read, self._roots_of(read), self._ignored, plan.apply, self._buffers)
             self._require_changes_of(source, plan)
             source.stamp = plan.stamp or source.stamp
             return source
+
+    def copy_changes(self, folder: Path) -> bool:
+        """Copy the changes that ``settle`` applies: even if this process ends, it needs no published folder then.
+
+        Return False if ``settle`` still reads the folder.
+        """
+        with self._lock:
+            plan = self._plans.get(folder)
+            if plan is None or plan.seed is not None:
+                return plan is None
+            copies = [self._root / "changes" / str(number) for number in range(len(plan.links))]
+            try:
+                for link, copy in zip(plan.links, copies, strict=True):
+                    link.copy_to(copy)
+                plan = plan._replace(links=tuple(map(DeltaFolder, copies)))
+                if plan.links:
+                    self._note_pending(self._next(plan), plan.links)
+            except (RolloutServiceError, OSError) as error:
+                logger.warning("the changes in %s are applied before the reply: %s", folder, error)
+                return False
+            self._plans[folder] = plan
+            return True
 
     def settle(self, folder: Path) -> None:
         """Keep the version in ``folder``, all of whose tensors were read and verified. Does nothing for other folders.
@@ -267,9 +310,12 @@ class TrainerWeights:
     def _advance(self, plan: _Plan) -> None:
         """Apply changes to the kept files, one file after the other, so that only one exists twice."""
         state = self._next(plan)
-        pending = _Pending(state=state, links=tuple(link.folder for link in plan.links))
-        replace_synced(self._root / "PENDING", pending.model_dump_json())
+        self._note_pending(state, plan.links)
         self._finish(state, plan.links)
+
+    def _note_pending(self, state: _State, links: Sequence[DeltaFolder]) -> None:
+        pending = _Pending(state=state, links=tuple(link.folder for link in links))
+        replace_synced(self._root / "PENDING", pending.model_dump_json())
 
     def _finish(self, state: _State, links: Sequence[DeltaFolder]) -> None:
         before = self._kept
@@ -281,14 +327,16 @@ class TrainerWeights:
     def _write(
         self, files: Sequence[Path], generation: int, links: Sequence[DeltaFolder], *, remove: bool = False
     ) -> None:
-        folder = self._root / str(generation)
+        folder, spare, buffers = self._root / str(generation), self._root / "spare", BufferPool()
         folder.mkdir(exist_ok=True)
         for file in files:
             target = folder / file.name
             if not target.exists():  # a crash may have come between the rename and the removal
-                _write_changed(file, target, links)
+                if spare.exists():
+                    os.replace(spare, _unfinished(target))
+                _write_changed(file, target, links, buffers)
             if remove:
-                file.unlink()
+                os.replace(file, spare)  # Linux allocates new pages of a tmpfs more slowly than it writes to old ones
 
     def _next(self, plan: _Plan) -> _State:
         generation = 1 if self._state is None else self._state.generation + 1
@@ -328,7 +376,9 @@ class TrainerWeights:
 
     def _remove_others(self) -> None:
         """Remove all generations but the present one."""
-        (self._root / "PENDING").unlink(missing_ok=True)
+        for name in ("PENDING", "spare"):
+            (self._root / name).unlink(missing_ok=True)
+        remove_tree(self._root / "changes")
         for path in self._root.glob("[0-9]*"):
             if self._state is None or path != self._kept:
                 remove_tree(path)
@@ -343,25 +393,38 @@ def _version_of(folder: Path) -> str:
     return version_name(folder.name.removeprefix("weight_v"))
 
 
-def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder]) -> None:
-    """Write a copy of ``file`` with the changes to its tensors, several tensors at once."""
-    temporary = target.with_suffix(".tmp")
+def _unfinished(target: Path) -> Path:
+    return target.with_suffix(".tmp")
+
+
+def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder], buffers: BufferPool) -> None:
+    """Write a copy of ``file`` with the changes to its tensors, several tensors at once. Overwrites an unfinished
+    copy."""
     entries = Header.of(file).entries
-    with file.open("rb") as read, temporary.open("wb+") as written:
-        nbytes = os.fstat(read.fileno()).st_size
-        os.posix_fallocate(written.fileno(), 0, nbytes)  # a full disk raises here; a page that it lacks would kill us
-        before = np.frombuffer(mmap.mmap(read.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        memory = memoryview(mmap.mmap(written.fileno(), 0))
-    edges = [*(offset for *_, offset in entries), nbytes]
-    memory[: edges[0]] = before[: edges[0]].data
-    places = [(name, slice(*place)) for (name, *_), place in zip(entries, pairwise(edges), strict=True)]
+    old = os.open(file, os.O_RDONLY)
+    new = os.open(_unfinished(target), os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        nbytes = os.fstat(old).st_size
+        os.ftruncate(new, nbytes)
+        edges = [*(offset for *_, offset in entries), nbytes]
 
-    def change(item: tuple[str, slice]) -> None:
-        name, place = item
-        np.copyto(np.frombuffer(memory[place], np.uint8), before[place])  # releases the GIL
-        for link in links:
-            link.apply(name, memory[place])
+        def change(item: tuple[str, int, int]) -> None:
+            name, start, end = item
+            buffer = buffers.take(end - start)
+            room = buffer[: end - start]
 
-    for _ in in_threads(change, places):
-        pass
-    os.replace(temporary, target)
+            def fill(part: slice) -> None:
+                read_at(old, start + part.start, room[part])
+
+            fill_changed(name, room, fill, links)
+            write_at(new, room, start)
+
+        places = [(name, *place) for (name, *_), place in zip(entries, pairwise(edges), strict=True)]
+        places.sort(key=lambda place: place[1] - place[2])  # a thread that began the largest one last would work alone
+        write_at(new, memoryview(os.pread(old, edges[0], 0)), 0)
+        for _ in in_threads(change, places):
+            pass
+    finally:
+        os.close(old)
+        os.close(new)
+    os.replace(_unfinished(target), target)

@@ -145,7 +145,7 @@ class UploadSession:
         if source is None:
             self._recover_parts()
         else:
-            for names in spread(list(source.batches(BATCH_BYTES)), io_threads()):
+            for names in reading_order(source, io_threads()):
                 self._conversion.begin(Bucket(names, partial(source.read, names)))
 
     @property
@@ -528,6 +528,16 @@ class UploadSession:
         """Unmap removed files, whose memory is otherwise not freed."""
         if self._resources.memory is not None:
             self._resources.memory.mapped.prune()
+
+
+def reading_order(source: WeightSource, threads: int) -> list[list[str]]:
+    """Return the batches of a source in the order in which threads take them: large tensors first, then ``spread``.
+
+    A thread that began an embedding last would work alone.
+    """
+    sizes = {tensor.name: tensor.nbytes for tensor in source.table}
+    batches = spread(list(source.batches(BATCH_BYTES)), threads)
+    return sorted(batches, key=lambda names: max(BATCH_BYTES, sum(sizes[name] for name in names)), reverse=True)
 
 
 def spread(batches: list[list[str]], threads: int) -> list[list[str]]:

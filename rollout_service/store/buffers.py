@@ -4,6 +4,8 @@ import mmap
 import threading
 import weakref
 
+from rollout_service.store.mapped_files import Registered
+
 _PAGE_BYTES = mmap.PAGESIZE
 
 _KEPT_BUFFER_BYTES = 256 << 20
@@ -44,8 +46,9 @@ class BufferPool:
 class ThreadBuffers:
     """A page-aligned buffer for each thread, reused by its next ``take``; large ones are not kept."""
 
-    def __init__(self) -> None:
-        self._buffers = threading.local()
+    def __init__(self, registered: Registered | None = None) -> None:
+        """``registered``: registers buffers that are kept with a GPU; their threads must outlive the use of the GPU."""
+        self._buffers, self._registered = threading.local(), registered
 
     def take(self, nbytes: int) -> memoryview:
         """Return at least ``nbytes`` of uninitialised memory, valid until this thread's next call."""
@@ -53,7 +56,13 @@ class ThreadBuffers:
         if kept is not None and kept.nbytes >= nbytes:
             return kept
         buffer = memoryview(_map(nbytes))
-        self._buffers.kept = buffer if buffer.nbytes <= _KEPT_BUFFER_BYTES else None
+        if buffer.nbytes > _KEPT_BUFFER_BYTES:
+            return buffer
+        if self._registered is not None:
+            if kept is not None:
+                self._buffers.unregister()
+            self._buffers.unregister = self._registered(buffer)
+        self._buffers.kept = buffer
         return buffer
 
 

@@ -81,7 +81,7 @@ class VersionWriter:
         place = self._place[name]
         if data.nbytes != place.nbytes:
             raise ValueError(f"{name} has {data.nbytes} bytes, its slot {place.nbytes}")
-        _write_at(self._fds[place.file], data, place.offset)
+        write_at(self._fds[place.file], data, place.offset)
         self._sync_early(place.file, data.nbytes)
         self._note(name, *tensor_digests(data))
 
@@ -194,7 +194,7 @@ class VersionWriter:
         is_spare = self._memory is not None and self._memory.spare.take(file.nbytes, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if is_spare else os.O_TRUNC), 0o600)
         self._fds[file.name] = fd
-        _write_at(fd, memoryview(file.header), 0)
+        write_at(fd, memoryview(file.header), 0)
         return fd
 
 
@@ -207,7 +207,8 @@ def _has_all_pages(fd: int, nbytes: int) -> bool:
     return stat.st_size >= nbytes and stat.st_blocks * _STAT_BLOCK_BYTES >= nbytes
 
 
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` to a file. Raises OSError."""
     data = data.cast("B")
     while data.nbytes:
         written = os.pwrite(fd, data, offset)

@@ -11,10 +11,11 @@ their positions as uint32, and their new values. A folder whose index has no ``d
 
 import json
 import os
+import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +28,35 @@ from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.foreign_file import Header
 from rollout_service.model.weight_files import INDEX_FILE, distinct_files
 from rollout_service.runtime.threads import stretches
+from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.reading import read_at
 
-_PIECE_BYTES = 2 << 20
-"""Bytes that are decoded at once: they stay in a core's cache."""
+_PIECE_BYTES = 512 << 10
+"""Bytes that are read, decoded, changed and hashed before the next ones: they stay in a core's cache."""
 _MAX_INDEX_BYTES = 64 << 20
 
 Bytes = npt.NDArray[np.uint8]
+Fill = Callable[[slice], None]
+"""Reads bytes of the tensor before the change into their place."""
 
 
-def _xor(packed: memoryview, tensor: Bytes) -> None:
+class _Hasher(Protocol):
+    def update(self, data: memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._sum = 1
+
+    def update(self, data: memoryview) -> None:
+        self._sum = zlib.adler32(data, self._sum)
+
+    def hexdigest(self) -> str:
+        return f"{self._sum:08x}"
+
+
+def _xor(packed: memoryview, tensor: Bytes, fill: Fill, hasher: _Hasher) -> None:
     """Apply the changes ``packed`` to all bytes of a tensor. Raises ValueError or ZstdError."""
     piece = np.empty(min(_PIECE_BYTES, tensor.size), np.uint8)
     with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
@@ -47,12 +67,14 @@ def _xor(packed: memoryview, tensor: Bytes) -> None:
                 filled += count
             if filled < wanted.size:
                 raise ValueError(f"it has {place.start + filled} bytes of changes for the tensor's {tensor.size}")
+            fill(place)
             np.bitwise_xor(tensor[place], wanted, out=tensor[place])
+            hasher.update(tensor[place].data)
         if reader.read(1):
             raise ValueError(f"it has more bytes of changes than the tensor's {tensor.size}")
 
 
-def _overwrite(packed: memoryview, tensor: Bytes) -> None:
+def _overwrite(packed: memoryview, tensor: Bytes, fill: Fill, hasher: _Hasher) -> None:
     """Write the bytes in ``packed`` to their positions. Raises ValueError or ZstdError."""
     limit = 4 + 5 * tensor.size
     # the decoder allocates what the frame announces
@@ -65,16 +87,14 @@ def _overwrite(packed: memoryview, tensor: Bytes) -> None:
     positions = np.frombuffer(data, "<u4", count, 4)
     if count and int(positions.max()) >= tensor.size:
         raise ValueError(f"it changes byte {positions.max()} of the tensor's {tensor.size}")
+    fill(slice(0, tensor.size))
     tensor[positions] = np.frombuffer(data, np.uint8, count, 4 + 4 * count)
+    hasher.update(tensor.data)
 
 
-_ENCODINGS: dict[str, Callable[[memoryview, Bytes], None]] = {"xor": _xor, "overwrite": _overwrite}
+_ENCODINGS: dict[str, Callable[[memoryview, Bytes, Fill, _Hasher], None]] = {"xor": _xor, "overwrite": _overwrite}
 _CODECS = ("zstd",)
-_CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
-    "xxh3-128": xxhash.xxh3_128_hexdigest,
-    "blake3": lambda data: blake3(data).hexdigest(),
-    "adler32": lambda data: f"{zlib.adler32(data):08x}",
-}
+_CHECKSUMS: dict[str, Callable[[], _Hasher]] = {"xxh3-128": xxhash.xxh3_128, "blake3": blake3, "adler32": _Adler32}
 
 
 class _Change(NamedTuple):
@@ -132,13 +152,15 @@ def whole_check(folder: Path, files: Iterable[Path]) -> Callable[[str, memoryvie
     said = (index_of(folder) or {}).get("metadata", {})
     if "checksum_format" not in said:
         return None
-    checksum = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
+    new_hasher = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
     sums = said.get("checksums")
     if not isinstance(sums, dict):
         sums = {name: text for file in files for name, text in Header.of(file).metadata.items()}
 
     def check(name: str, room: memoryview) -> None:
-        if (found := checksum(room)) != sums.get(name):
+        hasher = new_hasher()
+        hasher.update(room)
+        if (found := hasher.hexdigest()) != sums.get(name):
             raise InvalidManifest(
                 f"{name} in {folder} has the checksum {found}, and not {sums.get(name)}: publish it again"
             )
@@ -178,24 +200,23 @@ class DeltaFolder:
             raise InvalidDelta(f"{folder} is version {self.version}, and cannot be a delta of version {self.base}")
         self._apply = _ENCODINGS[_known(folder, "delta_encoding", said, tuple(_ENCODINGS))]
         _known(folder, "compression_format", said, _CODECS)
-        self._checksum = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
+        self._new_hasher = _CHECKSUMS[_known(folder, "checksum_format", said, tuple(_CHECKSUMS))]
         self._changes = dict(self._read(index))
         content = [said, sorted((name, change.checksum) for name, change in self._changes.items())]
         self.stamp = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
         """Hash of the metadata and of all checksums."""
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> KeysView[str]:
         """Return the names of the changed tensors."""
-        return set(self._changes)
+        return self._changes.keys()
 
-    def apply(self, name: str, room: memoryview) -> None:
-        """Change the bytes of a tensor, and compare their checksum. Does nothing for an unchanged tensor.
+    def apply(self, name: str, room: memoryview, fill: Fill) -> None:
+        """Fill ``room`` with the bytes of a changed tensor, change them, and compare their checksum.
 
         Raises InvalidDelta, after which ``room`` holds garbage, or OSError.
         """
-        if (change := self._changes.get(name)) is None:
-            return
+        change = self._changes[name]
         packed = memoryview(bytearray(change.nbytes))
         fd = os.open(change.file, os.O_RDONLY)
         try:
@@ -204,15 +225,25 @@ class DeltaFolder:
         finally:
             os.close(fd)
         try:
-            self._apply(packed, np.ndarray((room.nbytes,), np.uint8, room))
+            hasher = self._new_hasher()
+            self._apply(packed, np.ndarray((room.nbytes,), np.uint8, room), fill, hasher)
         except (ValueError, zstandard.ZstdError) as error:
             raise self._invalid(name, str(error)) from error
-        if (found := self._checksum(room)) != change.checksum:
+        if (found := hasher.hexdigest()) != change.checksum:
             raise self._invalid(
                 name,
                 f"the changed tensor has the checksum {found}, and not {change.checksum}: the delta is damaged, or was "
                 "made from other weights",
             )
+
+    def copy_to(self, folder: Path) -> None:
+        """Replace ``folder`` by a copy of this one. Raises OSError."""
+        remove_tree(folder)
+        folder.mkdir(parents=True)
+        for path in {self.folder / INDEX_FILE, *(change.file for change in self._changes.values())}:
+            target = folder / path.relative_to(self.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
 
     def _invalid(self, name: str, why: str) -> InvalidDelta:
         return InvalidDelta(
@@ -244,3 +275,20 @@ class DeltaFolder:
                 yield name, _Change(path, offset, end - offset, header.metadata[name])
         if lost := sorted(listed.keys() - found.keys()):
             raise InvalidManifest(f"{self.folder / INDEX_FILE} names {lost[0]}, which no file holds")
+
+
+def fill_changed(name: str, room: memoryview, fill: Fill, links: Sequence[DeltaFolder]) -> None:
+    """Fill ``room`` with the bytes of a tensor, and apply the changes of ``links``, oldest first.
+
+    Raises the errors of ``DeltaFolder.apply``.
+    """
+    changing = [link for link in links if name in link.names]
+    if not changing:
+        fill(slice(0, room.nbytes))
+    for link in changing:
+        link.apply(name, room, fill)
+        fill = is_filled
+
+
+def is_filled(_: slice) -> None:
+    """Read nothing: the tensor is there already."""

@@ -3,13 +3,14 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from rollout_service.errors import Forbidden, InvalidManifest, InvalidRequest, NotFound
-from rollout_service.ingest.sources.foreign_file import SourceFile
+from rollout_service.ingest.sources.foreign_file import SourceFile, SourceReader
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.model.weight_files import INDEX_FILE, weight_files
@@ -50,7 +51,9 @@ class FolderSource:
 
     ``roots``: folders that must contain its files once links are resolved, or Forbidden is raised; None: anywhere.
     ``ignored``: tensors that are left out.
-    ``change``: changes the bytes of a tensor after they are read; called with its name and a buffer.
+    ``change``: fills a buffer with a tensor's bytes and changes them; called with its name, the buffer, and a function
+    that reads a range of its bytes into the buffer.
+    ``buffers``: holds the tensors of each thread; may be shared by sources that are read one after the other.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class FolderSource:
         folder: Path,
         roots: tuple[Path, ...] | None = None,
         ignored: IgnoredTensors = NOTHING_IGNORED,
-        change: Callable[[str, memoryview], None] | None = None,
+        change: Callable[[str, memoryview, Callable[[slice], None]], None] | None = None,
+        buffers: ThreadBuffers | None = None,
     ) -> None:
         files = safetensors_files(folder, roots)
         if roots is not None:
@@ -74,7 +78,7 @@ class FolderSource:
         """Names of all tensors, also of those that are left out."""
         self.stamp = source_stamp(folder)
         """Hash of the names, sizes and times of its files."""
-        self._buffers = ThreadBuffers()
+        self._buffers = buffers or ThreadBuffers()
         self._change = change
         if any(tensor.dtype == "float8_e4m3fn" for tensor in self.table):
             _require_our_blocks(folder / "config.json", roots)
@@ -97,9 +101,10 @@ class FolderSource:
             with file.reading() as reader:
                 for name, nbytes in of_file:
                     data, room = room[:nbytes], room[round_up(nbytes) :]
-                    reader.read(name, data)
-                    if self._change is not None:
-                        self._change(name, data)
+                    if self._change is None:
+                        reader.read(name, data)
+                    else:
+                        self._change(name, data, partial(_read_range, reader, name, data))
                     yield name, self._tensor(name, data)
 
     def _tensor(self, name: str, data: memoryview) -> torch.Tensor:
@@ -112,6 +117,10 @@ class FolderSource:
             self._file_of[name] = file
             dtype: SourceDtype = "float32" if _is_widened(name, tensor.dtype) else tensor.dtype
             yield UploadTensor(name=name, dtype=dtype, shape=tensor.shape)
+
+
+def _read_range(reader: SourceReader, name: str, room: memoryview, place: slice) -> None:
+    reader.read(name, room[place], place.start)
 
 
 def safetensors_files(folder: Path, roots: tuple[Path, ...] | None) -> list[Path]:

@@ -108,9 +108,10 @@ class SourceReader:
     def __init__(self, fd: int, file: SourceFile, before: os.stat_result) -> None:
         self._fd, self._file, self._before = fd, file, before
 
-    def read(self, name: str, room: memoryview) -> None:
-        """Fill ``room`` (uint8, the tensor's nbytes). Raises InvalidManifest if the file was changed, or OSError."""
-        done = read_at(self._fd, self._file.tensors[name].offset, room)
+    def read(self, name: str, room: memoryview, start: int = 0) -> None:
+        """Fill ``room`` with the tensor's bytes from ``start`` on. Raises InvalidManifest if the file was changed, or
+        OSError."""
+        done = read_at(self._fd, self._file.tensors[name].offset + start, room)
         now = os.fstat(self._fd)  # after reading, so that a write before or during the read is detected
         if done < room.nbytes or _identity(now) != _identity(self._before):
             raise InvalidManifest(

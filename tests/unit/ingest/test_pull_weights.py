@@ -4,11 +4,11 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -27,7 +27,10 @@ from rollout_service.errors import (
 )
 from rollout_service.ingest import stores, trainer_weights
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_filled
+from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.model.served_model import ServedModel
+from rollout_service.protocol.ignored import NOTHING_IGNORED
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
@@ -276,19 +279,34 @@ async def test_a_failed_verification_stages_nothing_to_serve(ingest, store, step
 
 
 def test_the_wrong_length_of_changes_is_refused(tmp_path):
-    from rollout_service.ingest.sources.delta_folder import DeltaFolder
-
     old, new = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
     for encoding in ("xor", "overwrite"):
         delta = DeltaFolder(publish(tmp_path / encoding, 1, old, new, encoding=encoding))
-        delta.apply("other", memoryview(bytearray(8)))
         with pytest.raises(InvalidDelta, match=r"version 1 in .* a: "):
-            delta.apply("a", memoryview(bytearray(100)))
+            delta.apply("a", memoryview(bytearray(100)), is_filled)
         whole = memoryview(bytearray(4000))
-        delta.apply("a", whole)
+        delta.apply("a", whole, is_filled)
         assert whole == new["a"].numpy().tobytes()
     with pytest.raises(InvalidDelta, match="4000 bytes of changes for the tensor's 8000"):
-        DeltaFolder(tmp_path / "xor" / "weight_v000001").apply("a", memoryview(bytearray(8000)))
+        DeltaFolder(tmp_path / "xor" / "weight_v000001").apply("a", memoryview(bytearray(8000)), is_filled)
+
+
+def test_pulls_read_into_the_same_memory(tmp_path, store, model, steps):
+    """Allocating and registering it anew would take longer than reading."""
+    registered: list[memoryview] = []
+
+    def register(memory: memoryview) -> Callable[[], None]:
+        registered.append(memory)
+        return lambda: None
+
+    weights = TrainerWeights(tmp_path / "kept", model, (store,), (), NOTHING_IGNORED, register)
+    for version in (1, 2):
+        folder = publish(store, version, steps[version - 1], steps[version])
+        source = weights.source_of(folder, keep=True)
+        names = [tensor.name for tensor in source.table]
+        assert all(torch.equal(tensor, steps[version][name]) for name, tensor in source.read(names))
+        weights.settle(folder)
+    assert len(registered) == 1
 
 
 async def test_a_tensor_that_the_base_lacks_is_refused(ingest, store, weights):
@@ -368,6 +386,60 @@ async def test_an_interrupted_change_of_the_files_is_finished_once(
         await again.stop()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_the_reply_does_not_wait_for_the_base(ingest, config, store, steps, model, monkeypatch, ends):
+    """The trainer deletes the folder after the reply; the process may end before the next delta's base is there."""
+    weights, may_settle = ingest.pulls.weights, Event()
+    for version in (1, 2):
+        publish(store, version, steps[version - 1], steps[version])
+    await pull(ingest, store, 1)
+    real = weights.settle
+
+    def settle(folder: Path) -> None:
+        may_settle.wait()
+        if not ends:
+            real(folder)
+
+    monkeypatch.setattr(weights, "settle", settle)
+    assert await pull(ingest, store, 2) == 2
+    for version in (1, 2):
+        shutil.rmtree(store / f"weight_v{version:06d}")
+    publish(store, 3, steps[2], steps[3])
+    may_settle.set()
+    if ends:
+        await ingest.stop()
+        ingest = Ingest(config)
+        await ingest.start()
+    try:
+        assert await pull(ingest, store, 3) == 3
+        await require(ingest, 3, steps[3], model)
+    finally:
+        await ingest.stop()
+
+
+async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, config, store, steps, model, monkeypatch):
+    """The process ends between the commit and the note that the base is to be changed."""
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    await ingest.pulls.settled()
+    for name in ("copy_changes", "settle"):
+        monkeypatch.setattr(ingest.pulls.weights, name, lambda _: True)
+    publish(store, 2, steps[1], steps[2])
+    await pull(ingest, store, 2)
+    await ingest.stop()
+    again = Ingest(config)
+    await again.start()
+    try:
+        assert await pull(again, store, 2) == 2
+        for version in (1, 2):
+            shutil.rmtree(store / f"weight_v{version:06d}")
+        publish(store, 3, steps[2], steps[3])
+        assert await pull(again, store, 3) == 3
+        await require(again, 3, steps[3], model)
+    finally:
+        await again.stop()
+
+
 async def test_lost_files_need_the_whole_chain_again(ingest, config, tmp_path, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
@@ -388,6 +460,7 @@ async def test_the_weights_are_kept_once(ingest, tmp_path, store, steps):
     for version in range(1, 4):
         publish(store, version, steps[version - 1], steps[version])
         await pull(ingest, store, version)
+    await ingest.pulls.settled()
     kept = [path for path in (tmp_path / "log" / "trainer").rglob("*") if path.is_file()]
     assert sorted(path.name for path in kept) == ["STATE", "config.json", "model.safetensors"]
 

@@ -21,10 +21,10 @@ from rollout_service.errors import (
     QuantizationError,
     RolloutServiceError,
 )
-from rollout_service.ingest import staged_parts
+from rollout_service.ingest import staged_parts, upload_session
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.source import WeightSource
-from rollout_service.ingest.upload_session import Resources, UploadSession, spread
+from rollout_service.ingest.upload_session import Resources, UploadSession, reading_order, spread
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import BeginUpload, PathSource, TrainerRecipe
@@ -310,3 +310,13 @@ class TestSeveralThreads:
         assert all(b - a >= batches // threads for a, b in pairwise(together))
         if threads == 1:
             assert order == given
+
+    def test_large_tensors_are_read_first(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(upload_session, "BATCH_BYTES", 100)
+        sizes = {"a": 60, "b": 60, "embedding": 300, "c": 60, "head": 400}
+        save_file(
+            {name: torch.zeros(size, dtype=torch.int8) for name, size in sizes.items()}, tmp_path / "0.safetensors"
+        )
+        order = reading_order(FolderSource(tmp_path), 2)
+        assert order[:2] == [["head"], ["embedding"]]
+        assert sorted(order[2:]) == [["a"], ["b"], ["c"]]

@@ -1,9 +1,10 @@
 """Buffers are reused once nothing refers to them."""
 
 import gc
+from collections.abc import Callable
 from mmap import PAGESIZE
 
-from rollout_service.store.buffers import BufferPool
+from rollout_service.store.buffers import BufferPool, ThreadBuffers
 
 
 def test_a_pool_reuses_freed_memory():
@@ -14,3 +15,16 @@ def test_a_pool_reuses_freed_memory():
     del first
     gc.collect()
     assert pool.take(PAGESIZE)[:5] == b"first" and second[:6] == b"second"
+
+
+def test_a_thread_registers_the_buffer_that_it_keeps():
+    registered: list[int] = []
+
+    def register(memory: memoryview) -> Callable[[], None]:
+        registered.append(memory.nbytes)
+        return lambda: registered.remove(memory.nbytes)
+
+    buffers = ThreadBuffers(register)
+    for nbytes in (PAGESIZE, 1, 3 * PAGESIZE, 2 * PAGESIZE):
+        assert buffers.take(nbytes).nbytes >= nbytes
+    assert registered == [3 * PAGESIZE]
