@@ -24,7 +24,7 @@ from typing import NamedTuple
 import xxhash
 from pydantic import ValidationError
 
-from rollout_service.errors import InvalidDelta, NotFound, RolloutServiceError
+from rollout_service.errors import InvalidDelta, InvalidManifest, NotFound, RolloutServiceError
 from rollout_service.ingest.sources.delta_folder import (
     DeltaFolder,
     Fill,
@@ -399,14 +399,13 @@ def _unfinished(target: Path) -> Path:
 
 def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder], buffers: BufferPool) -> None:
     """Write a copy of ``file`` with the changes to its tensors, several tensors at once. Overwrites an unfinished
-    copy."""
-    entries = Header.of(file).entries
+    copy. Raises InvalidManifest for a file that is cut while it is read."""
+    header = Header.of(file)
     old = os.open(file, os.O_RDONLY)
     new = os.open(_unfinished(target), os.O_WRONLY | os.O_CREAT, 0o600)
     try:
-        nbytes = os.fstat(old).st_size
-        os.ftruncate(new, nbytes)
-        edges = [*(offset for *_, offset in entries), nbytes]
+        os.ftruncate(new, header.stat.st_size)
+        edges = [*(offset for *_, offset in header.entries), header.stat.st_size]
 
         def change(item: tuple[str, int, int]) -> None:
             name, start, end = item
@@ -414,12 +413,16 @@ def _write_changed(file: Path, target: Path, links: Sequence[DeltaFolder], buffe
             room = buffer[: end - start]
 
             def fill(part: slice) -> None:
-                read_at(old, start + part.start, room[part])
+                piece = room[part]
+                if read_at(old, start + part.start, piece) < piece.nbytes:
+                    raise InvalidManifest(
+                        f"{name} was to be read from {file}, which has become shorter; pull a whole folder"
+                    )
 
             fill_changed(name, room, fill, links)
             write_at(new, room, start)
 
-        places = [(name, *place) for (name, *_), place in zip(entries, pairwise(edges), strict=True)]
+        places = [(name, *place) for (name, *_), place in zip(header.entries, pairwise(edges), strict=True)]
         places.sort(key=lambda place: place[1] - place[2])  # a thread that began the largest one last would work alone
         write_at(new, memoryview(os.pread(old, edges[0], 0)), 0)
         for _ in in_threads(change, places):

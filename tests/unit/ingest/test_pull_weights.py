@@ -28,6 +28,7 @@ from rollout_service.errors import (
 from rollout_service.ingest import stores, trainer_weights
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.delta_folder import DeltaFolder, is_filled
+from rollout_service.ingest.sources.foreign_file import Header
 from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.ignored import NOTHING_IGNORED
@@ -307,6 +308,25 @@ def test_pulls_read_into_the_same_memory(tmp_path, store, model, steps):
         assert all(torch.equal(tensor, steps[version][name]) for name, tensor in source.read(names))
         weights.settle(folder)
     assert len(registered) == 1
+
+
+def test_a_kept_file_that_is_cut_while_it_is_read_is_refused(tmp_path, store, model, steps, monkeypatch):
+    """Its unchanged tensors have no checksum, so they would become garbage."""
+    folder, real = publish(store, 1, steps[0], steps[1]), Header.of
+
+    def cut(path: Path) -> Header:
+        header = real(path)
+        os.truncate(path, path.stat().st_size - 1)
+        return header
+
+    weights = TrainerWeights(tmp_path / "kept", model, (store,), (), NOTHING_IGNORED, lambda _: lambda: None)
+    weights.source_of(folder, keep=True)
+    weights.settle(folder)
+    folder = publish(store, 2, steps[1], steps[2])
+    weights.source_of(folder, keep=True)
+    monkeypatch.setattr(Header, "of", cut)
+    with pytest.raises(InvalidManifest, match="has become shorter; pull a whole folder"):
+        weights.settle(folder)
 
 
 async def test_a_tensor_that_the_base_lacks_is_refused(ingest, store, weights):
