@@ -23,7 +23,7 @@ SMALL = {"cuda_graph_sizes": (1, 8, 16), "gpu_memory_utilization": 0.1, "linear_
         ("qwen3", "bfloat16", {}),
         ("qwen3", "bfloat16", {"enforce_eager": True, "cuda_graph_sizes": None}),
         ("qwen3_moe", "bfloat16", {}),  # vLLM 0.20 to 0.22 made gibberish of FP8 experts with adapters (its #42007)
-        ("qwen3_moe", "fp8_e4m3", {"attention_backend": "group"}),
+        ("qwen3_moe_group", "fp8_e4m3", {"attention_backend": "group"}),
     ],
     ids=["dense", "dense eager", "mixture", "mixture with group attention"],
 )

@@ -64,6 +64,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_DIVISIBLE, num_experts_per_tok=2, moe_intermediate_size=256, num_experts=NUM_EXPERTS, norm_topk_prob=True
     ),
     "qwen3_moe_ep": lambda: Qwen3MoeConfig(**_DIVISIBLE, **_MOE, num_experts=NUM_EXPERTS, norm_topk_prob=True),
+    "qwen3_moe_group": lambda: Qwen3MoeConfig(
+        **{**_SHAPE, "num_attention_heads": 8},
+        **_MOE,
+        num_experts=NUM_EXPERTS,
+        head_dim=128,  # group attention takes it, and 4 query heads for each KV head
+        norm_topk_prob=True,
+    ),
     "deepseek_v3": lambda: DeepseekV3Config(
         **{**_SHAPE, "num_key_value_heads": 4},
         **_MOE,
@@ -83,7 +90,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-OF_EACH_CLASS = tuple(family for family in FAMILIES if not family.endswith(("_tp", "_ep")))
+OF_EACH_CLASS = tuple(family for family in FAMILIES if not family.endswith(("_tp", "_ep", "_group")))
 """Without those that are the same classes with larger vocabularies."""
 
 
