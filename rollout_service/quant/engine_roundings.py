@@ -13,12 +13,12 @@ vLLM 0.32; *quantized* is a compiled engine's step whose result becomes FP8 in t
     residual after attention    rounded   rounded      fp32            rounded
     QK-norm: rounds             twice     once         never           never
     rotation: rounds            once      once         once            once
-    q and k with a bias         rounded   rounded      rounded         fp32
     SwiGLU: rounds              twice     twice        once            never
 
 - A norm that rounds twice rounds before and after it multiplies with its weight.
 - The residual after the MLP is always rounded. The one after attention is rounded if a quantizing kernel writes it, or
   reads it in the next layer.
+- Queries and keys with a bias are rounded before the rotation: the attention reads the values of the same sum.
 - Sines and cosines are rounded; the rotation multiplies and adds in fp32.
 - The weights of chosen experts are rounded on a CPU only.
 - A mixture's norm, experts and shared expert quantize in kernels of their own.

@@ -236,8 +236,6 @@ def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic, fused: Fused | N
             made = made.to(rounded)  # vLLM adds the bias to the rounded result of CUTLASS
         if module.bias is not None:
             made = made.float() + module.bias.to(rounded).float()
-            if fused == "norm":  # the bias of q and k is added in the kernel that rotates them
-                return made
         return made.to(rounded)
 
     return forward

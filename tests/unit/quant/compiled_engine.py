@@ -7,7 +7,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from rollout_service.quant.blockwise import dequantize_blockwise, quantize_blockwise
 
-Step = Literal["norm", "floors", "qk_norm", "bias", "swiglu", "residual"]
+Step = Literal["norm", "floors", "qk_norm", "swiglu", "residual"]
 """A step in which compiled kernels differ from those of ``enforce_eager``."""
 
 
@@ -61,9 +61,7 @@ class CompiledEngine:
             layer = getattr(attention, f"{name}_proj")
             projected = self._linear(layer, inputs)
             if layer.bias is not None and self._fp8:
-                projected = projected + layer.bias.float()
-                if name == "v" or self._without == "bias":
-                    projected = projected.bfloat16().float()
+                projected = (projected + layer.bias.float()).bfloat16().float()
             head = projected.unflatten(-1, (-1, attention.head_dim))
             norm = getattr(attention, f"{name}_norm", None)
             if norm is not None:

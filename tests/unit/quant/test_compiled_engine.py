@@ -18,7 +18,7 @@ from tests.unit.quant.compiled_engine import CompiledEngine, Step
 TOKENS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
 STEPS: dict[tuple[str, bool], tuple[Step, ...]] = {
     ("qwen3", True): ("norm", "floors", "qk_norm", "swiglu"),
-    ("qwen2", True): ("norm", "floors", "bias", "swiglu"),
+    ("qwen2", True): ("norm", "floors", "swiglu"),
     ("llama", True): ("norm", "floors", "swiglu"),
     ("qwen3_moe", True): ("norm", "qk_norm", "residual"),
     ("qwen3", False): ("qk_norm", "residual"),
