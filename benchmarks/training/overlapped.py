@@ -47,12 +47,12 @@ def train(
     pushed: Callable[[PreTrainedModel], Weights] = grpo.in_bf16,
     policy: InBf16 | None = None,
 ) -> Iterator[OverlappedStep]:
-    """Train as ``grpo.train`` does, with ``ahead`` further batches under way."""
+    """Train as ``grpo.train`` does, with ``ahead`` ≥ 1 further batches under way."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     version = client.push_weights("next", pushed(model)).version
     weights = {version: snapshot(model)}
-    with ThreadPoolExecutor(ahead + 1) as pool:
+    with ThreadPoolExecutor(ahead) as pool:
 
         def sample(version: int) -> tuple[list[str], Future[list[Rollout]]]:
             prompts = task.make_prompts(rng, task.prompts)
@@ -65,7 +65,8 @@ def train(
             )
             return prompts, pool.submit(generate, prompts)
 
-        under_way = deque(sample(version) for _ in range(min(ahead + 1, steps)))
+        # the batch that a step samples is trained on ``ahead`` steps later: no rollout gets older than that
+        under_way = deque(sample(version) for _ in range(min(ahead, steps)))
         for step in range(steps):
             grpo.set_learning_rate(optimizer, task.learning_rate, step, steps)
             started = time.perf_counter()
@@ -88,7 +89,7 @@ def train(
             yield OverlappedStep(version, batch, sampled, metrics, rollout_s, update_s, ages)
             version = newer
             weights[version] = snapshot(model)
-            for old in sorted(weights)[: -(ahead + 2)]:  # the next batch began with the first of these
+            for old in sorted(weights)[: -(ahead + 1)]:  # the next batch began with the first that is left
                 del weights[old]
 
 
