@@ -90,7 +90,7 @@ class Run:
     suspect; seconds of the step, its rollouts and its update."""
     end: dict[str, Any] = field(default_factory=dict)
     """After the last step: ``trainer_accuracy`` and ``service_accuracy`` on held-out questions, ``wall_s``, and why the
-    run ``ended``; empty if it did not. ``kv_ages``, rows like ``KVAgeRow``, if batches were sampled ahead."""
+    run ``ended``; empty if it did not. ``kv_ages``, rows of ``MismatchByAge``, if batches were sampled ahead."""
 
     @property
     def ended(self) -> bool:

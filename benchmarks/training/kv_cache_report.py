@@ -14,11 +14,11 @@ from benchmarks.training.ablation_report import CELLS, STYLES, Run, common_steps
 PAGE, FIGURE = PROJECT / "docs/kv_cache.md", PROJECT / "docs/kv_cache.png"
 PART = "benchmarks/training/kv_cache_report.py"
 NAMES = {"digits": "training_kv_cache", "addition": "training_kv_cache_addition"}
-"""Of the results, by task."""
+"""Names of the results, by task."""
 COLUMNS = ("final reward", "accuracy: service", "seconds a step")
-"""Of ``CELLS``."""
+"""Keys of ``CELLS``."""
 BY_AGE = {"k3": ("k3, nats per token", 0), "prob_error": ("probability error: exp |log ratio|", 1)}
-"""Of each number that is drawn by age: its label, and its value where nothing differs."""
+"""The label of each number that is drawn by age, and its value where nothing differs."""
 
 Tasks = Mapping[str, Sequence[Run]]
 """The runs of each task."""
@@ -41,13 +41,15 @@ def publish(titles: Mapping[str, str]) -> None:
 
 
 def by_age(runs: Sequence[Run]) -> dict[int, dict[str, float]]:
-    """age → mean k3 and probability error of the tokens of all runs."""
+    """age → tokens, and the means of ``MismatchByAge``, over all runs."""
     rows = [row for run in runs for row in run.end["kv_ages"]]
     found: dict[int, dict[str, float]] = {}
     for age in sorted({row["age"] for row in rows}):
         of_age = [row for row in rows if row["age"] == age]
         tokens = sum(row["tokens"] for row in of_age)
-        found[age] = {name: sum(row[name] * row["tokens"] for row in of_age) / tokens for name in BY_AGE}
+        means = of_age[0].keys() - {"age", "tokens"}
+        found[age] = {name: sum(row[name] * row["tokens"] for row in of_age) / tokens for name in means}
+        found[age]["tokens"] = tokens
     return found
 
 
@@ -58,10 +60,13 @@ def markdown(tasks: Tasks, titles: Mapping[str, str]) -> str:
     for task, runs in tasks.items():
         for arm, row in summarize(runs).items():
             ages = by_age([run for run in runs if run.arm == arm])
-            k3 = [f"{ages[age]['k3']:.2g}" if age in ages else "" for age in range(oldest + 1)]
+            ratios = {age: f"{each['k3'] / each['k3_of_age_0']:.2f}" for age, each in ages.items()}
+            k3 = [f"{ages[0]['k3']:.2g}", *(ratios.get(age, "") for age in range(1, oldest + 1))]
             speed = f"{row['tokens_per_s']['mean']:.0f}"
-            rows.append([task, titles[arm], *(CELLS[column](row) for column in COLUMNS), speed, *k3])
-    heading = ["task", "KV cache", *COLUMNS, "tokens/s", "k3 by age: 0", *map(str, range(1, oldest + 1))]
+            older = 1 - ages[0]["tokens"] / sum(each["tokens"] for each in ages.values())
+            rows.append([task, titles[arm], *(CELLS[column](row) for column in COLUMNS), speed, f"{older:.0%}", *k3])
+    by_age_heading = ["tokens of age ≥ 1", "k3 of age 0", *(f"{age} ÷ 0" for age in range(1, oldest + 1))]
+    heading = ["task", "KV cache", *COLUMNS, "tokens/s", *by_age_heading]
     return markdown_table(heading, rows)
 
 
@@ -90,7 +95,8 @@ def draw(tasks: Tasks, titles: Mapping[str, str], path: Path) -> None:
         speed.invert_yaxis()
         speed.set(xlabel="tokens/s of the training loop")
         speed.margins(x=0.15)
-    places[0, 0].legend(loc="best", frameon=False, title="KV cache")
+    handles = places[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3 * len(tasks), frameon=False, title="KV cache")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -106,7 +112,8 @@ def _draw_by_age(axes: Axes, name: str, runs: Sequence[Run], titles: Mapping[str
             values = [row[name] for row in found.values()]
             axes.plot(list(found), values, line, color=color, linewidth=width, marker="o", ms=2 * width, label=label)
     ages = by_age(runs)
-    axes.axhline(ages[0][name], color="grey", linestyle=":", label="mean of age 0")
+    fresh = [row[f"{name}_of_age_0"] for row in ages.values()]
+    axes.plot(list(ages), fresh, ":", color="grey", label="age 0 in the same steps")
     label, least = BY_AGE[name]
     axes.set(xlabel="age of keys and values, versions", xticks=list(ages), ylabel=label)
     axes.set_ylim(bottom=least)

@@ -6,6 +6,7 @@ the older keys and values, without the policy's progress.
 """
 
 import functools
+import math
 import random
 import time
 from collections import defaultdict, deque
@@ -134,24 +135,33 @@ def logprobs_of_versions(
 
 
 class MismatchByAge:
-    """The mismatch of a run's tokens, summed by the age of the keys and values that they read."""
+    """The mismatch of a run's tokens, summed by the age of the keys and values that they read.
+
+    k3 also changes as training goes on, and ages are not spread evenly over steps. The sums of an age thus have beside
+    them what its tokens would have had with the means of age 0 in their steps.
+    """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+        self._sums: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
+        self._fresh = torch.full((2,), math.nan, dtype=torch.float64)
+        """k3 and probability error of age 0 in the newest step that had tokens of age 0."""
 
     def add(self, step: OverlappedStep) -> None:
         """Add a step's tokens."""
         mask = step.batch.mask
         log_ratio = (step.logprobs - step.batch.rollout_logprobs)[mask].double()
         ages = step.kv_ages[mask]
-        for age in ages.unique().tolist():
+        for age in ages.unique().tolist():  # sorted: 0 first
             of_age = log_ratio[ages == age]
-            sums = of_age.numel(), k3(of_age).sum().item(), mult_prob_error(of_age).sum().item()
-            self._sums[age] += torch.tensor(sums, dtype=torch.float64)
+            sums = torch.stack([k3(of_age).sum(), mult_prob_error(of_age).sum()]).cpu()
+            if age == 0:
+                self._fresh = sums / of_age.numel()
+            self._sums[age] += torch.cat([torch.tensor([of_age.numel()]), sums, self._fresh * of_age.numel()])
 
     def rows(self) -> list[dict[str, float]]:
-        """Return tokens, mean k3 and mean probability error of each age, as ``KVAgeRow`` has them."""
+        """Return tokens and means of each age: k3 and probability error, as ``KVAgeRow`` has them, and of age 0."""
+        names = ("k3", "prob_error", "k3_of_age_0", "prob_error_of_age_0")
         return [
-            {"age": age, "tokens": int(tokens), "k3": float(total / tokens), "prob_error": float(error / tokens)}
-            for age, (tokens, total, error) in sorted(self._sums.items())
+            {"age": age, "tokens": int(sums[0])} | dict(zip(names, (sums[1:] / sums[0]).tolist(), strict=True))
+            for age, sums in sorted(self._sums.items())
         ]

@@ -118,7 +118,7 @@ ARMS = {
 }
 TITLES = {name: arm.title for name, arm in ARMS.items()}
 KV_TITLES = {name: title.rpartition(", KV cache ")[2] for name, title in TITLES.items() if ARMS[name].ahead}
-"""For docs/kv_cache.md."""
+"""Titles in docs/kv_cache.md."""
 
 Say = Callable[[str], None]
 

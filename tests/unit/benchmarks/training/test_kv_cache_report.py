@@ -18,8 +18,9 @@ MARKS = f"<!-- made by {kv_cache_report.PART} -->\n", f"<!-- end of {kv_cache_re
 
 
 def ages(*rows: tuple[int, float]) -> dict[str, object]:
-    """Return the end of a run with these tokens and k3 by age."""
-    kv_ages = [{"age": age, "tokens": n, "k3": k3, "prob_error": 1 + k3} for age, (n, k3) in enumerate(rows)]
+    """Return the end of a run with these tokens and k3 by age, and with k3 0.5 of age 0."""
+    fresh = {"k3_of_age_0": 0.5, "prob_error_of_age_0": 1.5}
+    kv_ages = [{"age": age, "tokens": n, "k3": k3, "prob_error": 1 + k3} | fresh for age, (n, k3) in enumerate(rows)]
     return {"trainer_accuracy": 0.5, "service_accuracy": 0.5, "ended": "all steps were made", "kv_ages": kv_ages}
 
 
@@ -61,8 +62,11 @@ def test_overlapped_runs_are_published_apart(page, tmp_path):
         ["addition", "kept, age ≤ 4"],
     ]
     assert [row[speed] for row in rows] == ["16"] * 3  # 8 completions of 6 tokens in 3 s
-    first = heading.index("k3 by age: 0")
-    assert [row[first:] for row in rows] == [["0.5", "", ""], ["0.5", "0.22", ""], ["0.5", "0.75", "2"]]
+    first = heading.index("tokens of age ≥ 1")
+    assert heading[first:] == ["tokens of age ≥ 1", "k3 of age 0", "1 ÷ 0", "2 ÷ 0"]
+    assert rows[0][first:] == ["0%", "0.5", "", ""]
+    assert rows[1][first:] == ["29%", "0.5", "0.44", ""]  # k3: (30 × 0.25 + 10 × 0.125) ÷ 40 ÷ 0.5
+    assert rows[2][first:] == ["17%", "0.5", "1.50", "4.00"]
     names = sorted(file.relative_to(tmp_path / "results").as_posix() for file in (tmp_path / "results").rglob("*.json"))
     assert names == ["addition-machine/training_kv_cache_addition.json", "digits-machine/training_kv_cache.json"]
     assert not list(index.problems(index.README.read_text(), tmp_path / "results"))
@@ -79,4 +83,5 @@ def test_a_folder_with_both_kinds_of_arms_has_both_reports(tmp_path):
 
 def test_the_mismatch_of_an_age_is_a_mean_over_tokens():
     runs = [Run("fp8_keep1", seed, {}, {}, end=ages((50, 0.5), row)) for seed, row in enumerate([(30, 0.5), (10, 0.1)])]
-    assert by_age(runs)[1] == {"k3": pytest.approx(0.4), "prob_error": pytest.approx(1.4)}
+    found = by_age(runs)[1]
+    assert (found["k3"], found["prob_error"], found["k3_of_age_0"]) == pytest.approx((0.4, 1.4, 0.5))

@@ -80,6 +80,18 @@ def test_mismatch_is_split_by_the_age_of_keys_and_values(rollouts):
     assert older["k3"] == pytest.approx(0.148721, abs=1e-5) and older["prob_error"] == pytest.approx(1.648721, abs=1e-5)
 
 
+def test_an_age_is_compared_with_age_0_of_its_own_steps(rollouts):
+    batch = batch_of(rollouts)
+    ages = of_tokens(rollouts, batch, lambda span: span.version - span.oldest_kv)
+    mismatch = MismatchByAge()
+    for log_ratio, ages_of_step in ((0.0, ages), (0.5, torch.zeros_like(ages))):
+        logprobs = torch.full(ages.shape, -5.0 + log_ratio)
+        mismatch.add(OverlappedStep(4, batch, logprobs, {}, 0.0, 0.0, ages_of_step))
+    fresh, older = mismatch.rows()
+    assert fresh["k3"] == fresh["k3_of_age_0"] > 0 and fresh["prob_error"] == fresh["prob_error_of_age_0"] > 1
+    assert (older["age"], older["k3_of_age_0"], older["prob_error_of_age_0"]) == (1, 0.0, 1.0)
+
+
 class Client:
     """Samples each batch by the version that it must have at least, and keeps how old batches are once trained on."""
 
