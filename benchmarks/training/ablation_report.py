@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from benchmarks.common.marked import markdown_table
 
@@ -51,6 +52,24 @@ PANELS = {
     "tokens": ("tokens of a completion", "linear"),
     "grad_norm": ("gradient norm", "log"),
 }
+Summary = dict[str, dict[str, float]]
+"""Column → mean and sd over seeds."""
+CELLS: dict[str, Callable[[Summary], str]] = {
+    "final reward": lambda row: _plus_minus(row["final_reward"]),
+    "mean reward": lambda row: _plus_minus(row["reward"]),
+    "accuracy: trainer": lambda row: _plus_minus(row["trainer_accuracy"]),
+    "accuracy: service": lambda row: _plus_minus(row["service_accuracy"]),
+    "k3": lambda row: f"{row['k3']['mean']:.2g} ± {row['k3']['sd']:.1g}",
+    "probability error": lambda row: f"{row['probability_error']['mean']:.1e}",
+    "ESS": lambda row: f"{row['ess']['mean']:.4f}",
+    "clipped": lambda row: f"{row['clipped']['mean']:.3%}",
+    "tokens": lambda row: f"{row['tokens']['mean']:.0f}",
+    "cut off": lambda row: f"{row['cut_off']['mean']:.1%}",
+    "gradient norm, largest": lambda row: f"{row['grad_norm']['mean']:.2g}, {row['max_grad_norm']['mean']:.2g}",
+    "suspect versions": lambda row: f"{row['suspect']['mean']:.0%}",
+    "seconds a step": lambda row: f"{row['step_s']['mean']:.2f}",
+}
+"""The cells of an arm's line, by their heading."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class Run:
     suspect; seconds of the step, its rollouts and its update."""
     end: dict[str, Any] = field(default_factory=dict)
     """After the last step: ``trainer_accuracy`` and ``service_accuracy`` on held-out questions, ``wall_s``, and why the
-    run ``ended``; empty if it did not. ``kv_ages``, rows like ``KVAgeRow``, if batches were sampled ahead."""
+    run ``ended``; empty if it did not. ``kv_ages``, rows of ``MismatchByAge``, if batches were sampled ahead."""
 
     @property
     def ended(self) -> bool:
@@ -129,6 +148,7 @@ def columns(run: Run, steps: int) -> dict[str, float]:
     found = {"steps": float(run.steps), "final_reward": statistics.fmean(curves["reward"][-EDGE_STEPS:])}
     found |= {name: statistics.fmean(values) for name, values in curves.items()}
     found["max_grad_norm"] = max(curves["grad_norm"])
+    found["tokens_per_s"] = run.settings["prompts"] * run.settings["completions"] * found["tokens"] / found["step_s"]
     return found | {name: run.end.get(name, float("nan")) for name in ("trainer_accuracy", "service_accuracy")}
 
 
@@ -142,7 +162,7 @@ def common_steps(runs: Iterable[Run]) -> int:
     return min(run.steps for run in runs)
 
 
-def summarize(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
+def summarize(runs: Sequence[Run]) -> dict[str, Summary]:
     """arm → column → mean and sd over seeds, arms in the order of their first run; over the steps that all have."""
     by_arm: dict[str, list[dict[str, float]]] = {}
     for run in runs:
@@ -169,23 +189,9 @@ def mean_curve(runs: Iterable[Run], curve: str) -> list[float]:
 
 def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
     """Two tables: all arms over the steps that all runs have, and their differences."""
-    cells: dict[str, Callable[[dict[str, dict[str, float]]], str]] = {
-        f"final reward of {common_steps(runs)} steps": lambda row: _plus_minus(row["final_reward"]),
-        "mean reward": lambda row: _plus_minus(row["reward"]),
-        "accuracy: trainer": lambda row: _plus_minus(row["trainer_accuracy"]),
-        "accuracy: service": lambda row: _plus_minus(row["service_accuracy"]),
-        "k3": lambda row: f"{row['k3']['mean']:.2g} ± {row['k3']['sd']:.1g}",
-        "probability error": lambda row: f"{row['probability_error']['mean']:.1e}",
-        "ESS": lambda row: f"{row['ess']['mean']:.4f}",
-        "clipped": lambda row: f"{row['clipped']['mean']:.3%}",
-        "tokens": lambda row: f"{row['tokens']['mean']:.0f}",
-        "cut off": lambda row: f"{row['cut_off']['mean']:.1%}",
-        "gradient norm, largest": lambda row: f"{row['grad_norm']['mean']:.2g}, {row['max_grad_norm']['mean']:.2g}",
-        "suspect versions": lambda row: f"{row['suspect']['mean']:.0%}",
-        "seconds a step": lambda row: f"{row['step_s']['mean']:.2f}",
-    }
-    rows = [[titles[arm], *(cell(row) for cell in cells.values())] for arm, row in summarize(runs).items()]
-    tables = markdown_table(["rollouts", *cells], rows)
+    rows = [[titles[arm], *(cell(row) for cell in CELLS.values())] for arm, row in summarize(runs).items()]
+    final, *others = CELLS
+    tables = markdown_table(["rollouts", f"{final} of {common_steps(runs)} steps", *others], rows)
     rows = []
     for pair, by_column in differences(runs).items():
         one, _, other = pair.partition(" − ")
@@ -194,29 +200,21 @@ def markdown(runs: Sequence[Run], titles: dict[str, str]) -> str:
     heading = ("difference, per seed", "final reward", "mean reward", "accuracy: trainer", "service")
     if rows:
         tables += f"\n{markdown_table(heading, rows)}"
-    if rows := [row for run in runs for row in _age_rows(run, titles)]:
-        tables += "\n" + markdown_table(
-            ("rollouts", "seed", "age of keys and values", "tokens", "k3", "probability error"), rows
-        )
     return tables
 
 
-def _age_rows(run: Run, titles: dict[str, str]) -> list[list[str]]:
-    return [
-        [
-            titles[run.arm],
-            str(run.seed),
-            str(row["age"]),
-            str(row["tokens"]),
-            f"{row['k3']:.2g}",
-            f"{row['prob_error']:.4f}",
-        ]
-        for row in run.end.get("kv_ages", ())
-    ]
-
-
 def _plus_minus(value: dict[str, float]) -> str:
-    return f"{value['mean']:.3f} ± {value['sd']:.3f}"
+    return f"{value['mean']:.3f}" + (f" ± {value['sd']:.3f}" if value["sd"] else "")
+
+
+def draw_curve(axes: Axes, runs: Sequence[Run], curve: str, title: str) -> None:
+    """Draw a curve of one arm over steps: the mean, and each seed thin."""
+    color, line = STYLES[runs[0].arm]
+    mean = mean_curve(runs, curve)
+    axes.plot(range(1, len(mean) + 1), mean, color=color, linestyle=line, linewidth=2, label=title)
+    for run in runs:
+        axes.plot(range(1, run.steps + 1), run.curves[curve], color=color, linewidth=0.6, alpha=0.5)
+    axes.grid(alpha=0.3)
 
 
 def draw(runs: Sequence[Run], titles: dict[str, str], path: Path) -> None:
@@ -224,14 +222,8 @@ def draw(runs: Sequence[Run], titles: dict[str, str], path: Path) -> None:
     figure, places = plt.subplots(2, 2, figsize=(12, 8), sharex=True, layout="constrained")
     for axes, (curve, (label, scale)) in zip(places.flat, PANELS.items(), strict=True):
         for arm in dict.fromkeys(run.arm for run in runs):
-            color, line = STYLES[arm]
-            of_arm = [run for run in runs if run.arm == arm]
-            mean = mean_curve(of_arm, curve)
-            axes.plot(range(1, len(mean) + 1), mean, color=color, linestyle=line, linewidth=2, label=titles[arm])
-            for run in of_arm:
-                axes.plot(range(1, run.steps + 1), run.curves[curve], color=color, linewidth=0.6, alpha=0.5)
+            draw_curve(axes, [run for run in runs if run.arm == arm], curve, titles[arm])
         axes.set(ylabel=label, yscale=scale)
-        axes.grid(alpha=0.3)
     places[0, 0].set(ylim=(0, 1))
     places[0, 0].legend(loc="lower right", frameon=False)
     for axes in places[1]:

@@ -6,6 +6,7 @@ the older keys and values, without the policy's progress.
 """
 
 import functools
+import math
 import random
 import time
 from collections import defaultdict, deque
@@ -47,12 +48,12 @@ def train(
     pushed: Callable[[PreTrainedModel], Weights] = grpo.in_bf16,
     policy: InBf16 | None = None,
 ) -> Iterator[OverlappedStep]:
-    """Train as ``grpo.train`` does, with ``ahead`` further batches under way."""
+    """Train as ``grpo.train`` does, with ``ahead`` ≥ 1 further batches under way."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     version = client.push_weights("next", pushed(model)).version
     weights = {version: snapshot(model)}
-    with ThreadPoolExecutor(ahead + 1) as pool:
+    with ThreadPoolExecutor(ahead) as pool:
 
         def sample(version: int) -> tuple[list[str], Future[list[Rollout]]]:
             prompts = task.make_prompts(rng, task.prompts)
@@ -65,7 +66,8 @@ def train(
             )
             return prompts, pool.submit(generate, prompts)
 
-        under_way = deque(sample(version) for _ in range(min(ahead + 1, steps)))
+        # the batch that a step samples is trained on ``ahead`` steps later: no rollout gets older than that
+        under_way = deque(sample(version) for _ in range(min(ahead, steps)))
         for step in range(steps):
             grpo.set_learning_rate(optimizer, task.learning_rate, step, steps)
             started = time.perf_counter()
@@ -88,7 +90,7 @@ def train(
             yield OverlappedStep(version, batch, sampled, metrics, rollout_s, update_s, ages)
             version = newer
             weights[version] = snapshot(model)
-            for old in sorted(weights)[: -(ahead + 2)]:  # the next batch began with the first of these
+            for old in sorted(weights)[: -(ahead + 1)]:  # the next batch began with the first that is left
                 del weights[old]
 
 
@@ -133,24 +135,33 @@ def logprobs_of_versions(
 
 
 class MismatchByAge:
-    """The mismatch of a run's tokens, summed by the age of the keys and values that they read."""
+    """The mismatch of a run's tokens, summed by the age of the keys and values that they read.
+
+    k3 also changes as training goes on, and ages are not spread evenly over steps. The sums of an age thus have beside
+    them what its tokens would have had with the means of age 0 in their steps.
+    """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+        self._sums: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
+        self._fresh = torch.full((2,), math.nan, dtype=torch.float64)
+        """k3 and probability error of age 0 in the newest step that had tokens of age 0."""
 
     def add(self, step: OverlappedStep) -> None:
         """Add a step's tokens."""
         mask = step.batch.mask
         log_ratio = (step.logprobs - step.batch.rollout_logprobs)[mask].double()
         ages = step.kv_ages[mask]
-        for age in ages.unique().tolist():
+        for age in ages.unique().tolist():  # sorted: 0 first
             of_age = log_ratio[ages == age]
-            sums = of_age.numel(), k3(of_age).sum().item(), mult_prob_error(of_age).sum().item()
-            self._sums[age] += torch.tensor(sums, dtype=torch.float64)
+            sums = torch.stack([k3(of_age).sum(), mult_prob_error(of_age).sum()]).cpu()
+            if age == 0:
+                self._fresh = sums / of_age.numel()
+            self._sums[age] += torch.cat([torch.tensor([of_age.numel()]), sums, self._fresh * of_age.numel()])
 
     def rows(self) -> list[dict[str, float]]:
-        """Return tokens, mean k3 and mean probability error of each age, as ``KVAgeRow`` has them."""
+        """Return tokens and means of each age: k3 and probability error, as ``KVAgeRow`` has them, and of age 0."""
+        names = ("k3", "prob_error", "k3_of_age_0", "prob_error_of_age_0")
         return [
-            {"age": age, "tokens": int(tokens), "k3": float(total / tokens), "prob_error": float(error / tokens)}
-            for age, (tokens, total, error) in sorted(self._sums.items())
+            {"age": age, "tokens": int(sums[0])} | dict(zip(names, (sums[1:] / sums[0]).tolist(), strict=True))
+            for age, sums in sorted(self._sums.items())
         ]

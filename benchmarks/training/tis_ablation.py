@@ -8,7 +8,8 @@
 Each arm is the loop of ``examples.grpo`` from the same weights with the same questions; arms differ in the rollout
 engine, in the correction and in how the policy is computed. They run one after the other, on one service for all arms
 with the same engine, whose weight versions go on from run to run. Every step is written below ``--out`` as it ends, and
-``--resume`` goes on with the runs that have not ended. docs/tis_ablation.md has the results.
+``--resume`` goes on with the runs that have not ended. docs/tis_ablation.md has the results; docs/kv_cache.md those of
+the arms that sample batches ahead, so that rollouts run over updates.
 """
 
 import functools
@@ -37,7 +38,7 @@ from benchmarks.common.paths import CPU_DEPLOYMENT, PROJECT, SHARED_MEMORY
 from benchmarks.common.processes import raise_at_sigterm
 from benchmarks.trainers.addition import Size
 from benchmarks.trainers.pretraining import prepare
-from benchmarks.training import overlapped
+from benchmarks.training import kv_cache_report, overlapped
 from benchmarks.training.ablation_report import Run, RunFile, differences, draw, load_run, markdown, run_file, summarize
 from benchmarks.training.coarse import coarse_weights
 from benchmarks.training.overlapped import MismatchByAge, OverlappedStep
@@ -116,6 +117,8 @@ ARMS = {
     },
 }
 TITLES = {name: arm.title for name, arm in ARMS.items()}
+KV_TITLES = {name: title.rpartition(", KV cache ")[2] for name, title in TITLES.items() if ARMS[name].ahead}
+"""Titles in docs/kv_cache.md."""
 
 Say = Callable[[str], None]
 
@@ -397,6 +400,14 @@ def report(options: AblationOptions, say: Say) -> None:
         say(f"not ended, left out: {', '.join(left_out)}")
     if not runs:
         raise typer.BadParameter(f"{options.runs}: no run of {options.task} has ended")
+    if plain := [run for run in runs if not ARMS[run.arm].ahead]:
+        report_correction(plain, options, say)
+    if ahead := [run for run in runs if ARMS[run.arm].ahead]:
+        report_kv_cache(ahead, options, say)
+
+
+def report_correction(runs: list[Run], options: AblationOptions, say: Say) -> None:
+    """Report the arms of docs/tis_ablation.md."""
     table = markdown(runs, TITLES)
     (options.out / "table.md").write_text(table)
     draw(runs, TITLES, options.out / "tis_ablation.png")
@@ -407,9 +418,26 @@ def report(options: AblationOptions, say: Say) -> None:
         write_part(
             PAGE, PARTS[options.task], f"{table}\n![reward, k3, tokens and gradient norm by step]({figure.name})\n"
         )
-        content = {"summary": summarize(runs), "differences": differences(runs), "runs": [asdict(run) for run in runs]}
-        written = results.write(RESULTS[options.task], content, machine_name=runs[0].origin["machine"])
-        say(f"written: {written}, {PAGE} and {figure}")
+        say(f"written: {keep(RESULTS[options.task], runs)}, {PAGE} and {figure}")
+
+
+def report_kv_cache(runs: list[Run], options: AblationOptions, say: Say) -> None:
+    """Report the arms of docs/kv_cache.md."""
+    tasks: dict[str, list[Run]] = {options.task: runs}
+    table, figure = options.out / "kv_cache.md", options.out / "kv_cache.png"
+    table.write_text(kv_cache_report.markdown(tasks, KV_TITLES))
+    kv_cache_report.draw(tasks, KV_TITLES, figure)
+    say(f"written: {table} and {figure}")
+    if options.publish:
+        result = keep(kv_cache_report.NAMES[options.task], runs)
+        kv_cache_report.publish(KV_TITLES)
+        say(f"written: {result}, {kv_cache_report.PAGE} and {kv_cache_report.FIGURE}")
+
+
+def keep(name: str, runs: list[Run]) -> Path:
+    """Write the runs to the result of that name, of the machine that made them."""
+    content = {"summary": summarize(runs), "differences": differences(runs), "runs": [asdict(run) for run in runs]}
+    return results.write(name, content, machine_name=runs[0].origin["machine"])
 
 
 if __name__ == "__main__":
