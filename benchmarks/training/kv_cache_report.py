@@ -17,6 +17,8 @@ NAMES = {"digits": "training_kv_cache", "addition": "training_kv_cache_addition"
 """Names of the results, by task."""
 COLUMNS = ("final reward", "accuracy: service", "seconds a step")
 """Keys of ``CELLS``."""
+FEWEST = 1000
+"""Tokens without which an age is left out."""
 BY_AGE = {"k3": ("k3, nats per token", 0), "prob_error": ("probability error: exp |log ratio|", 1)}
 """The label of each number that is drawn by age, and its value where nothing differs."""
 
@@ -41,12 +43,13 @@ def publish(titles: Mapping[str, str]) -> None:
 
 
 def by_age(runs: Sequence[Run]) -> dict[int, dict[str, float]]:
-    """age → tokens, and the means of ``MismatchByAge``, over all runs."""
+    """age → tokens, and the means of ``MismatchByAge``, over all runs, of ages with ``FEWEST`` tokens."""
     rows = [row for run in runs for row in run.end["kv_ages"]]
     found: dict[int, dict[str, float]] = {}
     for age in sorted({row["age"] for row in rows}):
         of_age = [row for row in rows if row["age"] == age]
-        tokens = sum(row["tokens"] for row in of_age)
+        if (tokens := sum(row["tokens"] for row in of_age)) < FEWEST:
+            continue
         means = of_age[0].keys() - {"age", "tokens"}
         found[age] = {name: sum(row[name] * row["tokens"] for row in of_age) / tokens for name in means}
         found[age]["tokens"] = tokens
@@ -113,7 +116,7 @@ def _draw_by_age(axes: Axes, name: str, runs: Sequence[Run], titles: Mapping[str
             axes.plot(list(found), values, line, color=color, linewidth=width, marker="o", ms=2 * width, label=label)
     ages = by_age(runs)
     fresh = [row[f"{name}_of_age_0"] for row in ages.values()]
-    axes.plot(list(ages), fresh, ":", color="grey", label="age 0 in the same steps")
+    axes.plot(list(ages), fresh, ":", color="grey", label="age 0")
     label, least = BY_AGE[name]
     axes.set(xlabel="age of keys and values, versions", xticks=list(ages), ylabel=label)
     axes.set_ylim(bottom=least)

@@ -17,10 +17,12 @@ SETTINGS = {"prompts": 4, "completions": 2, "steps": 2, "ahead": 4}
 MARKS = f"<!-- made by {kv_cache_report.PART} -->\n", f"<!-- end of {kv_cache_report.PART} -->"
 
 
-def ages(*rows: tuple[int, float]) -> dict[str, object]:
-    """Return the end of a run with these tokens and k3 by age, and with k3 0.5 of age 0."""
+def ages(*rows: tuple[float, float]) -> dict[str, object]:
+    """Return the end of a run with these thousands of tokens and k3 by age, and with k3 0.5 of age 0."""
     fresh = {"k3_of_age_0": 0.5, "prob_error_of_age_0": 1.5}
-    kv_ages = [{"age": age, "tokens": n, "k3": k3, "prob_error": 1 + k3} | fresh for age, (n, k3) in enumerate(rows)]
+    kv_ages = [
+        {"age": age, "tokens": 1000 * n, "k3": k3, "prob_error": 1 + k3} | fresh for age, (n, k3) in enumerate(rows)
+    ]
     return {"trainer_accuracy": 0.5, "service_accuracy": 0.5, "ended": "all steps were made", "kv_ages": kv_ages}
 
 
@@ -47,7 +49,7 @@ def test_overlapped_runs_are_published_apart(page, tmp_path):
     for seed, (tokens, k3) in enumerate([(30, 0.25), (10, 0.125)]):
         write_run(tmp_path / "digits", "digits", "fp8_drop", seed, ages((100, 0.5)))
         write_run(tmp_path / "digits", "digits", "fp8_keep1", seed, ages((50, 0.5), (tokens, k3)))
-    write_run(tmp_path / "addition", "addition", "fp8_keep4", 0, ages((50, 0.5), (5, 0.75), (5, 2.0)))
+    write_run(tmp_path / "addition", "addition", "fp8_keep4", 0, ages((50, 0.5), (5, 0.75), (5, 2.0), (0.9, 3.0)))
     for task in ("addition", "digits"):
         report(AblationOptions(task=task, out=tmp_path / task, report=True, publish=True), lambda text: None)
 
@@ -66,7 +68,7 @@ def test_overlapped_runs_are_published_apart(page, tmp_path):
     assert heading[first:] == ["tokens of age ≥ 1", "k3 of age 0", "1 ÷ 0", "2 ÷ 0"]
     assert rows[0][first:] == ["0%", "0.5", "", ""]
     assert rows[1][first:] == ["29%", "0.5", "0.44", ""]  # k3: (30 × 0.25 + 10 × 0.125) ÷ 40 ÷ 0.5
-    assert rows[2][first:] == ["17%", "0.5", "1.50", "4.00"]
+    assert rows[2][first:] == ["17%", "0.5", "1.50", "4.00"]  # too few tokens have age 3
     names = sorted(file.relative_to(tmp_path / "results").as_posix() for file in (tmp_path / "results").rglob("*.json"))
     assert names == ["addition-machine/training_kv_cache_addition.json", "digits-machine/training_kv_cache.json"]
     assert not list(index.problems(index.README.read_text(), tmp_path / "results"))
