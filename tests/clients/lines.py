@@ -54,7 +54,8 @@ class ClientProcess:
             else:
                 answered.set_exception(ClientError(error))
         for unanswered in self._pending.values():
-            unanswered.set_exception(ClientError("the client's process has ended, and said why"))
+            if not unanswered.done():  # the test may have been cancelled
+                unanswered.set_exception(ClientError("the client's process has ended, and said why"))
 
 
 @asynccontextmanager
