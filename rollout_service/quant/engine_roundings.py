@@ -48,6 +48,7 @@ from rollout_service.compat.transformers_internals import (
     registered_attention,
 )
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
+from rollout_service.quant.adapter_forwards import adapter_forwards
 from rollout_service.quant.forwards import Forward, Forwards
 
 logger = logging.getLogger(__name__)
@@ -150,10 +151,11 @@ def engine_roundings(
             f"unknown roundings of vLLM for {', '.join(unknown) or type(backbone).__name__}: known are "
             f"{', '.join(sorted(KNOWN_LAYERS))}; train without engine_roundings"
         )
-    fused: dict[nn.Module, Fused] = {}
-    for layer in layers if kernels == "cuda_compiled" else ():
+    adapters, fused = adapter_forwards(model), dict[nn.Module, Fused]()
+    # with adapters no engine quantizes in the kernel before: the layer's adapter reads that kernel's result, too
+    for layer in layers if kernels == "cuda_compiled" and not adapters else ():
         fused |= _fused_quantization(layer, quantized)
-    forwards: dict[nn.Module, Forward] = {
+    forwards: dict[nn.Module, Forward] = adapters | {
         backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),
         backbone.norm: _norm_forward(backbone.norm, kernels, fuses=False),
     }

@@ -37,9 +37,9 @@ class Adapted:
         assert head is not None
         self.held = ReplicaAdapters(one.engine, AdapterStore(log), MAX_LIVE, lambda: head.digest)
 
-    async def push(self, name: str, seed: int) -> AdapterStatus:
-        """Commit a version of an adapter, and have the engine hold what is committed."""
-        folder = save_adapter(self.model.parent / f"{name}-{seed}", adapter_tensors(self.model, seed))
+    async def push(self, name: str, seed: int, **changes: object) -> AdapterStatus:
+        """Commit a version of an adapter, which has its own folder, and have the engine hold what is committed."""
+        folder = save_adapter(self.model.parent / f"{name}-{seed}", adapter_tensors(self.model, seed), **changes)
         status = await self.one.ingest.commit_adapter(name, CommitAdapter(path=str(folder)))
         await self.settle()
         return status
