@@ -12,6 +12,7 @@ from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import fake_quant
 from tests.engine.test_adapters import MAX_LIVE, Adapted
+from tests.support.adapters import adapter_tensors
 from tests.support.models import random_weights
 from tests.support.one_engine import OneEngine, running
 
@@ -39,7 +40,10 @@ async def differences(one: OneEngine, has_adapter: bool) -> tuple[float, float]:
     model = AutoModelForCausalLM.from_pretrained(trainer, dtype=torch.bfloat16).eval().to(DEVICE)
     if has_adapter:
         adapted = Adapted(one, base, is_fp8=True)
-        await adapted.push("run-a", 1, lora_alpha=6)
+        # by their whole names: "up_proj" alone would have PEFT adapt the experts of a mixture, too
+        modules = {name.partition(".lora_")[0] for name in adapter_tensors(one.config.model.path, 1)}
+        targets = sorted(name.removeprefix("base_model.model.") for name in modules)
+        await adapted.push("run-a", 1, lora_alpha=6, target_modules=targets)
         model = PeftModel.from_pretrained(model, trainer.with_name("run-a-1"))
         pairs = await adapted.sample("run-a")
     else:
