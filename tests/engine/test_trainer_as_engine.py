@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rollout_service.engine.cpu.amx import request_amx
-from rollout_service.protocol.upload import TrainerRecipe
+from rollout_service.protocol.upload import Kernels, TrainerRecipe
 from rollout_service.quant.engine_roundings import engine_roundings
 from rollout_service.quant.fake_quant import fake_quant
 from tests.engine.test_adapters import MAX_LIVE, Adapted
@@ -31,7 +31,7 @@ def logprobs(model: torch.nn.Module, prompt: tuple[int, ...], completion: tuple[
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
-async def differences(one: OneEngine, has_adapter: bool) -> tuple[float, float]:
+async def differences(one: OneEngine, has_adapter: bool, kernels: Kernels | None = None) -> tuple[float, float]:
     """Mean |Δ| of a trainer in BF16 from the engine, which has an update of its: as it is, and computing as it does."""
     weights = random_weights(one.config.model.path, seed=1)
     base = await one.update(1, weights)
@@ -55,7 +55,8 @@ async def differences(one: OneEngine, has_adapter: bool) -> tuple[float, float]:
 
     recipe: TrainerRecipe = await one.recipe()
     plain = difference()
-    with engine_roundings(model, recipe) if recipe.weights == "none" else fake_quant(model, recipe):
+    imitate = fake_quant if recipe.weights == "fp8_block" else engine_roundings
+    with imitate(model, recipe, kernels=kernels):
         return plain, difference()
 
 
