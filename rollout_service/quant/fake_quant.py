@@ -91,7 +91,8 @@ def fake_quant(
     """Make a transformers ``model`` compute like the engines of the service with that ``recipe``, from now on.
 
     Args:
-        model: a whole model in BF16 or fp32. FSDP may wrap its layers; tensor parallelism may not shard them.
+        model: a whole model in BF16 or fp32, or PEFT's model of it with LoRA, see ``adapter_forwards``. FSDP may wrap
+            its layers; tensor parallelism may not shard them.
         recipe: ``client.recipe()``.
         roundings: also apply ``engine_roundings``, with its conditions. A model without known roundings keeps its own,
             with a warning.
@@ -105,8 +106,8 @@ def fake_quant(
     The model's parameters do not change.
 
     Raises ValueError if the service quantizes nothing, uses another format than FP8 blocks, quantizes a weight that
-    ``model`` does not have, or only a part of a layer; for engines with an FP8 KV cache; for ``fp8`` if the model is
-    not on a GPU that supports it.
+    ``model`` does not have, or only a part of a layer; for engines with an FP8 KV cache; for adapters that the
+    service refuses; for ``fp8`` if the model is not on a GPU that supports it.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): train without fake_quant")
