@@ -6,10 +6,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 
+from rollout_service.config import ServiceConfig
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.quant.fake_quant import fake_quant
+from tests.support.models import make_model
 
 RECIPE = TrainerRecipe(weights="fp8_block", quantized=("layer.weight",))
 MAX_RANK = 8
@@ -91,6 +95,35 @@ def test_gradients_are_those_of_the_rounded_matrices():
     torch.testing.assert_close(a.grad, (gradient @ rounded_b).T @ inputs)
     of_adapter = (gradient @ rounded_b @ rounded_a).view_as(hidden)
     torch.testing.assert_close(found.float(), hidden.grad.float() + of_adapter, rtol=2**-6, atol=0.1)
+
+
+def test_every_matrix_of_an_adapted_model_learns(tmp_path):
+    folder = make_model(tmp_path, "qwen3")
+    quantized = tuple(ServedModel.load(folder).plan(ServiceConfig().quant).quantized)
+    recipe = TrainerRecipe(weights="fp8_block", quantized=quantized, kernels="cuda_compiled")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"),
+    )
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(learning) == 2 * 2 * 7
+    torch.manual_seed(0)
+    for name, parameter in learning.items():
+        nn.init.normal_(parameter, std=0.1 if ".lora_B." in name else 0.06)
+    tokens = torch.randint(3, 128, (2, 24))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in learning.items() if parameter.grad is not None}
+
+    plain = gradients()
+    with fake_quant(model, recipe):
+        found = gradients()
+    assert found.keys() == learning.keys()
+    for name, gradient in found.items():
+        angle = torch.cosine_similarity(gradient.flatten(), plain[name].flatten(), dim=0)
+        assert angle > 0.8, (name, angle)
 
 
 class TestRefused:
