@@ -35,7 +35,8 @@ def adapter_forwards(model: nn.Module) -> dict[nn.Module, Forward]:
 
 def _why_unknown(layer: Any) -> str | None:
     """Return the reason why engines do not compute a PEFT layer as ``_adapter_forward`` does."""
-    if not isinstance(layer.base_layer, nn.Linear) or not isinstance(getattr(layer, "scaling", None), dict):
+    # AdaLoRA's layers, too, have matrices of these names
+    if not isinstance(layer.base_layer, nn.Linear) or not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
         return f"is PEFT's {type(layer).__name__}: only LoRA of linear layers is known"
     if layer.lora_variant or any(matrix.bias is not None for matrix in layer.lora_B.values()):
         return "has DoRA, a bias or another variant, which the service does not serve: train plain LoRA"

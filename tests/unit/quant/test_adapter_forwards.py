@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
@@ -142,6 +142,14 @@ class TestRefused:
         model.merge_adapter()
         with pytest.raises(ValueError, match=r"merged into its weight, .* call unmerge_adapter\(\) first"):
             fake_quant(model, RECIPE)
+
+    @pytest.mark.parametrize("config", [AdaLoraConfig(total_step=2), LoHaConfig()], ids=["AdaLoRA", "LoHa"])
+    def test_adapters_of_another_kind(self, config):
+        base = nn.Sequential()
+        base.add_module("layer", nn.Linear(256, 384, bias=False))
+        config.target_modules = {"layer"}
+        with pytest.raises(ValueError, match=r"layer is PEFT's \w+: only LoRA of linear layers is known"):
+            fake_quant(get_peft_model(base, config), RECIPE)
 
     def test_an_adapter_of_another_layer_than_a_linear_one(self):
         base = nn.Sequential()
