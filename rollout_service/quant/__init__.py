@@ -6,7 +6,7 @@
     cuda.py, cpu.py     the same bytes from Triton and numba
     formats.py          names, dtypes and shapes of codes and scales
     digests.py, soundness.py, deferred_checks.py   checks on a GPU
-    fake_quant.py, engine_roundings.py      let a trainer compute as an engine does
+    fake_quant.py, engine_roundings.py, adapter_forwards.py      let a trainer compute as an engine does
 
 The ingest and trainers call ``Quantizer.quantize``.
 """

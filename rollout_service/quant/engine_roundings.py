@@ -22,6 +22,7 @@ vLLM 0.32; *quantized* is a compiled engine's step whose result becomes FP8 in t
 - Sines and cosines are rounded; the rotation multiplies and adds in fp32.
 - The weights of chosen experts are rounded on a CPU only.
 - A mixture's norm, experts and shared expert quantize in kernels of their own.
+- With adapters in the model, nothing is quantized in the kernel before: a layer's adapter reads the same input.
 - Attention of a CPU engine computes in fp32 from rounded queries, keys and values to a rounded result (on processors
   without AMX). Otherwise the trainer's own attention is used, with rounded queries and keys.
 
@@ -48,6 +49,7 @@ from rollout_service.compat.transformers_internals import (
     registered_attention,
 )
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
+from rollout_service.quant.adapter_forwards import adapter_forwards
 from rollout_service.quant.forwards import Forward, Forwards
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ def engine_roundings(
     """Make a transformers causal language model round at the same places as vLLM, from now on.
 
     Args:
-        model: the whole model.
+        model: the whole model, or PEFT's model of it, whose adapters compute as ``adapter_forwards`` says.
         recipe: ``client.recipe()``, which names the engines' kernels; None: as ``kernels_of``.
         kernels: the engines' kernels, instead of those that the recipe names.
         quantized: linear layers whose inputs the caller quantizes, as ``fake_quant`` does.
@@ -134,8 +136,8 @@ def engine_roundings(
     checkpointing also stores. FSDP2 rounds it, which loses a part of the gain, unless its ``MixedPrecisionPolicy`` has
     ``cast_forward_inputs=False``. With gradient checkpointing, call ``remove()`` after the backward pass.
 
-    Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``, and for engines with an FP8 KV
-    cache.
+    Raises ValueError for a model whose decoder layers are not all of ``KNOWN_LAYERS``, for engines with an FP8 KV
+    cache, and for adapters that the service refuses.
     """
     refuse_fp8_cache(recipe)
     kernels = kernels or kernels_of(model, recipe)
@@ -150,10 +152,10 @@ def engine_roundings(
             f"unknown roundings of vLLM for {', '.join(unknown) or type(backbone).__name__}: known are "
             f"{', '.join(sorted(KNOWN_LAYERS))}; train without engine_roundings"
         )
-    fused: dict[nn.Module, Fused] = {}
-    for layer in layers if kernels == "cuda_compiled" else ():
+    adapters, fused = adapter_forwards(model), dict[nn.Module, Fused]()
+    for layer in layers if kernels == "cuda_compiled" and not adapters else ():
         fused |= _fused_quantization(layer, quantized)
-    forwards: dict[nn.Module, Forward] = {
+    forwards: dict[nn.Module, Forward] = adapters | {
         backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),
         backbone.norm: _norm_forward(backbone.norm, kernels, fuses=False),
     }

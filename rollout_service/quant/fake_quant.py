@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from rollout_service.compat.transformers_internals import is_silu
 from rollout_service.protocol.experts import pieces
 from rollout_service.protocol.upload import Kernels, TrainerRecipe
+from rollout_service.quant.adapter_forwards import adapter_forwards
 from rollout_service.quant.blockwise import BLOCK, CODES, E4M3_MAX, dequantize_blockwise
 from rollout_service.quant.engine_roundings import (
     EngineRoundings,
@@ -41,7 +42,9 @@ from rollout_service.quant.quantizer import Quantizer
 logger = logging.getLogger(__name__)
 
 _STACKED = {"gate_up_proj", "down_proj"}
-_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\.")
+_WRAPPERS = re.compile(
+    r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|base_model\.model\.|base_layer\.|^module\."
+)
 _GROUP_FLOOR = 1e-10
 _FUSED_SCALE_FLOOR = 1 / (E4M3_MAX * 512)
 """Minimum scale of vLLM's kernels with fused quantization (its ``min_scaling_factor``)."""
@@ -56,7 +59,7 @@ class FakeQuant:
 
     def __init__(self, forwards: dict[nn.Module, Forward], roundings: EngineRoundings | None) -> None:
         self.layers = tuple(forwards)
-        """Linear layers, and the modules that hold a layer's experts."""
+        """Linear layers, modules that hold a layer's experts, and PEFT's layers with adapters."""
         self.roundings = roundings
         """The roundings of the engines; None: the model rounds as in transformers."""
         self._forwards = Forwards(forwards)
@@ -88,7 +91,8 @@ def fake_quant(
     """Make a transformers ``model`` compute like the engines of the service with that ``recipe``, from now on.
 
     Args:
-        model: a whole model in BF16 or fp32. FSDP may wrap its layers; tensor parallelism may not shard them.
+        model: a whole model in BF16 or fp32, or PEFT's model of it with LoRA, see ``adapter_forwards``. FSDP may wrap
+            its layers; tensor parallelism may not shard them.
         recipe: ``client.recipe()``.
         roundings: also apply ``engine_roundings``, with its conditions. A model without known roundings keeps its own,
             with a warning.
@@ -102,8 +106,8 @@ def fake_quant(
     The model's parameters do not change.
 
     Raises ValueError if the service quantizes nothing, uses another format than FP8 blocks, quantizes a weight that
-    ``model`` does not have, or only a part of a layer; for engines with an FP8 KV cache; for ``fp8`` if the model is
-    not on a GPU that supports it.
+    ``model`` does not have, or only a part of a layer; for engines with an FP8 KV cache; for adapters that the
+    service refuses; for ``fp8`` if the model is not on a GPU that supports it.
     """
     if recipe.weights == "none":
         raise ValueError("the service quantizes nothing (quant.weights is none): train without fake_quant")
@@ -123,10 +127,9 @@ def fake_quant(
         if rounding is not None:
             undone.callback(rounding.remove)
         fused = {} if rounding is None else rounding.fused
-        forwards = {
-            module: _forward_of(module, name, held[name], arithmetic, fused.get(module))
-            for name, module in modules.items()
-        }
+        forwards = adapter_forwards(model) if rounding is None else {}
+        for name, module in modules.items():
+            forwards[module] = _forward_of(module, name, held[name], arithmetic, fused.get(module))
         undone.pop_all()
     return FakeQuant(forwards, rounding)
 

@@ -1,18 +1,24 @@
 """LoRA adapters in one engine: what they sample, beside each other and over changes."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from rollout_service.engine.adapters import LoadedAdapter, ReplicaAdapters
 from rollout_service.errors import InvalidManifest, TooEarly
 from rollout_service.protocol.adapters import AdapterStatus, CommitAdapter, WantedAdapter
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.upload import Kernels
+from rollout_service.quant.engine_roundings import engine_roundings
+from rollout_service.quant.fake_quant import fake_quant
 from rollout_service.store.adapters import AdapterStore
 from rollout_service.store.log import WeightLog
 from tests.support.adapters import adapter_tensors, add_to, save_adapter
@@ -23,6 +29,8 @@ from tests.support.reference import reference_logprobs, reference_model
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SAMPLING = Sampling(n=2, max_tokens=12, temperature=1.0, ignore_eos=True)
 MAX_LIVE = 4
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""vLLM's merged layer → the model's own."""
 Pairs = list[tuple[tuple[int, ...], Completion]]
 
 
@@ -37,9 +45,9 @@ class Adapted:
         assert head is not None
         self.held = ReplicaAdapters(one.engine, AdapterStore(log), MAX_LIVE, lambda: head.digest)
 
-    async def push(self, name: str, seed: int) -> AdapterStatus:
-        """Commit a version of an adapter, and have the engine hold what is committed."""
-        folder = save_adapter(self.model.parent / f"{name}-{seed}", adapter_tensors(self.model, seed))
+    async def push(self, name: str, seed: int, **changes: object) -> AdapterStatus:
+        """Commit a version of an adapter, which has its own folder, and have the engine hold what is committed."""
+        folder = save_adapter(self.model.parent / f"{name}-{seed}", adapter_tensors(self.model, seed), **changes)
         status = await self.one.ingest.commit_adapter(name, CommitAdapter(path=str(folder)))
         await self.settle()
         return status
@@ -91,6 +99,45 @@ async def test_adapters_sample_like_their_references(adapted):
     for name, own in (("run-a", 1), ("run-b", 2), (None, None)):
         others = [found[name, seed] for seed in (1, 2, None) if seed != own]
         assert found[name, own] < 0.1 * min(others), found
+
+
+async def unequal_numbers(
+    adapted: Adapted, folder: Path, kernels: Kernels
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the share of unequal results in a trainer's layers with an adapter, given the engine's inputs: as PEFT
+    computes them, and as the trainer does that imitates the engine."""
+    await adapted.push("run-c", 3, lora_alpha=6)  # times 1.5: the engine rounds the scaled matrix
+    await adapted.one.engine.ask_workers("save_adapted", str(folder))
+    await adapted.generate("run-c", max_tokens=1)
+    await adapted.one.ingest.remove_adapter("run-c")
+    await adapted.settle()
+    trainer, recipe = adapted.model.with_name("trainer-1"), await adapted.one.recipe()
+    shutil.copy(adapted.model / "config.json", trainer)
+    base = AutoModelForCausalLM.from_pretrained(trainer, dtype=torch.bfloat16)
+    saved = {path.stem: torch.load(path) for path in folder.iterdir()}
+    model = PeftModel.from_pretrained(base, trainer.with_name("run-c-3")).to(next(iter(saved.values()))[0].device)
+
+    def unequal() -> dict[str, float]:
+        shares = {}
+        for name, (hidden, expected) in saved.items():
+            block, _, leaf = name.rpartition(".")
+            module = model.get_submodule(f"base_model.model.{block}")
+            with torch.no_grad():
+                found = torch.cat([getattr(module, part)(hidden) for part in MERGED.get(leaf, (leaf,))], -1)
+            shares[name] = float((found != expected).float().mean())
+        return shares
+
+    plain = unequal()
+    imitate = fake_quant if recipe.weights == "fp8_block" else engine_roundings
+    with imitate(model, recipe, kernels=kernels):
+        return plain, unequal()
+
+
+async def test_a_trainers_adapted_layers_have_the_engines_results(adapted, tmp_path):
+    plain, same = await unequal_numbers(adapted, tmp_path, "cpu")
+    assert len(same) == 8
+    assert min(plain.values()) > 0.1
+    assert max(same.values()) < 1e-3  # another order of sums may end in another last bit
 
 
 async def test_running_rollouts_keep_the_version_they_began_with(adapted):

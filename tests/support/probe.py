@@ -1,4 +1,7 @@
-"""What a real engine computes with, seen from inside its worker process; nothing but digests and scales come out."""
+"""What a real engine computes with, seen from inside its worker process; only digests and scales are returned."""
+
+from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -7,6 +10,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from rollout_service.compat.vllm_internals import BaseLayerWithLoRA
 from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
@@ -64,6 +68,21 @@ class Probe(VersionStaging):
             for name, module in model.named_modules()
             if isinstance(module, RoutedExperts)
         }
+
+    def save_adapted(self, folder: str) -> None:
+        """Save the input and the output of each layer with adapters in the next step, as ``folder/NAME.pt``."""
+        model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]  # the worker's
+
+        def save_once(path: Path, module: torch.nn.Module) -> None:
+            def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+                torch.save((inputs[0], output[0] if isinstance(output, tuple) else output), path)
+                handle.remove()
+
+            handle = module.register_forward_hook(hook)
+
+        for name, module in model.named_modules():
+            if isinstance(module, BaseLayerWithLoRA):
+                save_once(Path(folder) / f"{name}.pt", module)
 
     def has_read_ahead(self) -> bool:
         """Whether all of a version that is not committed yet was read."""

@@ -7,19 +7,22 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from rollout_service.quant.blockwise import dequantize_blockwise, quantize_blockwise
 
-Step = Literal["norm", "floors", "qk_norm", "swiglu", "residual"]
+Step = Literal["norm", "floors", "qk_norm", "swiglu", "residual", "unfused"]
 """A step in which compiled kernels differ from those of ``enforce_eager``."""
 
 
 class CompiledEngine:
     """The forward pass of a transformers model in BF16 as a compiled engine makes it, with products in fp32.
 
-    Without a mixture, or with ``layer.mlp`` of the model itself in its place.
+    Without a mixture, or with ``layer.mlp`` of the model itself in its place. PEFT's adapters are computed beside the
+    layers; with them no kernel quantizes for the next one.
     """
 
     def __init__(self, model: Any, *, fp8: bool, without: Step | None = None) -> None:
         """``without``: compute this step as ``enforce_eager`` would."""
         self._model, self._fp8, self._without = model, fp8, without
+        has_adapters = any(hasattr(module, "lora_A") for module in model.modules())
+        self._fuses = fp8 and (without == "unfused" or not has_adapters)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return BF16 [batch, tokens, vocabulary]."""
@@ -29,12 +32,12 @@ class CompiledEngine:
         layers = list(backbone.layers)
         for layer in layers:
             has_mixture = hasattr(layer.mlp, "gate")
-            inputs, residual = self._norm(added, residual, layer.input_layernorm, fused=self._fp8)
+            inputs, residual = self._norm(added, residual, layer.input_layernorm, fused=self._fuses)
             added = self._attend(layer.self_attn, inputs, cos.bfloat16().float(), sin.bfloat16().float())
             residual = residual.bfloat16().float()  # attention ends a compiled piece
-            fused = self._fp8 and not has_mixture
+            fused = self._fuses and not has_mixture
             inputs, residual = self._norm(added, residual, layer.post_attention_layernorm, fused=fused)
-            if self._fp8 and has_mixture and layer is not layers[-1]:
+            if self._fuses and has_mixture and layer is not layers[-1]:
                 residual = residual.bfloat16().float()  # the fused kernel of the next norm reads it
             added = layer.mlp(inputs.bfloat16()).float() if has_mixture else self._mlp(layer.mlp, inputs)
         hidden, _ = self._norm(added, residual, backbone.norm, fused=False)
@@ -53,16 +56,13 @@ class CompiledEngine:
             normed = ((summed * deviation) * norm.weight.float()).bfloat16()
         else:
             normed = (summed * deviation).bfloat16() * norm.weight
-        return self._quantized(normed.float(), fused=True), summed.bfloat16().float()
+        return normed.float(), summed.bfloat16().float()
 
     def _attend(self, attention: Any, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = []
         for name in ("q", "k", "v"):
             layer = getattr(attention, f"{name}_proj")
-            projected = self._linear(layer, inputs)
-            if layer.bias is not None and self._fp8:
-                projected = (projected + layer.bias.float()).bfloat16().float()
-            head = projected.unflatten(-1, (-1, attention.head_dim))
+            head = self._linear(layer, inputs, fused=self._fuses).unflatten(-1, (-1, attention.head_dim))
             norm = getattr(attention, f"{name}_norm", None)
             if norm is not None:
                 deviation = torch.rsqrt(head.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
@@ -79,21 +79,19 @@ class CompiledEngine:
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-        return self._linear(attention.o_proj, self._quantized(attended.bfloat16().float(), fused=False))
+        return self._linear(attention.o_proj, attended.bfloat16().float(), fused=False)
 
     def _mlp(self, mlp: Any, inputs: torch.Tensor) -> torch.Tensor:
-        gate, up = self._linear(mlp.gate_proj, inputs), self._linear(mlp.up_proj, inputs)
-        if not self._fp8:
-            return self._linear(mlp.down_proj, (silu(gate) * up).bfloat16().float())
+        gate, up = (self._linear(each, inputs, fused=self._fuses) for each in (mlp.gate_proj, mlp.up_proj))
+        if not self._fuses:
+            return self._linear(mlp.down_proj, (silu(gate) * up).bfloat16().float(), fused=False)
         made = (gate * torch.sigmoid(gate)) * up  # silu_and_mul_per_block_quant
         if self._without == "swiglu":
             made = made.bfloat16().float()
-        return self._linear(mlp.down_proj, self._quantized(made, fused=True))
+        return self._linear(mlp.down_proj, made, fused=True)
 
     def _quantized(self, inputs: torch.Tensor, *, fused: bool) -> torch.Tensor:
         """Codes times scales, of ``per_token_group_quant`` unless ``fused``."""
-        if not self._fp8:
-            return inputs
         groups = inputs.unflatten(-1, (-1, 128))
         largest = groups.abs().amax(-1, keepdim=True)
         quotient = torch.tensor(448.0)
@@ -103,9 +101,17 @@ class CompiledEngine:
             scales = torch.maximum(largest, torch.tensor(1e-10)) / quotient
         return ((groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 
-    def _linear(self, layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-        """The product, rounded to BF16. An FP8 layer's bias is not added."""
-        if not self._fp8:
-            return linear(inputs.bfloat16(), layer.weight, layer.bias).float()
-        weight = dequantize_blockwise(*quantize_blockwise(layer.weight.detach()))
-        return linear(inputs, weight).bfloat16().float()
+    def _linear(self, layer: Any, inputs: torch.Tensor, *, fused: bool) -> torch.Tensor:
+        """The product of the input after its quantization, rounded to BF16, and the sums with it, rounded each."""
+        if self._fp8:
+            weight = dequantize_blockwise(*quantize_blockwise(layer.weight.detach()))
+            made = linear(self._quantized(inputs, fused=fused), weight).bfloat16()
+            if layer.bias is not None:
+                made = made + layer.bias
+        else:
+            made = linear(inputs.bfloat16(), layer.weight, layer.bias)
+        for name, matrix in getattr(layer, "lora_A", {}).items():
+            buffer = linear(inputs, matrix.weight.bfloat16().float()).bfloat16().float()
+            change = linear(buffer, (layer.lora_B[name].weight.bfloat16() * layer.scaling[name]).float())
+            made = made + change.bfloat16()
+        return made.float()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_service.config import ServiceConfig
@@ -16,21 +17,25 @@ from tests.support.models import make_model
 from tests.unit.quant.compiled_engine import CompiledEngine, Step
 
 TOKENS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
-STEPS: dict[tuple[str, bool], tuple[Step, ...]] = {
-    ("qwen3", True): ("norm", "floors", "qk_norm", "swiglu"),
-    ("qwen2", True): ("norm", "floors", "swiglu"),
-    ("llama", True): ("norm", "floors", "swiglu"),
-    ("qwen3_moe", True): ("norm", "qk_norm", "residual"),
-    ("qwen3", False): ("qk_norm", "residual"),
-    ("qwen2", False): ("residual",),
-    ("qwen3_moe", False): ("qk_norm", "residual"),
+STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
+    ("qwen3", "fp8"): ("norm", "floors", "qk_norm", "swiglu"),
+    ("qwen2", "fp8"): ("norm", "floors", "swiglu"),
+    ("llama", "fp8"): ("norm", "floors", "swiglu"),
+    ("qwen3_moe", "fp8"): ("norm", "qk_norm", "residual"),
+    ("qwen3", "bf16"): ("qk_norm", "residual"),
+    ("qwen2", "bf16"): ("residual",),
+    ("qwen3_moe", "bf16"): ("qk_norm", "residual"),
+    ("qwen3", "fp8 with adapters"): ("qk_norm", "residual", "unfused"),
+    ("qwen2", "fp8 with adapters"): ("residual", "unfused"),
+    ("qwen3_moe", "fp8 with adapters"): ("qk_norm", "residual", "unfused"),
+    ("qwen3", "bf16 with adapters"): ("qk_norm", "residual"),
 }
-"""Family and whether the engine is FP8 → its steps."""
+"""Family and engine → its steps."""
 
 
-@pytest.fixture(params=STEPS, ids=lambda case: f"{case[0]}-{'fp8' if case[1] else 'bf16'}")
-def case(request: pytest.FixtureRequest) -> tuple[str, bool]:
-    found: tuple[str, bool] = request.param
+@pytest.fixture(params=STEPS, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    found: tuple[str, str] = request.param
     return found
 
 
@@ -49,7 +54,18 @@ def saved(folder: Path, family: str) -> PreTrainedModel:
     return model
 
 
-def as_engine(model: PreTrainedModel, folder: Path, fp8: bool) -> AbstractContextManager[FakeQuant | EngineRoundings]:
+def adapted(model: PreTrainedModel) -> PeftModel:
+    """The same modules with an adapter in some of the layers; the engine has the others ready for one, too."""
+    # PEFT adapts routed experts by these names, too, which the service refuses
+    mlp = [] if hasattr(model.model.layers[0].mlp, "experts") else ["up_proj", "down_proj"]
+    made = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", *mlp]))
+    for name, parameter in made.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made.eval()
+
+
+def as_engine(model: torch.nn.Module, folder: Path, fp8: bool) -> AbstractContextManager[FakeQuant | EngineRoundings]:
     if not fp8:
         return engine_roundings(model, TrainerRecipe(weights="none", kernels="cuda_compiled"))
     served = ServedModel.load(folder)
@@ -59,10 +75,12 @@ def as_engine(model: PreTrainedModel, folder: Path, fp8: bool) -> AbstractContex
 
 
 def test_logits_are_those_of_the_compiled_engine(tmp_path, case):
-    family, fp8 = case
+    family, engine = case
     model = saved(tmp_path, family)
-    with torch.no_grad(), as_engine(model, tmp_path, fp8):
-        found = model(TOKENS).logits
+    fp8 = engine.startswith("fp8")
+    trainer = adapted(model) if engine.endswith("adapters") else model
+    with torch.no_grad(), as_engine(trainer, tmp_path, fp8):
+        found = trainer(TOKENS).logits
         expected = CompiledEngine(model, fp8=fp8).logits(TOKENS)
         others = {step: CompiledEngine(model, fp8=fp8, without=step).logits(TOKENS) for step in STEPS[case]}
     assert torch.equal(found, expected)
