@@ -105,15 +105,14 @@ ALERTS = (
         "RolloutKVSaturated", "ticket",
         "max by (instance, layer, tensor) (rollout_kv_saturated_ratio)", "> 0.01", "5m",
         "{{ $value | humanizePercentage }} of {{ $labels.tensor }} in {{ $labels.layer }} is beyond FP8's range",
-        "Its scale is too small. Measure it: kv_cache.scales_policy: calibrate, or scales from the trainer. If that "
-        "was done: prompts like those of rollouts; docs/kv_scales.md.",
+        "Its scale is too small. Send scales from the trainer: docs/kv_scales.md.",
     ),
     Alert(
         "RolloutKVUnfit", "ticket",
         "max by (instance) (rollout_kv_unfit_layers)", "> 0", "1m",
         "FP8 is not accurate enough for keys or values of {{ $value }} layers",
-        "GET /v1/fleet names them and says why: scales that are too small are measured anew by kv_cache.scales_policy: "
-        "calibrate; keys that no scale can save need kv_cache.dtype: bfloat16. Mind the mismatch until then.",
+        "GET /v1/fleet names them and says why: for scales that are too small, send scales from the trainer; keys that "
+        "no scale can save need kv_cache.dtype: bfloat16. Mind the mismatch until then.",
     ),
     Alert(
         "RolloutLogDiskFull", "ticket",

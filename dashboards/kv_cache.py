@@ -1,7 +1,6 @@
 """A row of the mismatch dashboard: the FP8 KV cache and its scales."""
 
-from dashboards.panels import ENGINE, REPLICA, SERVICE, Panel, Query, Row
-from dashboards.rollout import quantiles
+from dashboards.panels import REPLICA, Panel, Query, Row
 
 KV_CACHE = Row(
     "KV cache: does FP8 hold the keys and values?",
@@ -10,8 +9,8 @@ KV_CACHE = Row(
             "Saturated share, worst layer",
             "percentunit",
             "Largest share of any layer's k, of v beyond the largest FP8 code, by the newest measurement and the "
-            "replica that made it. Above 0.1% the layer is unfit, above 1% an alert names it: its scale is too small. "
-            "kv_cache.scales_policy: calibrate measures it; if that did, give it other prompts.",
+            "replica that made it. Above 0.1% the layer is unfit, above 1% an alert names it: its scale is too small, "
+            "and the trainer must send another.",
             [
                 Query(
                     f"max by (replica, tensor) (rollout_kv_saturated_ratio{{{REPLICA}}})",
@@ -22,16 +21,6 @@ KV_CACHE = Row(
             steps=True,
         ),
         Panel(
-            "Time of a calibration",
-            "s",
-            "A replica's last one, and quantiles of all in the time of a rate interval, empty between updates. The "
-            "replica is closed meanwhile. More than a few percent of a trainer's step: send scales with versions.",
-            [
-                Query(f"max by (replica) (rollout_kv_measured_seconds{{{REPLICA}}})", "last of {{replica}}"),
-                *quantiles("ray_rollout_kv_calibration_seconds", ENGINE),
-            ],
-        ),
-        Panel(
             "KV cache dtype",
             "short",
             "1: a replica keeps keys and values in FP8; 0: in BF16, half as many tokens. Layers that are unfit for FP8 "
@@ -39,17 +28,6 @@ KV_CACHE = Row(
             [
                 Query(f"max by (replica) (rollout_kv_cache_fp8{{{REPLICA}}})", "{{replica}} in FP8"),
                 Query(f"max(rollout_kv_unfit_layers{{{REPLICA}}})", "unfit layers"),
-            ],
-            steps=True,
-        ),
-        Panel(
-            "Measured versions",
-            "short",
-            "The version whose keys and values each replica measured last, against the newest. All of them far below "
-            "the newest: the policy is not calibrate, or the trainer brings the scales.",
-            [
-                Query(f"max by (replica) (rollout_kv_measured_version{{{REPLICA}}})", "{{replica}}"),
-                Query(f"max(rollout_latest_version{{{SERVICE}}})", "newest"),
             ],
             steps=True,
         ),

@@ -47,7 +47,7 @@ def main(
     disable_progress_bar()  # transformers' own
     sections: dict[str, dict[str, object]] = {"weights": {"root": out / "weights"}}
     if fake_quant or not fp8_kv_cache:
-        sections["kv_cache"] = {"dtype": "bfloat16", "scales_policy": "unit"}
+        sections["kv_cache"] = {"dtype": "bfloat16"}
     if config == DEPLOYMENT and machine.installed("vllm") is not None:
         sections = on_a_gpu(sections)
         if why_not := no_gpu(load_config(config, sections)):
@@ -96,7 +96,6 @@ def demonstrate(
         began = time.perf_counter()
         for step in train(client, model, tokenizer, steps, seed, policy=policy):
             step_s = time.perf_counter() - began
-            caches = [replica.kv_cache for replica in client.fleet().replicas]
             report.record(
                 StepRecord(
                     version=step.version + 1,
@@ -105,7 +104,6 @@ def demonstrate(
                     tokens=int(step.batch.mask.sum()),
                     rollout_s=step.rollout_s,
                     update_s=step.update_s,
-                    calibration_s=max((cache.measured_s or 0.0 for cache in caches if cache), default=0.0),
                     step_s=step_s,
                 )
             )

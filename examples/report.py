@@ -37,8 +37,6 @@ class StepRecord:
     rollout_s: float
     update_s: float
     """From the first byte pushed until every replica serves the version."""
-    calibration_s: float
-    """The part of it in which a replica measured the scales of its FP8 KV cache."""
     step_s: float
     """The whole step."""
 
@@ -90,13 +88,10 @@ class Report:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         plot(self._records, self._title, self._folder / "report.png")
-        calibration = (
-            f"KV scales {summary['kv_calibration_share']:.1%} of a step" if self.fp8_kv_cache else "no KV scales"
-        )
         self.say(
             f"reward {summary['reward_first']:.2f} → {summary['reward_last']:.2f} in {summary['steps']} steps, "
             f"{summary['versions']} weight versions, median update {summary['update_s_median']:.2f} s, "
-            f"mismatch k3 {summary['k3_mean']:.1e}, {calibration}"
+            f"mismatch k3 {summary['k3_mean']:.1e}"
         )
         self.say(f"written: {self._folder / 'summary.json'} and {self._folder / 'report.png'}")
         if summary["reward_first"] > MOST_AT_FIRST or summary["reward_last"] < LEAST_AT_LAST:
@@ -127,7 +122,6 @@ class Report:
             "tokens": tokens,
             "tokens_per_s": tokens / sum(r.rollout_s for r in records),
             "update_s_median": statistics.median(r.update_s for r in records),
-            "kv_calibration_share": sum(r.calibration_s for r in records) / sum(r.step_s for r in records),
             "wall_s": time.perf_counter() - self._started,
             "by_step": {
                 "step": list(range(1, len(records) + 1)),

@@ -45,7 +45,6 @@ SETTLE_S = 1.0
 """How long the fleet must be sound before it counts as recovered."""
 KEPT_CACHE: dict[str, dict[str, Any]] = {
     "weights": {"kv_cache_on_update": "keep", "kv_max_age": 2},
-    "kv_cache": {"scales_policy": "unit"},  # calibrated scales would drop the cache at every version
     "engine": {"block_size": 32},  # of several blocks in a session
 }
 """Settings with which the KV cache outlives updates."""

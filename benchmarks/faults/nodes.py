@@ -24,7 +24,6 @@ from benchmarks.faults.kills import Aim, kill_at, push_until_committed
 from benchmarks.faults.load import CONCURRENCY, load
 from benchmarks.faults.outcome import RECOVERY_S, Outcome
 from rollout_service.client import RolloutClient
-from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.store.log import WeightLog
 from tests.support.moments import has_open
 from tests.support.two_nodes import HEAD, Nodes, service_on_two_nodes
@@ -177,13 +176,10 @@ async def _fewest_serving(place: Ground) -> None:
 
 
 def _note_copy(outcome: NodesOutcome, nodes: Nodes, name: str, version: int) -> None:
-    """The node's own copy of a version that all serve must be the newest there and the same as in the log.
-
-    But for its KV scales: those are measured once copies are loaded, and replicas ask the ingest for them.
-    """
+    """The node's own copy of a version that all serve must be the newest there and the same as in the log."""
     copies, original = nodes.copies(name), WeightLog(nodes.root(HEAD))
     head = copies.head()
-    files = [path.name for path in original.folder(version).iterdir() if path.name != KV_SCALES_FILE]
+    files = [path.name for path in original.folder(version).iterdir()]
     same, *different = filecmp.cmpfiles(original.folder(version), copies.folder(version), files, shallow=False)
     if head is None or head.version != version or any(different) or not same:
         outcome.notes.append(f"{name}: version {version} is not whole: LATEST {head}, differing {different}")

@@ -31,7 +31,7 @@ SAME = ("model", "layers", "policy", "sessions", "prompt_tokens")
 TINY = range(5, 105)
 """Token ids of the tiny model."""
 BIN_S = 0.5
-BF16_CACHE = {"dtype": "bfloat16", "scales_policy": "unit"}
+BF16_CACHE = {"dtype": "bfloat16"}
 
 
 class Policy(StrEnum):

@@ -87,7 +87,6 @@ def _against_a_service(tools: Tools, folder: Path, updates: int, step_s: float, 
     overrides: dict[str, dict[str, Any]] = {
         "scaling": {"min_replicas": 2, "max_replicas": 2},
         "engine": {"admission_limit": 128, "version_wait_s": 2.0},
-        "kv_cache": {"scales_policy": "calibrate"},
         "weights": {"root": folder / "weights"},
         "monitor": {"min_tokens": 100},
     }

@@ -1,6 +1,5 @@
 """Settings of one engine: quantization of its weights, its KV cache, and the engine itself."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -72,23 +71,9 @@ class KVCacheConfig(Config):
     model's keys or values. The first replica measures that, and restarts its engine if necessary. ``fp8_e4m3``: such a
     model is refused at start, with the names of its layers."""
 
-    scales_policy: Literal["calibrate", "reuse", "unit"] = "reuse"
-    """Scales of a weight version that comes without any. ``calibrate``: replicas measure them before they serve it, and
-    all load the first result. ``reuse``: those of the previous version; 1 before the first scales. ``unit``: 1."""
-
-    calibration_prompts: Path | None = None
-    """File of JSON lines, each a list of token ids, to measure scales on. The first 256 tokens of the first 16 count,
-    also for whether FP8 is accurate enough. None: recent rollouts of the replica, prompts with completions; before
-    there are any, random tokens."""
-
-    @model_validator(mode="after")
-    def _scales_need_fp8(self) -> "KVCacheConfig":
-        if self.dtype == "bfloat16" and self.scales_policy == "calibrate":
-            raise ValueError(
-                "kv_cache.scales_policy is calibrate, but kv_cache.dtype is bfloat16, and a BF16 cache has no scales: "
-                "leave one out"
-            )
-        return self
+    scales_policy: Literal["reuse", "unit"] = "reuse"
+    """Scales of a weight version that comes without any. ``reuse``: those of the previous version; 1 before the first
+    scales. ``unit``: 1."""
 
 
 class AdaptersConfig(Config):

@@ -550,7 +550,7 @@ class ServiceConfig(Config):
 
     def resolved(self) -> "ServiceConfig":
         """Return the configuration with absolute paths, to be sent to other processes."""
-        root, disk, prompts = self.weights.root, self.weights.disk_root, self.kv_cache.calibration_prompts
+        root, disk = self.weights.root, self.weights.disk_root
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
         model = self.model.path if of_node else self.model.path.absolute()
         template = self.chat.chat_template and self.chat.chat_template.absolute()
@@ -569,7 +569,6 @@ class ServiceConfig(Config):
                         "source_roots": tuple(p.resolve() for p in self.weights.source_roots),
                     }
                 ),
-                "kv_cache": self.kv_cache.model_copy(update={"calibration_prompts": prompts and prompts.absolute()}),
                 "auth": self.auth.model_copy(
                     update={"token_file": self.auth.token_file and self.auth.token_file.absolute()}
                 ),

@@ -370,9 +370,7 @@ class EngineAdapter:
                 level = logging.WARNING if self._has_loaded else logging.INFO
                 logger.log(level, "rank %d loads %s layer by layer from its files: %s", rank, folder, answer.refused)
 
-    async def load(
-        self, folder: Path, version: int, kv_scales: dict[str, float] | None = None, keep_cache: bool = False
-    ) -> float:
+    async def load(self, folder: Path, version: int, keep_cache: bool = False) -> float:
         """Load a committed version while paused, and return the seconds it took. Any failure leaves the engine broken.
 
         Requests wait in the engine during the load, as in any pause. Those that accept another version only are
@@ -380,19 +378,17 @@ class EngineAdapter:
 
         Args:
             folder, version: the version.
-            kv_scales: scales of the FP8 KV cache. None: those in the manifest.
             keep_cache: keep the KV cache if the engine can, except for requests beyond ``weights.kv_max_age``. The
                 scales must be those of the loaded version, and the number above its number.
         """
         self._require_sound()
         self._loading_since = started = time.perf_counter()
-        info = {"folder": str(folder), "kv_scales": kv_scales}
         try:
             # a request that vLLM does not know yet is missed here; its tokens of this version are cut off later
             await self._llm.abort([name for name, exact in self._exact.items() if exact != version])
             await self._begin_kv(version, keep_cache)
             await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(folder)}))
             await self._llm.finish_weight_update(weight_version=str(version))
             self._has_loaded = True
         except BaseException as error:
@@ -438,15 +434,6 @@ class EngineAdapter:
         except Exception as error:
             raise EngineFailed(f"keys and values could not be measured: {error}") from error
         return tuple(KVMeasurement.model_validate(rank) for rank in ranks)
-
-    async def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-        """Replace the KV scales of the loaded weights. Call while paused, with an empty cache. A failure leaves it
-        broken."""
-        self._require_sound()
-        try:
-            await self.ask_workers("set_kv_scales", scales)
-        except Exception as error:
-            raise self._is_lost("loading KV scales failed", error) from error
 
     async def sleep(self) -> tuple[int, ...]:
         """Release the memory of weights, staging buffer and KV cache. Call while paused, with no running requests.

@@ -25,12 +25,10 @@ from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.fleet.autoscaling import BLOCKED
-from rollout_service.kv_scales.batch import CalibrationBatch
-from rollout_service.kv_scales.calibrator import (
-    KVCalibrator,
-    KVScaleSource,
-    NoKVScales,
+from rollout_service.kv_scales.cache_choice import (
+    CacheChooser,
     choose_bf16,
+    random_sequences,
     starting_choice,
     with_kv_cache,
     without_fp8,
@@ -80,9 +78,6 @@ class EngineReplica:
         self._admission = AdmissionLimit(config.engine.sequences_per_replica, config.sequences_per_gateway)
         self._queues = GatewayQueues()
         self._hand_over = HandOver(self._drain, self._admission, self._others_serve)
-        self._batch = CalibrationBatch(
-            config.kv_cache.calibration_prompts, model.vocab_size, config.engine.max_model_len
-        )
         weights, copies = await find_log(config.weights, self._ingest)
         self._config = config.model_copy(update={"weights": weights})
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s, group) as announcement:
@@ -142,7 +137,14 @@ class EngineReplica:
                 lambda: self._admission.running,
                 lambda: self._hand_over.draining,
                 copies,
-                self._kv_scales(choice),
+                CacheChooser(
+                    self._replica_id,
+                    self._engine,
+                    self._ingest,
+                    random_sequences(model.vocab_size, config.engine.max_model_len),
+                    choice,
+                    config.weights.poll_s,
+                ),
                 self._load,
                 AttentionStatus(backends=self._engine.attention_backends, why=why),
                 self._group,
@@ -159,12 +161,6 @@ class EngineReplica:
 
     def _load(self) -> EngineLoad:
         return self._engine.scheduler.engine_load(self._admission.running, self._engine.kv_cache_tokens)
-
-    def _kv_scales(self, choice: KVCacheChoice | None) -> KVScaleSource:
-        if choice is not None and choice.dtype == "bfloat16":
-            return NoKVScales(choice)
-        poll_s = self._config.weights.poll_s
-        return KVCalibrator(self._replica_id, self._engine, self._ingest, self._batch, choice, poll_s)
 
     async def generate(self, call: GenerateCall) -> Rollout:
         """Return the completions of one prompt. Cancelling the call aborts them.
@@ -209,7 +205,6 @@ class EngineReplica:
             replica_id=self._replica_id,
             returned=self._weight_sync.returns > returns,
         )
-        self._batch.add(rollout)
         describe(rollout)
         return rollout
 

@@ -27,7 +27,7 @@ NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
     "stale": frozenset({"stale", "syncing", "ready", "asleep"}),
     "asleep": frozenset({"asleep", "ready"}),
 }
-"""The allowed next states. ``syncing`` may follow itself for another version, or one that waits for its KV scales."""
+"""The allowed next states. ``syncing`` may follow itself for another version."""
 
 
 class ReplicaLife:
@@ -77,12 +77,6 @@ class ReplicaLife:
         """Mark the served version as the newest, without errors."""
         self._become("ready")
         self.target = self.error = None
-
-    def waits(self, error: str) -> None:
-        """Record that the version waits for a requirement, such as KV scales."""
-        self.error = error
-        if not self.closed:
-            self._become("syncing")
 
     def stays(self, error: str) -> None:
         """Record that a version could not be loaded. The engine continues with its current version, if it has one."""

@@ -33,7 +33,7 @@ from rollout_service.errors import (
     NotReady,
     RolloutServiceError,
 )
-from rollout_service.kv_scales.calibrator import KVScaleSource, NoKVScales
+from rollout_service.kv_scales.cache_choice import CacheChooser
 from rollout_service.metrics import table
 from rollout_service.metrics.process import count_update, record
 from rollout_service.protocol.fleet import (
@@ -75,9 +75,7 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None: ...
     async def resume(self) -> None: ...
     async def stage(self, folder: Path, digest: str | None = None) -> None: ...
-    async def load(
-        self, folder: Path, version: int, kv_scales: dict[str, float] | None = None, keep_cache: bool = False
-    ) -> float: ...
+    async def load(self, folder: Path, version: int, keep_cache: bool = False) -> float: ...
     async def sleep(self) -> object: ...
     async def wake_up(self) -> None: ...
     def bound_kv_age(self, max_age: int) -> None: ...
@@ -111,7 +109,7 @@ class WeightSync:
         running: Callable[[], int] = lambda: 0,
         draining: Callable[[], bool] = lambda: False,
         copies: NodeCache | None = None,
-        kv_scales: KVScaleSource | None = None,
+        kv_cache: CacheChooser | None = None,
         load: Callable[[], EngineLoad] | None = None,
         attention: AttentionStatus | None = None,
         group: str | None = None,
@@ -126,7 +124,7 @@ class WeightSync:
             running: returns the number of sequences in flight, for reports.
             draining: returns True if this replica gets no new requests, for reports.
             copies: this node's copies of the log, if it cannot access the log.
-            kv_scales: the source of KV scales. None: the cache has none.
+            kv_cache: chooses the dtype of the KV cache. None: it needs no choice.
             load: returns the engine's load, for reports.
             attention: the engine's attention status, for reports.
             group: this replica's group in ``scaling.groups``, which is pinned to a version. None: it has no group.
@@ -135,8 +133,7 @@ class WeightSync:
         """
         self._replica_id, self._engine, self._ingest, self._config = replica_id, engine, ingest, config
         self._running, self._draining, self._load, self._attention = running, draining, load, attention
-        self._kv_scales = kv_scales or NoKVScales()
-        self._group, self._adapters, self._kv_ages = group, adapters, kv_ages
+        self._kv_cache, self._group, self._adapters, self._kv_ages = kv_cache, group, adapters, kv_ages
         find_pin = None if group is None else functools.partial(ingest.pinned, group)
         self._log = FollowedLog(config.root_here(), copies, fingerprint, find_pin)
         self._life = ReplicaLife()
@@ -145,12 +142,6 @@ class WeightSync:
         self._tasks: list[asyncio.Task[None]] = []
         self._desired: DesiredState | None = None
         self._answers = 0
-        self._staged: tuple[Head, Manifest, float] | None = None
-        """A staged version that waits for its KV scales, with its manifest and the seconds of staging."""
-        self._awaits_scales = False
-        """True if the next version is staged but lacks its KV scales."""
-        self._served_scales: dict[str, float] | None = None
-        """KV scales of the served version, if its manifest has none."""
         self._cached_of: Origin | None = None
         """The log of the served version, and its writer then."""
         self._cached_with: dict[str, float] | None = None
@@ -244,10 +235,10 @@ class WeightSync:
             obeyed=self._pausing.obeyed,
             aborted=self._pausing.aborted,
             running=self._running(),
-            error=broken or self._kv_scales.error or life.error,
+            error=broken or (self._kv_cache and self._kv_cache.error) or life.error,
             update=life.update,
             staging=self._engine.staging,
-            kv_cache=self._kv_scales.status,
+            kv_cache=None if self._kv_cache is None else self._kv_cache.status,
             attention=self._attention,
             load=None if self._load is None else self._load(),
             adapters=() if self._adapters is None else self._adapters.status(),
@@ -298,7 +289,7 @@ class WeightSync:
                 if enough is not None and self.version in range(enough, newest.version):
                     return
             self.check_health()
-            if self._life.error is not None and self._life.target is None:  # not a version that waits for KV scales
+            if self._life.error is not None and self._life.target is None:  # not while it tries another version
                 raise LogCorrupt(self._life.error)
             await asyncio.sleep(0.05)
 
@@ -386,17 +377,13 @@ class WeightSync:
         """Report why a version was not loaded. The engine keeps serving its version, if it has one."""
         if not self._life.closed:
             await self._pausing.open()
-        if self._awaits_scales and isinstance(error, NotReady):
-            self._life.waits(str(error))
-        else:
-            self._life.stays(str(error))
+        self._life.stays(str(error))
         await self._report()
 
     async def _recovered(self) -> None:
         """Become ready again: the served version is the newest, and earlier errors of the log are obsolete."""
         if self._life.state != "ready":
             self._life.ready()
-            self._staged, self._awaits_scales = None, False
             await self._report()
 
     async def _obey(self) -> None:
@@ -411,7 +398,6 @@ class WeightSync:
             has_become = True
         if self._pausing.asleep and not slept:
             self._life.sleeps()
-            self._staged = None
         if has_become:
             await self._report()
 
@@ -419,17 +405,10 @@ class WeightSync:
         self._life.syncs(head.version)
         # also before the first version, because the ingest keeps versions that replicas are loading
         await self._report()
-        # a version that waits for its KV scales is already staged
-        if self._staged is None or self._staged[0] != head:
-            self._staged, self._awaits_scales = None, False
-            started = time.perf_counter()
-            manifest = await self._log.stage(head, self._engine)
-            self._staged = head, manifest, time.perf_counter() - started
-        _, manifest, stage_s = self._staged
-        self._awaits_scales = True
-        kv_scales = await self._kv_scales.scales_for(manifest)
-        self._staged = None
-        keeps_cache = self._keeps_cache(head, manifest, kv_scales)
+        started = time.perf_counter()
+        manifest = await self._log.stage(head, self._engine)
+        stage_s = time.perf_counter() - started
+        keeps_cache = self._keeps_cache(head, manifest)
         if keeps_cache and self._kv_ages is not None:
             await self._bound_kv_age(self._kv_ages, head.version)
         closed = time.perf_counter()
@@ -437,16 +416,11 @@ class WeightSync:
             return
         folder = self._log.folder(head.version)
         self._life.loads()
-        load_s = await self._engine.load(folder, head.version, kv_scales, keeps_cache)
+        load_s = await self._engine.load(folder, head.version, keeps_cache)
         self.labels.serve(head)
-        try:
-            self._served_scales = await self._kv_scales.loaded(manifest)
-        except NotReady:
-            await self._go_back()
-            raise
-        self._awaits_scales = False
-        self._cached_of = self._log.origin
-        self._cached_with = manifest.kv_scales if self._served_scales is None else self._served_scales
+        if self._kv_cache is not None:
+            await self._kv_cache.loaded(head.version, manifest.kv_scales)
+        self._cached_of, self._cached_with = self._log.origin, manifest.kv_scales
         self._life.loaded()
         await self._pausing.open()
         update = UpdateTimings(stage_s=stage_s, closed_s=time.perf_counter() - closed, load_s=load_s)
@@ -465,12 +439,12 @@ class WeightSync:
         except (RolloutServiceError, TimeoutError) as error:
             logger.warning("weights.kv_max_age stays for version %d: the monitor does not answer: %s", version, error)
 
-    def _keeps_cache(self, head: Head, manifest: Manifest, kv_scales: dict[str, float] | None) -> bool:
+    def _keeps_cache(self, head: Head, manifest: Manifest) -> bool:
         """Return True if running rollouts keep their KV cache when this version is loaded.
 
-        ``kv_scales``: measured scales of the version. The codes of an FP8 cache are only read with the scales that
-        wrote them, so a version with other scales, or with scales that are measured after its load, drops the cache. A
-        rollback and a restored log drop it, because the keys and values may be of weights that were withdrawn.
+        The codes of an FP8 cache are only read with the scales that wrote them, so a version with other scales drops
+        the cache. A rollback and a restored log drop it, because the keys and values may be of weights that were
+        withdrawn.
         """
         served = self._life.served
         if self._config.kv_cache_on_update == "drop" or served is None or head.version <= served.version:
@@ -479,9 +453,7 @@ class WeightSync:
             why = f"version {head.rolled_back_at} has restored older weights"
         elif self._log.origin != self._cached_of:
             why = "another ingest writes the log, and may have restored it from a backup"
-        elif manifest.awaits_kv_scales and kv_scales is None:
-            why = "its KV scales are measured after its load"
-        elif (manifest.kv_scales if kv_scales is None else kv_scales) != self._cached_with:
+        elif manifest.kv_scales != self._cached_with:
             why = "its KV scales differ from those of the cache"
         else:
             return True
@@ -489,23 +461,6 @@ class WeightSync:
             "version %d drops the KV cache, which weights.kv_cache_on_update would keep: %s", head.version, why
         )
         return False
-
-    async def _go_back(self) -> None:
-        """Reload the previous version, so that no request waits for the ingest in a paused engine.
-
-        The engine stays paused if there is no previous version, or if it cannot be read.
-        """
-        served = self._life.served
-        if served is None:
-            return
-        try:
-            await self._log.stage(served, self._engine)
-        except (NotFound, NotReady, LogCorrupt, InsufficientStorage) as error:
-            logger.error("the engine stays closed, since version %d cannot be loaded again: %s", served.version, error)
-            return
-        await self._engine.load(self._log.folder(served.version), served.version, self._served_scales)
-        self.labels.serve(served)
-        self._life.loaded()
 
     async def _closed_for(self, head: Head, clear_cache: bool) -> bool:
         """Pause the engine for a version. Returns False if the log has another version before the last rollout

@@ -59,7 +59,7 @@ class IngestReplica(Ingest):
         return self.transfer.status()
 
     async def kv_cache_choice(self) -> KVCacheChoice | None:
-        """See ``KVScaleCoordinator.kv_cache_choice``."""
+        """See ``KVCacheCoordinator.kv_cache_choice``."""
         return self.kv.kv_cache_choice()
 
     async def check_health(self) -> None:

@@ -35,7 +35,7 @@ from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.ingest.uploads import Uploads
 from rollout_service.ingest.weight_transfer import WeightTransfer
-from rollout_service.kv_scales.coordinator import KVScaleCoordinator, VersionScales, restore_result
+from rollout_service.kv_scales.coordinator import KVCacheCoordinator, VersionScales
 from rollout_service.metrics.process import count_received, counted_commit
 from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
@@ -117,7 +117,7 @@ class Ingest:
             config, self._log, self._history, self._changes, place, self._pins, lambda: self.adapter_versions
         )
         self._adapters = AdapterIngest(config, self._log, self._model, self._fleet, self._labels, self._writing)
-        self._kv_scales = VersionScales(config, self._model, self._log)
+        self._kv_scales = VersionScales(config, self._model)
         self._preparing: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
         self._summaries: dict[int, VersionSummary] = {}
@@ -135,8 +135,7 @@ class Ingest:
         self._expiry_s = min(60.0, weights.staged_ttl_s / 4)
         expiry = RepeatedTask("dropping abandoned uploads", self._expire_later, 1.0)
         self._repeated = [expiry, *(task for task in (self.watcher, self.publisher) if task is not None)]
-        self.kv = KVScaleCoordinator(config, self._log, self._kv_scales)
-        """KV scales: the measurements of replicas, and the dtype of the KV cache."""
+        self.kv = KVCacheCoordinator(config, self._log)
         self._add_calls()
 
     def _add_calls(self) -> None:
@@ -150,7 +149,6 @@ class Ingest:
         self.init_weight_transfer, self.shutdown_weight_transfer = self.transfer.init, self.transfer.shutdown
         self.start_weight_update, self.finish_weight_update = self.transfer.start, self.transfer.finish
         self.update_weights, self.pull_weights = self.transfer.update, self.pulls.pull_weights
-        self.measured_kv_scales, self.publish_kv_scales = self.kv.measured, self.kv.publish_result
         self.choose_kv_cache, self.until_awake = self.kv.choose_kv_cache, self._fleet.until_awake
         adapters = self._adapters
         self.begin_adapter, self.adapter_part, self.adapter_file = adapters.begin, adapters.part, adapters.file
@@ -207,7 +205,8 @@ class Ingest:
             return
         head, manifest = newest
         await asyncio.to_thread(self._adapters.open, head)
-        self._kv_scales.restore(manifest)
+        self._log.kv_cache()  # damage is found now, and not by the next replica
+        self._kv_scales.committed(manifest)
         await asyncio.to_thread(self._labels.load)
         await asyncio.to_thread(self._log.remove_uncommitted)
         await self._uploads.recover()
@@ -451,12 +450,8 @@ class Ingest:
         """Return the summary of a committed version. It is parsed once, in a thread: a mixture of experts has 40 000
         entries."""
         if version not in self._summaries:
-            committed = await asyncio.to_thread(self._log.manifest, version)
-            manifest = self._kv_scales.with_published(committed)
-            summary = VersionSummary.of(manifest, committed.digest, await self._record(version))
-            if manifest.awaits_kv_scales:
-                return summary
-            self._summaries[version] = summary
+            manifest = await asyncio.to_thread(self._log.manifest, version)
+            self._summaries[version] = VersionSummary.of(manifest, manifest.digest, await self._record(version))
         return self._summaries[version]
 
     def _pins(self) -> dict[str, Pin]:
@@ -519,9 +514,6 @@ class Ingest:
             number = self._uploads.numbers.first_free(self._uploads.staged_versions)
             try:
                 manifest = await asyncio.to_thread(stage_again, self._log, source, number)
-                if manifest.awaits_kv_scales:
-                    measured = await asyncio.to_thread(self._kv_scales.published, to)
-                    await asyncio.to_thread(restore_result, measured, self._log.staging(number), number)
             except OSError as error:
                 raise RolloutServiceError(f"version {to} cannot be made the newest again: {error}") from error
             version = manifest.version
@@ -550,9 +542,7 @@ class Ingest:
             ) from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
         self._kv_scales.committed(manifest)
-        self._summaries.pop(head.version, None)
-        if not manifest.awaits_kv_scales:
-            self._summaries[head.version] = VersionSummary.of(manifest, head.digest, record)
+        self._summaries[head.version] = VersionSummary.of(manifest, head.digest, record)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,

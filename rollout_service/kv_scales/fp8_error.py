@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rollout_service.kv_scales.scales import FP8_MAX, TENSORS, LayerScales
+from rollout_service.kv_scales.scales import FP8_MAX, LayerScales
 from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
 
 _SATURATED, _RELATIVE, _CHANNEL_RELATIVE = 1e-3, 0.1, 0.25
@@ -52,17 +52,6 @@ def why_unfit(unfit: Mapping[str, str], num_layers: int) -> str:
 def worst_errors(ranks: Sequence[KVMeasurement]) -> dict[str, LayerError]:
     """Return layer → the maximum over ranks of each error; NaN if it is NaN for any rank."""
     return {layer: _worst([rank.errors[layer] for rank in ranks]) for layer in ranks[0].errors}
-
-
-def saturates_nothing(ranks: Sequence[KVMeasurement], scales: Mapping[str, float] | None) -> bool:
-    """Return True if all measured k and v are within 448 · scale; ``scales`` by ``<layer>.{k,v}_scale``, None: 1."""
-    return all(
-        amax[TENSORS.index(x)] <= FP8_MAX * (1.0 if scales is None else scales[f"{layer}.{x}_scale"])
-        for rank in ranks
-        for layer, passes in rank.amax.items()
-        for amax in passes
-        for x in ("k", "v")
-    )
 
 
 def _reasons(error: LayerError) -> list[str]:

@@ -58,10 +58,6 @@ class KVScalesWorker:
         measured = measure_kv(engine.model, engine.vllm_config, engine.device, sequences, scales)
         return measured.model_dump(mode="json")
 
-    def set_kv_scales(self, scales: dict[str, float] | None) -> None:
-        """Load other scales for the current weights; see ``load_kv_scales``."""
-        load_kv_scales(self.weight_transfer_engine.model, self.weight_transfer_engine.model_config, scales)
-
 
 def measure_kv(
     model: torch.nn.Module,

@@ -137,14 +137,9 @@ def _version(samples: _Samples, status: WeightStatus, state: ServiceState) -> No
 
 
 def _kv_caches(samples: _Samples, caches: Mapping[str, KVCacheStatus]) -> None:
-    newest = max((cache.measured_version or 0 for cache in caches.values()), default=0)
     for replica, cache in caches.items():
         samples.add(table.KV_CACHE_FP8, cache.choice.dtype == "fp8_e4m3", replica)
-        if cache.measured_version is None or cache.measured_s is None:
-            continue
-        samples.add(table.KV_MEASURED_VERSION, cache.measured_version, replica)
-        samples.add(table.KV_MEASURED_SECONDS, cache.measured_s, replica)
-        if cache.measured_version == newest:
+        if cache.measured_version is not None:
             samples.add(table.KV_UNFIT, len(cache.unfit), replica)
             for layer, shares in cache.saturated.items():
                 for tensor, share in zip("kv", shares, strict=True):

@@ -109,11 +109,6 @@ UPDATE_SECONDS = _process(
     _UPDATE_S,
 )  # fmt: skip
 UPDATE_BYTES = _process("update_bytes_total", "counter", "bytes", (), "Bytes of the versions that a replica loaded.")
-KV_CALIBRATION_SECONDS = _process(
-    "kv_calibration_seconds", "histogram", "seconds", (),
-    "A replica's time for measuring keys and values of one version; part of closed.",
-    _UPDATE_S,
-)  # fmt: skip
 
 SEQUENCES = _process(
     "sequences", "gauge", "", ("state",),
@@ -253,16 +248,9 @@ KV_CACHE_FP8 = _service(
     "kv_cache_fp8", "gauge", "", ("replica",),
     "1: it keeps keys and values in FP8; 0: in BF16. GET /v1/fleet says why.",
 )  # fmt: skip
-KV_MEASURED_VERSION = _service(
-    "kv_measured_version", "gauge", "versions", ("replica",),
-    "The version whose keys and values it measured last.",
-)  # fmt: skip
-KV_MEASURED_SECONDS = _service(
-    "kv_measured_seconds", "gauge", "seconds", ("replica",), "How long that took, while it was closed."
-)
 KV_SATURATED = _service(
     "kv_saturated_ratio", "gauge", "ratio", ("replica", "layer", "tensor"),
-    "Share of a layer's k or v beyond FP8's range, by the newest measurement.",
+    "Share of a layer's k or v beyond FP8's range, by the replica that measured.",
 )  # fmt: skip
 KV_UNFIT = _service(
     "kv_unfit_layers", "gauge", "", ("replica",),

@@ -42,14 +42,12 @@ class KVCacheStatus(Frozen):
 
     choice: KVCacheChoice
     saturated: dict[str, tuple[float | None, float | None]] = Field(default_factory=dict)
-    """Layer → share of k and of v beyond the largest FP8 code with the serving scales, as last measured. None: k or v
+    """Layer → share of k and of v beyond the largest FP8 code with the scales of the measured version. None: k or v
     was not a number."""
     measured_version: int | None = None
-    """The version that was last measured; None: this replica has measured none."""
-    measured_s: float | None = None
-    """Time in seconds that the measurement took; the replica was paused meanwhile."""
+    """The version that was measured; None: this replica has measured none."""
     unfit: dict[str, str] = Field(default_factory=dict)
-    """Layer → reason why FP8 is not accurate enough for its k and v, as last measured."""
+    """Layer → reason why FP8 is not accurate enough for its k and v with these scales."""
 
 
 class AttentionStatus(Frozen):

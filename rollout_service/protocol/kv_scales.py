@@ -1,9 +1,7 @@
-"""Messages about the scales of an FP8 KV cache, between workers, replicas and the ingest (docs/kv_scales.md).
+"""Messages about the accuracy of an FP8 KV cache, between workers and replicas (docs/kv_scales.md).
 
 Layers are named as in a checkpoint, ``model.layers.0.self_attn``, and scales by ``<layer>.{q,k,v}_scale``.
 """
-
-from pydantic import Field
 
 from rollout_service.protocol.base import Frozen
 
@@ -35,18 +33,3 @@ class KVMeasurement(Frozen):
     """Layer → error of FP8 k and v with the scales under test."""
     tokens: int
     """Positions, without padding."""
-
-
-class KVScaleResult(Frozen):
-    """The measured scales of a version that came without any; immutable once published."""
-
-    version: int
-    scales: dict[str, float] | None
-    """None: 1 everywhere."""
-    replica_id: str
-    """The replica that measured."""
-    tokens: int = Field(ge=0)
-    """Positions that were measured."""
-    error: str | None = None
-    """Reason why the measurement gave no scales, so that the version uses the previous version's; None: it succeeded.
-    """

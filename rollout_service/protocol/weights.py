@@ -7,7 +7,7 @@ from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.protocol.mismatch import Suspicion
 
 VersionState = Literal["staged", "committed", "live"]
-KVScalesFrom = Literal["trainer", "calibrate", "reuse", "unit"]
+KVScalesFrom = Literal["trainer", "reuse", "unit"]
 
 
 class TensorDigests(Frozen):
@@ -49,8 +49,8 @@ class WeightStatus(Frozen):
     state: VersionState
     """``live``: every live replica serves this version or a newer one."""
     digest: str | None = None
-    """xxh3-128 over the manifest; None while staged. It covers KV scales that came with the version, but not scales
-    that the service measures. A rollback has the digest of the version that it restores."""
+    """xxh3-128 over the manifest; None while staged. It covers the KV scales. A rollback has the digest of the version
+    that it restores."""
     total_bytes: int = 0
     kv_scales_from: KVScalesFrom | None = None
     """Origin of the scales of its FP8 KV cache, see docs/kv_scales.md; None while staged."""

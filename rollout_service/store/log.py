@@ -3,7 +3,6 @@
     <root>/LATEST                      {"version", "digest", "mode", …}, replaced by atomic rename
     <root>/<version>/manifest.json     beside the safetensors files it lists; immutable
     <root>/<version>/upload.json       digests of the parts of its upload
-    <root>/<version>/kv_scales.json    KV scales, if the service measures them; written after the commit, once
     <root>/staging/<version>/          an upload that is not committed; its parts are in <version>.parts/
     <root>/CONTROL                     {"paused", "mode", "order"}: the operator's last request to the fleet
     <root>/KV_CACHE                    {"dtype", "why", "judged_by"}: of the KV cache, once it was measured

@@ -111,11 +111,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     recipe: Recipe
     tensors: tuple[StoredTensor, ...]
     kv_scales: dict[str, float] | None = None
-    """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere, or they come later."""
+    """Scales of the FP8 KV cache, by ``<attention layer>.{q,k,v}_scale``; None: 1 everywhere."""
     kv_scales_from: KVScalesFrom = "unit"
-    """Origin of the KV scales, see kv_scales/coordinator.py. ``trainer``: sent with the version. ``calibrate``:
-    measured by a replica that loads it, and stored beside the manifest. ``reuse``: none were sent, and those of
-    the previous version are used. ``unit``: none were sent, and it has none."""
+    """Origin of the KV scales. ``trainer``: sent with the version. ``reuse``: none were sent, and those of the previous
+    version are used. ``unit``: none were sent, and it has none."""
     delta_of: None = None
     """Always None: every version in a log is complete, and the upload's record has the base of a delta. The field
     stays, because it is part of every digest."""
@@ -123,11 +122,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
     """The trainer's label; like the next field, not part of ``digest``."""
     rollback_of: int | None = None
     """The version whose files were restored by a rollback."""
-
-    @property
-    def awaits_kv_scales(self) -> bool:
-        """Return True if its scales are to be measured, and are stored beside the manifest."""
-        return self.kv_scales is None and self.kv_scales_from == "calibrate"
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values of these fields."""
@@ -156,7 +150,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tru
         content = {
             "fingerprint": self.fingerprint,
             "recipe": recipe,
-            "kv_scales": "calibrate" if self.awaits_kv_scales else self.kv_scales,
+            "kv_scales": self.kv_scales,
             "delta_of": self.delta_of,
         }
         # the rest of a JSON object with sorted keys, in which "tensors" comes last

@@ -23,12 +23,7 @@ class VersionSummary(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest, digest: str, record: UploadRecord | None) -> "VersionSummary":
-        """
-        Args:
-            manifest: with the KV scales that were published since.
-            digest: as committed; computing it takes long.
-            record: record of its upload, if it is known.
-        """
+        """Summarize a version. ``digest``: as committed; computing it takes long. ``record``: of its upload."""
         pushed = None if manifest.rollback_of is not None else record
         begin = None if pushed is None else pushed.begin
         return cls(

@@ -9,12 +9,10 @@ import torch
 
 from rollout_service.errors import KVCacheUnfit
 from rollout_service.kv_scales import KVScales, scales_from_amax
-from rollout_service.kv_scales.batch import CalibrationBatch
-from rollout_service.kv_scales.calibrator import KVCalibrator
+from rollout_service.kv_scales.cache_choice import CacheChooser
 from rollout_service.kv_scales.fp8_error import unfit_layers, worst_errors
 from rollout_service.kv_scales.observer import observe_qkv
 from rollout_service.kv_scales.scales import largest_of_ranks
-from rollout_service.store.log import WeightLog
 from tests.support.fp8_cache import needs_fp8_cache
 from tests.support.key_channels import loud_weights, uneven_weights
 from tests.support.one_engine import OneEngine, running
@@ -72,11 +70,10 @@ async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_wit
             assert found == pytest.approx(wanted, rel=0.1), (layer, name)
 
     folder = await one.update(one.newest + 1, uneven_weights(one.config.model.path, seed=1))
-    batch = CalibrationBatch(None, vocab_size=128, max_model_len=256)
-    calibrator = KVCalibrator("r1", one.engine, None, batch, choice=None, retry_s=1)
+    chooser = CacheChooser("r1", one.engine, None, BATCH, choice=None, retry_s=1)
     await one.engine.pause("keep")
     with pytest.raises(KVCacheUnfit, match=r"FP8 is not accurate enough .* 2 of 2 layers.*k_channel_relative"):
-        await calibrator.loaded(WeightLog(one.config.weights.root).manifest(one.newest))
+        await chooser.loaded(one.newest, None)
     await one.engine.resume()
 
 
@@ -95,7 +92,8 @@ async def difference_with_scales_of_two_ranks(one: OneEngine, agree: float, fp8:
 
     ``agree``: how far the largest values may be from a trainer's, relatively. ``fp8``: the weights are.
     """
-    folder = await one.update(1, loud_weights(one.config.model.path, seed=1))
+    weights = loud_weights(one.config.model.path, seed=1)
+    folder = await one.update(1, weights)
     ranks = await one.measured(BATCH)
     assert len(ranks) == 2 and ranks[0].amax != ranks[1].amax
     amax = [rank.amax for rank in ranks]
@@ -104,7 +102,7 @@ async def difference_with_scales_of_two_ranks(one: OneEngine, agree: float, fp8:
     scales = scales_from_amax(amax).named()
     if not fp8:  # else one may fall on either side of a power of two
         assert scales == trainer.scales().named()
-    await one.set_kv_scales(scales)
+    folder = await one.update(2, weights, scales)
     held = await one.kv_scales_of_ranks()
     assert held[0] == held[1] and {name: set(copies) for name, copies in held[0].items()} == {
         name: {scale} for name, scale in scales.items()

@@ -25,6 +25,7 @@ from rollout_service.kv_scales import scales_from_amax
 from rollout_service.kv_scales.scales import largest_of_ranks
 from rollout_service.model.served_model import ServedModel
 from rollout_service.store.log import WeightLog
+from rollout_service.store.manifest import read_manifest
 from tests.engine.test_kv_measure import AGREE, BATCH
 from tests.support.engine_layout import expert_digests, quantize
 from tests.support.models import make_model, random_weights
@@ -74,16 +75,20 @@ async def engine_behind(
         yield OneEngine(config, engine, ingest)
 
 
-async def scaled_as_measured(one: OneEngine, scales: dict[str, float] | None) -> dict[str, Any]:
-    """Have the FP8 cache use ``scales``, or those that the ranks measure; what they are, and what was measured."""
+async def scaled_as_measured(one: OneEngine, folder: Path | None) -> dict[str, Any]:
+    """Load the last version again with the scales that the ranks measure, or from its ``folder``; what was measured."""
     ranks = [rank.amax for rank in await one.measured(BATCH)]
     assert len(ranks) == one.config.engine.tensor_parallel_size
     assert len(ranks) == 1 or ranks[0] != ranks[1]  # each has heads of its own
-    scales = scales or scales_from_amax(ranks).named()
-    await one.set_kv_scales(scales)
+    scaled = VERSIONS[-1] + 1
+    if folder is None:
+        weights = random_weights(one.config.model.path, seed=VERSIONS[-1], device="cuda")
+        folder = await one.commit(scaled, weights, scales_from_amax(ranks).named())
+    await one.load(folder, scaled)
+    scales = read_manifest(folder).kv_scales or {}
     for held in await one.kv_scales_of_ranks():
         assert {name: set(copies) for name, copies in held.items()} == {name: {s} for name, s in scales.items()}
-    return {"scales": scales, "largest": largest_of_ranks(ranks)}
+    return {"folder": folder, "largest": largest_of_ranks(ranks)}
 
 
 async def loaded_by_both_ranks(two: OneEngine, version: int, exact: bool) -> list[int]:
@@ -140,7 +145,7 @@ async def test_two_ranks_with_whole_experts_agree_with_one(
         for version in VERSIONS[1:]:
             await one.load(log.folder(version), version)
             if version == VERSIONS[-1] and fp8_cache:
-                again = await scaled_as_measured(one, measured["scales"])
+                again = await scaled_as_measured(one, measured["folder"])
                 for layer, largest in again["largest"].items():
                     assert measured["largest"][layer] == pytest.approx(largest, rel=4 * AGREE)
             of_one = await one.logprobs(TOKENS)

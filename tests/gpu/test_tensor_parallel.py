@@ -131,7 +131,6 @@ async def test_the_service_starts_with_default_staging_and_updates(shape, layers
     engine |= {"max_model_len": 192, "max_num_seqs": 256, "gpu_memory_utilization": 0.5}
     settings = settings_of(Mode.FP8KV, model, tmp_path, engine)
     settings["scaling"] = {"num_gpus": 2, "min_replicas": 1, "max_replicas": 1}
-    settings["kv_cache"]["scales_policy"] = "calibrate"
     settings["weights"]["ingest_num_gpus"] = 0
     started = time.perf_counter()
     with serving(settings, tmp_path, verbose=True) as service:

@@ -107,8 +107,6 @@ async def test_rollouts_and_an_update_move_what_the_processes_count(scrapes, cli
     before, after = scrapes
     by = {(c.name, *c.labels.values()): c.value(after) - c.value(before) for c in MOVED}
     assert {key: by[key] for key, c in zip(by, MOVED, strict=True) if by[key] < c.more} == {}
-    measured = total(after, "ray_rollout_kv_calibration_seconds_count", deployment="engine")
-    assert measured >= 1 if CACHE_DTYPE == "fp8_e4m3" else measured == 0  # at the first start
     fleet = await client.fleet()
     assert {r.attention and r.attention.backends for r in fleet.replicas} == {("CPU_ATTN",)}
     assert not [s for s in after if s.name.startswith("ray_rollout_decode_kv_tokens")]  # of groups' attention alone

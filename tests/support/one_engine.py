@@ -97,12 +97,6 @@ class OneEngine:
         await self.engine.resume()
         return ranks
 
-    async def set_kv_scales(self, scales: dict[str, float]) -> None:
-        """See ``EngineAdapter.set_kv_scales``; the engine is paused for it."""
-        await self.engine.pause("keep")
-        await self.engine.set_kv_scales(scales)
-        await self.engine.resume()
-
     async def digests(self) -> dict[str, str]:
         """See ``Probe.weight_digests``."""
         [digests] = await self.engine.ask_workers("weight_digests")

@@ -97,8 +97,6 @@ class LogUpdateInfo(WeightTransferUpdateInfo):
 
     folder: str
     """The version's folder in the log."""
-    kv_scales: dict[str, float] | None = None
-    """The version's KV scales, if they are not in its manifest."""
 
 
 class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
@@ -186,7 +184,7 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         if staged is None:
             manifest = read_manifest(folder)
             staged = Staged(folder, manifest, manifest.places.slots_digest, None, refused="it was not staged")
-        self._kv_scales = staged.manifest.kv_scales if update_info.kv_scales is None else update_info.kv_scales
+        self._kv_scales = staged.manifest.kv_scales
         if self._plan is not None and staged.placement is self._plan.placement:
             self._plan.run()
             self.report = {"way": "plan", "copies": self._plan.num_copies}

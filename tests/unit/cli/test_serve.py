@@ -127,7 +127,7 @@ class TestPrintConfig:
 
     def test_a_shipped_default_is_written_out(self, here, tiny_model):
         args = args_of(yaml.safe_load(serve(tiny_model, "--print-config").stdout))
-        assert args["kv_cache"]["scales_policy"] == "calibrate" and args["quant"]["weights"] == "fp8_block"
+        assert args["kv_cache"]["dtype"] == "auto" and args["quant"]["weights"] == "fp8_block"
 
     def test_says_on_the_side_what_would_not_start(self, here, tiny_model):
         printed = serve(tiny_model, "--tp", 8, "--print-config")

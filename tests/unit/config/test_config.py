@@ -52,7 +52,7 @@ class TestSections:
             ({"engine": {"admission_limit": 0}}, "engine.admission_limit"),
             ({"engine": {"gpu_memory_utilization": 1.5}}, "engine.gpu_memory_utilization"),
             ({"kv_cache": {"dtype": "int8"}}, "kv_cache.dtype"),
-            ({"kv_cache": {"scales_policy": "guess"}}, "kv_cache.scales_policy"),
+            ({"kv_cache": {"scales_policy": "calibrate"}}, "kv_cache.scales_policy"),
             ({"quant": {"weights": "int4"}}, "quant.weights"),
             ({"quant": {"scales": "fp16"}}, "quant.scales"),
             ({"quant": {"indivisible": "pad"}}, "quant.indivisible"),
@@ -99,10 +99,6 @@ class TestFieldsThatGoTogether:
         ("args", "named"),
         [
             ({"scaling": {"min_replicas": 4, "max_replicas": 2}}, ["max_replicas=2", "min_replicas=4"]),
-            (
-                {"kv_cache": {"dtype": "bfloat16", "scales_policy": "calibrate"}},
-                ["kv_cache.scales_policy is calibrate", "kv_cache.dtype is bfloat16"],
-            ),
             ({"weights": {"poll_s": 10, "dead_after_s": 20}}, ["dead_after_s=20", "poll_s=10"]),
             (
                 {"engine": {"pipeline_parallel_size": 2}},
@@ -125,8 +121,7 @@ class TestFieldsThatGoTogether:
     @pytest.mark.parametrize(
         "args",
         [
-            {"kv_cache": {"dtype": "auto", "scales_policy": "calibrate"}},
-            {"kv_cache": {"dtype": "fp8_e4m3", "scales_policy": "calibrate"}},
+            {"kv_cache": {"dtype": "fp8_e4m3", "scales_policy": "unit"}},
             {"engine": {"expert_parallel": True, "tensor_parallel_size": 2}},
         ],
     )
@@ -335,7 +330,6 @@ class TestResolved:
                 "upload_ssl_keyfile": "tls.key",
             },
             "auth": {"token_file": "token"},
-            "kv_cache": {"calibration_prompts": "prompts.jsonl"},
         }
         resolved = ServiceConfig.model_validate(args).resolved()
         assert resolved.model.path == tmp_path / "models/m"
@@ -343,7 +337,6 @@ class TestResolved:
         assert resolved.weights.source_roots == (tmp_path / "checkpoints", tmp_path.parent / "shared")
         assert resolved.weights.upload_certificate == (tmp_path / "tls.crt", tmp_path / "tls.key")
         assert resolved.auth.token_file == tmp_path / "token"
-        assert resolved.kv_cache.calibration_prompts == tmp_path / "prompts.jsonl"
         assert all(path.is_absolute() for path in paths_in(resolved))
 
     def test_resolving_changes_paths_only_and_twice_changes_nothing(self, tmp_path, monkeypatch):

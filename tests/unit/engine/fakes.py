@@ -88,16 +88,13 @@ class FakeEngine:
         self.before_reading(manifest.version)
         await asyncio.to_thread(verify_tensors, manifest, folder)
 
-    async def load(
-        self, folder: Path, version: int, kv_scales: dict[str, float] | None = None, keep_cache: bool = False
-    ) -> float:
+    async def load(self, folder: Path, version: int, keep_cache: bool = False) -> float:
         assert self.paused and (folder / "manifest.json").is_file()
         await self.loading.passed()
         if self.fail_load is not None:
             self.broken = self.fail_load
             raise EngineFailed(self.fail_load)
-        kept = " and keep the cache" if keep_cache else ""
-        self.calls.append((f"load {version}" if kv_scales is None else f"load {version} with {kv_scales}") + kept)
+        self.calls.append(f"load {version}" + (" and keep the cache" if keep_cache else ""))
         return 0.5
 
 

@@ -42,12 +42,6 @@ def test_a_version_that_cannot_be_loaded_leaves_it_stale(life):
     assert (life.state, life.error) == ("ready", None)
 
 
-def test_one_that_waits_for_scales_is_still_on_its_way(life):
-    life.syncs(2)
-    life.waits("another replica measures")
-    assert (life.state, life.target, life.error) == ("syncing", 2, "another replica measures")
-
-
 def test_a_closed_engine_is_not_called_stale(life):
     life.syncs(2)
     life.loads()

@@ -8,9 +8,7 @@ from msgspec.structs import replace
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import NotReady
-from rollout_service.kv_scales.calibrator import NoKVScales
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest
 from tests.unit.engine.fakes import FakeEngine, FakeIngest, push, serving
 from tests.unit.store.versions import commit, restored, stage
 
@@ -18,30 +16,9 @@ CLEARS = ["pause keep", "load 1", "resume"]
 KEEPS = ["pause keep and keep the cache", "load 1 and keep the cache", "resume"]
 
 
-class Scales(NoKVScales):
-    """Returns one version's scales after the other, of versions whose manifests have none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.next: list[dict[str, float] | None] = [None]
-
-    async def scales_for(self, manifest: Manifest) -> dict[str, float] | None:
-        return self.next[0]
-
-    async def loaded(self, manifest: Manifest) -> dict[str, float] | None:
-        return self.next.pop(0) if len(self.next) > 1 else self.next[0]
-
-
-@pytest.fixture
-def scales() -> Scales:
-    return Scales()
-
-
-async def following(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: Scales, policy: str
-) -> AsyncIterator[WeightSync]:
+async def following(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, policy: str) -> AsyncIterator[WeightSync]:
     config = WeightsConfig(root=log.root, poll_s=0.01, kv_cache_on_update=policy)
-    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_scales=scales)
+    weight_sync = WeightSync("r1", engine, ingest, config, "model")
     await weight_sync.start()
     engine.calls.clear()
     yield weight_sync
@@ -49,14 +26,14 @@ async def following(
 
 
 @pytest.fixture
-async def keeping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: Scales) -> AsyncIterator[WeightSync]:
-    async for weight_sync in following(log, engine, ingest, scales, "keep"):
+async def keeping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[WeightSync]:
+    async for weight_sync in following(log, engine, ingest, "keep"):
         yield weight_sync
 
 
 @pytest.fixture
-async def dropping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: Scales) -> AsyncIterator[WeightSync]:
-    async for weight_sync in following(log, engine, ingest, scales, "drop"):
+async def dropping(log: WeightLog, engine: FakeEngine, ingest: FakeIngest) -> AsyncIterator[WeightSync]:
+    async for weight_sync in following(log, engine, ingest, "drop"):
         yield weight_sync
 
 
@@ -72,24 +49,14 @@ async def test_keep_keeps_the_cache(keeping, log, engine, ingest):
     assert engine.calls == KEEPS
 
 
-async def test_other_kv_scales_drop_the_cache(keeping, log, engine, ingest, scales, caplog):
-    scales.next = [{"l.0.k_scale": 2.0}]
-    await push(log, ingest, 1)
-    await serving(keeping, ingest, 1)
-    await push(log, ingest, 2)
-    await serving(keeping, ingest, 2)
-    assert engine.calls == [
-        "pause keep", "load 1 with {'l.0.k_scale': 2.0}", "resume",
-        "pause keep and keep the cache", "load 2 with {'l.0.k_scale': 2.0} and keep the cache", "resume",
-    ]  # fmt: skip
+async def test_other_kv_scales_drop_the_cache(keeping, log, engine, ingest, caplog):
+    for version in (1, 2):
+        scaled = replace(stage(log, version), kv_scales={"l.0.k_scale": 2.0}, kv_scales_from="trainer")
+        log.commit(scaled, "keep")
+        await ingest.change(version=version)
+        await serving(keeping, ingest, version)
+    assert engine.calls == [*CLEARS, "pause keep and keep the cache", "load 2 and keep the cache", "resume"]
     assert "version 1 drops the KV cache" in caplog.text and "version 2" not in caplog.text
-
-
-async def test_scales_measured_after_the_load_drop_the_cache(keeping, log, engine, ingest, caplog):
-    log.commit(replace(stage(log, 1), kv_scales_from="calibrate"), "keep")
-    await ingest.change(version=1)
-    await serving(keeping, ingest, 1)
-    assert engine.calls == CLEARS and "are measured after its load" in caplog.text
 
 
 async def test_number_that_goes_down_drops_the_cache(keeping, log, engine, ingest):
@@ -154,9 +121,9 @@ class Ages:
         return version
 
 
-async def test_auto_bounds_the_age_before_each_kept_update(log, engine, ingest, scales, caplog):
+async def test_auto_bounds_the_age_before_each_kept_update(log, engine, ingest, caplog):
     config, ages = WeightsConfig(root=log.root, poll_s=0.01, kv_cache_on_update="keep", kv_max_age="auto"), Ages()
-    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_scales=scales, kv_ages=ages)
+    weight_sync = WeightSync("r1", engine, ingest, config, "model", kv_ages=ages)
     await weight_sync.start()
     engine.calls.clear()
     await push(log, ingest, 1)

@@ -8,12 +8,10 @@ import pytest
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import NotFound, QuantizationError, VersionConflict
 from rollout_service.ingest.ingest import Ingest
-from rollout_service.protocol.kv_scales import KVMeasurement, KVScaleResult
 from rollout_service.protocol.upload import Announcement, CommitUpload, PathSource, RollBack, UploadPlan
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, stream_of
-from tests.unit.kv_scales.measured import measured
 
 
 @pytest.fixture
@@ -40,11 +38,6 @@ async def push(
     plan = await ingest.begin(announced(weights, label, uploader))
     await send(trainer, plan, weights, list(plan.missing_parts), uploader)
     return await ingest.commit(plan.version, CommitUpload())
-
-
-async def publish(ingest: Ingest, version: int, measurement: KVMeasurement) -> KVScaleResult:
-    """Publish a replica's measurement of a version."""
-    return await ingest.kv.publish_result(version, "a", [measurement], (await ingest.status(version)).digest)
 
 
 class TestNext:
@@ -211,37 +204,3 @@ class TestRollback:
         assert await again.version_of("run/step-1") == back.version
         assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"
         await again.stop()
-
-    async def test_measured_kv_scales_go_with_the_weights(self, model, tmp_path, weights):
-        kept = {"keep_versions": 4}
-        config = config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept)
-        ingest, log = Ingest(config), WeightLog(tmp_path / "log")
-        await ingest.start()
-        first = await publish(ingest, 0, measured((448, 896, 224)))
-        await push(ingest, Trainer(ingest), changed(weights, 1.0))
-        await publish(ingest, 1, measured((448, 448, 448)))
-        back = await ingest.roll_back(RollBack(to=0))
-        restored = await ingest.kv.measured(back.version, back.digest)
-        assert restored == first.model_copy(update={"version": back.version}) and first.scales
-        assert await ingest.roll_back(RollBack(to=0)) == back
-        assert back.digest == (await ingest.status(0)).digest == log.manifest(0).digest
-        again = await ingest.roll_back(RollBack(to=1))
-        assert (again.version, again.kv_scales_from) == (back.version + 1, "calibrate")
-        assert again.digest == (await ingest.status(1)).digest
-        await ingest.stop()
-
-    @pytest.mark.parametrize("amax", [None, (0, 0, 0)], ids=["never measured", "measurement failed"])
-    async def test_a_rollback_has_the_digest_of_the_version_it_restores(self, model, tmp_path, weights, amax):
-        kept = {"keep_versions": 4}
-        ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": "calibrate"}, weights=kept))
-        await ingest.start()
-        await publish(ingest, 0, measured((448, 896, 224)))
-        pushed = await push(ingest, Trainer(ingest), changed(weights, 1.0))
-        if amax is not None:
-            await publish(ingest, 1, measured(amax))
-        await push(ingest, Trainer(ingest), changed(weights, 2.0))
-        back = await ingest.roll_back(RollBack(to=1))
-        assert back.digest == pushed.digest == (await ingest.status(1)).digest
-        await publish(ingest, back.version, measured((448, 448, 448)))
-        assert (await ingest.status(back.version)).digest == pushed.digest
-        await ingest.stop()

@@ -41,9 +41,8 @@ class TestDigest:
         await ingest.report(report.model_copy(update={"version": 7, "digest": "00ff"}))
         assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
 
-    @pytest.mark.parametrize("scales_policy", ["reuse", "calibrate"])
-    async def test_an_unmeasured_version_is_live_by_the_digest_in_latest(self, model, tmp_path, scales_policy):
-        ingest = Ingest(config_of(model, tmp_path / "log", kv_cache={"scales_policy": scales_policy}))
+    async def test_a_version_is_live_by_the_digest_in_latest(self, model, tmp_path):
+        ingest = Ingest(config_of(model, tmp_path / "log"))
         await ingest.start()
         head = WeightLog(tmp_path / "log").head()
         assert head is not None

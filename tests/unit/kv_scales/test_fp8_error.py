@@ -11,7 +11,6 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.kv_scales.fp8_error import (
     ErrorSums,
     fp8_round_trip,
-    saturates_nothing,
     unfit_layers,
     why_unfit,
     worst_errors,
@@ -139,14 +138,3 @@ class TestRanks:
         measured = rank(math.nan, math.inf, *[0.5] * 5)
         again = KVMeasurement.model_validate(measured.model_dump(mode="json"))
         assert repr(again) == repr(measured)
-
-    @pytest.mark.parametrize(
-        ("amax", "scale", "nothing"),
-        [((1e9, 448, 448), 1.0, True), ((0, 449, 0), 1.0, False), ((0, 0, 900), 2.0, False)],
-    )
-    def test_saturation_is_of_k_and_v_of_any_rank_and_pass(self, amax, scale, nothing):
-        fits = rank(*[0.0] * 7)
-        seen = fits.model_copy(update={"amax": {"l.0": ((1.0, 1.0, 1.0), amax)}})
-        scales = {"l.0.k_scale": scale, "l.0.v_scale": scale}
-        assert saturates_nothing([fits, seen], scales) == nothing
-        assert saturates_nothing([fits], None)

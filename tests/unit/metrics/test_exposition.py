@@ -67,7 +67,7 @@ def kv_cache(measured: int | None, k_saturated: float = 0.0, **unfit: str) -> KV
     if measured is None:
         return KVCacheStatus(choice=choice)
     saturated = {LAYER: (k_saturated, 0.0)}
-    return KVCacheStatus(choice=choice, saturated=saturated, measured_version=measured, measured_s=0.25, unfit=unfit)
+    return KVCacheStatus(choice=choice, saturated=saturated, measured_version=measured, unfit=unfit)
 
 
 def samples(of: ServiceState, *rows: MismatchRow, truncated: tuple[NotJudged, ...] = ()) -> list[Sample]:
@@ -205,25 +205,14 @@ class TestServiceState:
 
 
 class TestKVCache:
-    def test_only_the_newest_versions_kv_measurements_are_exported(self):
-        found = samples(
-            state(
-                replica("a", 9, kv_cache=kv_cache(8, 0.5, **{LAYER: "k_saturated"})),
-                replica("b", 9, kv_cache=kv_cache(9, 0.001)),
-                replica("c", 9, kv_cache=kv_cache(None)),
-            )
-        )
-        assert values(found, "rollout_kv_measured_version") == {("a",): 8, ("b",): 9}
-        assert values(found, "rollout_kv_measured_seconds") == {("a",): 0.25, ("b",): 0.25}
-        assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1, ("c",): 1}
-        assert values(found, "rollout_kv_unfit_layers") == {("b",): 0}
+    def test_replicas_that_measured_export_saturated_and_unfit_layers(self):
+        measured = kv_cache(0, 0.02, **{LAYER: "k_saturated"})
+        found = samples(state(replica("a", 9, kv_cache=measured), replica("b", 9, kv_cache=kv_cache(None))))
+        assert values(found, "rollout_kv_cache_fp8") == {("a",): 1, ("b",): 1}
+        assert values(found, "rollout_kv_unfit_layers") == {("a",): 1}
         shares = [s for s in found if s.name == "rollout_kv_saturated_ratio"]
-        assert [(s.labels["replica"], s.labels["layer"]) for s in shares] == [("b", LAYER)] * 2
-        assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.001, "v": 0.0}
-
-    def test_unfit_layers_are_counted_at_version_0_too(self):
-        one = replica("a", 0, kv_cache=kv_cache(0, 0.02, **{LAYER: "k_saturated"}))
-        assert values(samples(state(one)), "rollout_kv_unfit_layers") == {("a",): 1}
+        assert {s.labels["tensor"]: s.value for s in shares} == {"k": 0.02, "v": 0.0}
+        assert {(s.labels["replica"], s.labels["layer"]) for s in shares} == {("a", LAYER)}
 
     def test_bf16_caches_and_starting_replicas_show_no_measurement(self):
         bf16 = KVCacheStatus(choice=KVCacheChoice(dtype="bfloat16", why="not for 2 of 2 layers"))

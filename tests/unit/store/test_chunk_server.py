@@ -9,7 +9,6 @@ import pytest
 import ray
 
 from rollout_service.errors import LogCorrupt, NotFound, NotReady
-from rollout_service.kv_scales.coordinator import KV_SCALES_FILE
 from rollout_service.protocol.weight_log import Control
 from rollout_service.store import chunk_server
 from rollout_service.store.chunk_server import ChunkServer
@@ -58,7 +57,7 @@ def test_before_version_0_there_is_nothing_to_tell(tmp_path):
 
 def test_a_temporary_file_beside_a_manifest_is_not_offered(log, offered):
     before = offered.files(3)
-    (log.folder(3) / f".{KV_SCALES_FILE}.tmp").write_text("{")
+    (log.folder(3) / ".manifest.json.tmp").write_text("{")
     assert offered.files(3) == before
 
 

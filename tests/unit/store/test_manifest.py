@@ -41,7 +41,6 @@ OTHER_CONTENT: dict[str, dict[str, Any]] = {
     "another shape": {"tensors": (A, replace(B, shape=(2, 2)))},
     "another dtype": {"tensors": (replace(A, dtype="float8_e4m3fn"), B)},
     "scales of the KV cache": {"kv_scales": {"layer.0": 1.5}},
-    "scales that are not measured yet": {"kv_scales_from": "calibrate"},
 }
 
 
@@ -69,7 +68,7 @@ def plain_digest(manifest: Manifest) -> str:
     content = {
         "fingerprint": manifest.fingerprint,
         "recipe": recipe,
-        "kv_scales": "calibrate" if manifest.awaits_kv_scales else manifest.kv_scales,
+        "kv_scales": manifest.kv_scales,
         "delta_of": None,
         "tensors": sorted((t.name, t.dtype, list(t.shape), t.digest) for t in manifest.tensors),
     }
@@ -91,12 +90,7 @@ class TestDigest:
         manifest = MANIFEST.replace(**{**OTHER_CONTENT, **UNUSUAL_CONTENT}.get(what, {}))
         assert manifest.digest == plain_digest(manifest) == manifest_of_json(manifest.to_json()).digest
 
-    def test_a_version_awaits_its_scales_until_they_are_in_it(self):
-        awaiting = MANIFEST.replace(kv_scales_from="calibrate")
-        assert awaiting.awaits_kv_scales and not MANIFEST.awaits_kv_scales
-        assert not awaiting.replace(kv_scales={"layer.0": 1.5}).awaits_kv_scales
-
-    @pytest.mark.parametrize("came_from", ["calibrate", "reuse", "trainer"])
+    @pytest.mark.parametrize("came_from", ["reuse", "trainer"])
     def test_the_digest_does_not_depend_on_where_scales_came_from(self, came_from):
         scaled = MANIFEST.replace(kv_scales={"layer.0": 1.5})
         assert scaled.replace(kv_scales_from=came_from).digest == scaled.digest
