@@ -18,6 +18,7 @@ from rollout_service.errors import (
     InvalidManifest,
     QuantizationError,
     RolloutServiceError,
+    UploadIncomplete,
     VersionConflict,
 )
 from rollout_service.model.convert import Converter
@@ -178,10 +179,10 @@ async def two_trainers(ground: Ground) -> None:
             other.push_weights(version, others),
             return_exceptions=True,
         )
-    lost = [outcome for outcome in outcomes if isinstance(outcome, VersionConflict)]
-    if len(lost) != 1:
+    lost = [isinstance(outcome, VersionConflict | UploadIncomplete) for outcome in outcomes]
+    if sum(lost) != 1:
         raise NotRefused(f"outcomes were {outcomes}")
-    if isinstance(outcomes[0], VersionConflict):  # the other's are committed: ours are no retry of them
+    if lost[0]:  # the other's are committed: ours are no retry of them
         version += 1
     await ground.push(version)
 

@@ -383,8 +383,8 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         joins the remaining gathers before it raises, so that no other rank hangs. The caller must tell the other ranks
         about the failure.
 
-        A failed push of a number may be repeated. The client does not send parts again that it has sent. If their bytes
-        have changed since, it raises VersionConflict.
+        A failed push of a number may be repeated, also with other weights. The client does not send parts again that
+        the service has.
 
         Args:
             version: A number larger than any before, such as the trainer's step. ``"next"``: the service assigns the
@@ -403,7 +403,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
             ValueError: An unsupported dtype, a duplicate name, or tensors that differ from the table.
             InvalidManifest: Names or shapes differ from the served model's, or KV scales do not match its layers.
             QuantizationError: A weight is NaN or infinite. Nothing is committed.
-            VersionConflict: The version is not newer than the newest, or was uploaded with other bytes.
+            VersionConflict: The version is not newer than the newest, or was pushed again meanwhile.
             NotShared: ``transport`` is ``"shared_memory"`` or ``"cuda_ipc"``, and the ingest cannot reach this
                 process's memory. The message has the reason.
             CommitTimeout: The version is committed, but a replica did not serve it in time. ``detail`` lists the

@@ -10,12 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-
-import httpx
 
 from rollout_service.client._delta_parts import PartsAsMade
 from rollout_service.client._laps import Laps
@@ -29,9 +26,7 @@ from rollout_service.errors import (
     CommitTimeout,
     DeltaBaseGone,
     InvalidDelta,
-    NotFound,
     QuantizationError,
-    RolloutServiceError,
     VersionConflict,
 )
 from rollout_service.model.convert import Named
@@ -202,8 +197,6 @@ class DeltaPushes:
         plan = await push.uploader.begin(announced.model_copy(update={"delta": pushed.delta}))
         self._sent = None
         if plan.state != "committed":
-            with suppress(NotFound):
-                await push.uploader.discard(plan.version)
             return None
         checks = DeferredChecks()
         stored = converter.convert(tensors, to_cpu=False, checks=checks)
@@ -253,7 +246,6 @@ class DeltaPushes:
         except (DeltaBaseGone, InvalidDelta) as error:
             logger.warning(_ALL_IS_SENT, error)
         self._sent = None
-        await _discard(push, sender)
         await push.thread.call(sent.change, changes)
         return None
 
@@ -265,8 +257,7 @@ class DeltaPushes:
         sending: asyncio.Task[str],
         compare: Callable[[], Changes | None],
     ) -> Changes | None:
-        """Return the changes, see ``SentWeights.changes_to``. If they cannot be sent as a delta, discard the staged
-        upload.
+        """Return the changes, see ``SentWeights.changes_to``; None if they are too large for a delta.
 
         If the new weights are invalid, such as NaN, ``sent`` stays unchanged.
         """
@@ -280,7 +271,7 @@ class DeltaPushes:
             if sent.version is not None:
                 self._sent = sent
             await _cancel_sending(sending)
-            if not await _discard(push, sender) and isinstance(error, QuantizationError):
+            if isinstance(error, QuantizationError):
                 raise staged_still(sender.version, error) from error
             raise
         if changes is None:
@@ -290,7 +281,6 @@ class DeltaPushes:
                 base, LARGEST_SHARE,
             )  # fmt: skip
             await _cancel_sending(sending)
-            await _discard(push, sender)
             return None
         logger.info("the changes since version %s have %d bytes of %d", base, nbytes_of(changes), sent.nbytes)
         return changes
@@ -331,17 +321,3 @@ async def _cancel_sending(sending: asyncio.Task[str]) -> None:
     await asyncio.wait([sending])
     if not sending.cancelled():
         sending.exception()
-
-
-async def _discard(push: Push, sender: PartSender) -> bool:
-    """Discard the staged part of this push. Return False if that failed, or if another client had sent some of it."""
-    if not sender.found_nothing:
-        return False
-    try:
-        await push.uploader.discard(sender.version)
-    except NotFound:
-        pass
-    except (httpx.TransportError, RolloutServiceError) as error:
-        logger.warning("version %d stays staged with a part of its changes: %s", sender.version, error)
-        return False
-    return True

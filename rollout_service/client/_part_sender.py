@@ -207,12 +207,6 @@ class PartSender:
         """Size in bytes of each part except the last. Does not apply to a delta."""
         return self._plan.part_bytes
 
-    @property
-    def found_nothing(self) -> bool:
-        """True if the service had no part of this version when it was announced. All parts then come from this
-        caller."""
-        return self._plan.state == "staged" and not self._plan.digests
-
     async def send(self, parts: AsyncIterable[Part], parallel: int) -> str:
         """Upload with at most ``parallel`` concurrent requests. Holds at most one more part in memory.
 
@@ -242,22 +236,17 @@ class PartSender:
         return with_kv_scales(upload_digest(digests), self._begin.kv_scales)
 
     def _is_wanted(self, part: Part) -> bool:
-        """Return True if the service needs the part. Raises VersionConflict if it has the part with other bytes."""
+        """Return True if the service needs the part. Raises VersionConflict if the version is committed with other
+        bytes."""
         known = self._plan.digests.get(part.index)
-        if known is not None and known != part.digest and self._plan.replaces:
-            return True
-        if known is not None and known != part.digest:
+        if self._plan.state == "committed" and known != part.digest:
             raise VersionConflict(
-                f"part {part.index} of version {self._begin.version} was uploaded with other bytes before: push the "
-                f"changed weights as a newer version, such as {NEXT!r}"
-                + (
-                    ", or make older weights that are kept the newest again with rollback(to=…)"
-                    if self._plan.state == "committed"
-                    else ", or discard() the staged one first"
-                ),
+                f"part {part.index} of version {self._begin.version} was committed with other bytes: push the changed "
+                f"weights as a newer version, such as {NEXT!r}, or make older weights that are kept the newest again "
+                "with rollback(to=…)",
                 {"part": part.index, "digests": [known, part.digest]},
             )
-        return known is None
+        return known != part.digest
 
     async def _upload(self, part: Part, threads: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()

@@ -262,10 +262,6 @@ class Uploader:
             self._http, await self._listeners.find(plan), announced.numbered(plan.version), plan, progress
         )
 
-    async def discard(self, version: int) -> None:
-        """Delete a staged version. Raises NotFound if it is not staged."""
-        await ControlCalls(self._http).discard(version)
-
 
 async def _made_in(thread: TensorThread, parts: Iterator[Part]) -> AsyncIterator[Part]:
     """Yield each part when it is requested, made in ``thread``."""

@@ -82,7 +82,7 @@ class Conversion:
     def failure(self) -> RolloutServiceError | None:
         """Return the error of the first failed conversion: this version is lost and must begin anew.
 
-        A failure is cleared if it came from a part of another uploader, and the uploader that began replaces that part.
+        A failure is cleared if the part that it came from is replaced.
         """
         return self._failure or next(iter(list(self._failed.values())), None)
 

@@ -9,19 +9,16 @@ from rollout_service.protocol.weight_log import Head
 from rollout_service.store.upload_record import UploadRecord
 
 
-def require_same(
-    known: UploadRecord, begin: BeginUpload, stamp: str | None, head: Head | None, *, is_staged: bool
-) -> None:
-    """Raise VersionConflict if ``begin`` differs from the staged or committed announcement.
+def require_same(known: UploadRecord, begin: BeginUpload, stamp: str | None, head: Head | None) -> None:
+    """Raise VersionConflict if ``begin`` differs from the committed announcement.
 
     Args:
         stamp: present stamp of the announced path; None: of another source, or of another path.
         head: the newest version.
     """
-    state = "staged" if is_staged else "committed"
     if begin.label is not None and begin.label != known.begin.label:
         raise VersionConflict(
-            f"version {begin.version} is {state} with {_spelled(known.begin.label)}, and {_spelled(begin.label)} "
+            f"version {begin.version} is committed with {_spelled(known.begin.label)}, and {_spelled(begin.label)} "
             f"now: leave the label out, or push version {NEXT!r}",
             {"version": begin.version, "labels": [known.begin.label, begin.label]},
         )
@@ -30,11 +27,9 @@ def require_same(
         mine, theirs = known.source_stamp, stamp
     if mine == theirs:
         return
-    newer = f"push a newer version, such as {NEXT!r}, or go back to a kept one by POST /v1/weights/rollback"
-    instead = newer if state == "committed" else "DELETE it to begin anew"
     raise VersionConflict(
-        f"version {begin.version} is {state} with {_difference(known.begin, begin)} ({mine}, and {theirs} now): "
-        f"{instead}",
+        f"version {begin.version} is committed with {_difference(known.begin, begin)} ({mine}, and {theirs} now): push "
+        f"a newer version, such as {NEXT!r}, or go back to a kept one by POST /v1/weights/rollback",
         {
             "version": begin.version,
             "digests": [mine, theirs],

@@ -1,16 +1,13 @@
 """The parts of one upload: received into its staged file, and noted in a journal, so that they survive a restart.
 
-A part is received at its place in the file. If its place already has other bytes, or another sender is sending it, the
-part is first received into memory of its own.
+A part is received at its place in the file.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
-import numpy as np
 import torch
 import xxhash
 
@@ -25,27 +22,22 @@ from rollout_service.store.upload_record import JOURNAL, ReceivedPart, note_rece
 logger = logging.getLogger(__name__)
 PARTS_OF_A_BUCKET = 4
 """A bucket is converted once all of its parts are there: with several, few kernel launches make many tensors."""
-GRACE_S = 2.0
-"""Time in seconds in which a sender may finish a part that another has sent completely."""
 _HASHED_BYTES = 16 << 20
 
 
 class Incoming:
     """A part that one sender is sending. ``open``, ``write`` and ``close`` are called in the sender's thread."""
 
-    def __init__(self, part: int, slot: Slot, file: StagedFile, abort: Callable[[], None], *, in_place: bool) -> None:
-        """``abort``: ends the sending. ``in_place``: the part is received at its place in the file."""
-        self.part, self.nbytes, self.abort, self.in_place = part, slot.nbytes, abort, in_place
+    def __init__(self, part: int, slot: Slot, file: StagedFile, abort: Callable[[], None]) -> None:
+        """``abort``: ends the sending."""
+        self.part, self.nbytes, self.abort = part, slot.nbytes, abort
         self.ended = asyncio.Event()
         self.memory: memoryview | None = None
         """Memory to receive into; None: use ``write``."""
         self._offset, self._file, self._fd = slot.offset, file, -1
 
     def open(self) -> None:
-        """Allocate the memory or open the file. Raises OSError."""
-        if not self.in_place:
-            self.memory = memoryview(bytearray(self.nbytes))
-            return
+        """Map the place of the part, or open the file. Raises OSError."""
         self.memory = self._file.memory(self._offset, self.nbytes)
         if self.memory is None:  # a descriptor of its own: the upload may be discarded meanwhile
             self._fd = os.open(self._file.path, os.O_WRONLY)
@@ -55,18 +47,6 @@ class Incoming:
         while self._fd >= 0 and data.nbytes:
             written = os.pwrite(self._fd, data, self._offset + start)
             start, data = start + written, data[written:]
-
-    def move_into_place(self) -> None:
-        """Copy a part that was received beside the file to its place. Raises OSError."""
-        data, self.in_place = self.memory, True
-        assert data is not None
-        self.open()
-        try:
-            if self.memory is not None:
-                np.copyto(np.frombuffer(self.memory, np.uint8), np.frombuffer(data, np.uint8))  # without the GIL
-            self.write(0, data)
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Close what ``open`` has opened."""
@@ -87,7 +67,6 @@ class StagedParts:
         """Digests of the received parts."""
         self.sizes: dict[int, int] = {}
         """Sizes in bytes of the received parts."""
-        self._senders: dict[int, str] = {}
         self._receiving: dict[int, Incoming] = {}
 
     @property
@@ -100,50 +79,34 @@ class StagedParts:
         """Return True while a sender writes into the file."""
         return bool(self._receiving)
 
-    def came_from(self, part: int) -> str | None:
-        """Return the uploader that sent the part; None if it has not arrived."""
-        return self._senders.get(part)
-
     def begin(self, part: int, nbytes: int, abort: Callable[[], None]) -> Incoming:
-        """Begin to receive a part of ``nbytes``; call ``end`` with the result."""
-        in_place = part in self.missing and part not in self._receiving
-        slot = self._slots[part]._replace(nbytes=nbytes)
-        incoming = Incoming(part, slot, self.file, abort, in_place=in_place)
-        if in_place:
-            self._receiving[part] = incoming
+        """Begin to receive a part of ``nbytes`` that nobody is sending; call ``end`` with the result."""
+        incoming = Incoming(part, self._slots[part]._replace(nbytes=nbytes), self.file, abort)
+        self._receiving[part] = incoming
         return incoming
+
+    def receiving(self, part: int) -> Incoming | None:
+        """Return the part that is being sent; None: it is not."""
+        return self._receiving.get(part)
 
     def end(self, incoming: Incoming) -> None:
         """Allow others to write to the place of the part."""
-        if self._receiving.get(incoming.part) is incoming:
-            del self._receiving[incoming.part]
+        self._receiving.pop(incoming.part, None)
         incoming.ended.set()
 
-    async def claim(self, incoming: Incoming) -> None:
-        """Reserve the place of a part that has come completely. Another sender of it is stopped after ``GRACE_S``."""
-        while (other := self._receiving.get(incoming.part)) is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(other.ended.wait(), GRACE_S)
-                continue
-            other.abort()
-            await other.ended.wait()
-        self._receiving[incoming.part] = incoming
-
-    def add(self, incoming: Incoming, digest: str, uploader: str) -> None:
+    def add(self, incoming: Incoming, digest: str) -> None:
         """Note that the place of the part has its bytes. Raises OSError."""
         received = ReceivedPart(incoming.part, incoming.nbytes, digest)
         note_received(self.file.path.parent, received)
-        self._note(received, uploader)
+        self._note(received)
 
-    def _note(self, received: ReceivedPart, uploader: str) -> None:
-        part = received.part
-        self.sizes[part], self.digests[part], self._senders[part] = received.nbytes, received.digest, uploader
-        self.missing.discard(part)
+    def _note(self, received: ReceivedPart) -> None:
+        self.sizes[received.part], self.digests[received.part] = received.nbytes, received.digest
+        self.missing.discard(received.part)
 
     def forget(self, part: int) -> None:
         """Note that the place of the part is about to get other bytes."""
-        for known in (self.digests, self.sizes, self._senders):
-            known.pop(part, None)
+        del self.digests[part], self.sizes[part]
         self.missing.add(part)
 
     def recover(self) -> Iterator[int]:
@@ -152,7 +115,7 @@ class StagedParts:
             part, nbytes, digest = received
             is_valid = part < len(self._slots) and nbytes <= self._slots[part].nbytes
             if is_valid and self._digest(part, nbytes) == digest:
-                self._note(received, "")
+                self._note(received)
                 yield part
 
     def _digest(self, part: int, nbytes: int) -> str | None:

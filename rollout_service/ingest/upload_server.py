@@ -149,26 +149,28 @@ class UploadRoutes:
         expected = headers.get(PART_DIGEST_HEADER)
         if expected is None:
             raise InvalidRequest(f"send the part's xxh3-128 in hex in the header {PART_DIGEST_HEADER}")
-        record, staged, incoming = self._in_loop(self._begin(version, part, body))
         receipt = PartReceipt(version=version, part=part, nbytes=body.nbytes, digest=expected.lower())
+        uploader = headers.get(UPLOADER_HEADER, "")
+        staged, incoming = self._in_loop(self._begin(receipt, uploader, body))
         if staged is None or incoming is None:
             self._read(body, receipt, None)
-            _require_committed(record, receipt)
         else:
-            self._receive(body, staged, incoming, receipt, headers.get(UPLOADER_HEADER, ""))
+            self._receive(body, staged, incoming, receipt, uploader)
         return receipt
 
     async def _begin(
-        self, version: int, part: int, body: Body
-    ) -> tuple[UploadRecord, UploadSession | None, Incoming | None]:
-        """Return the record of an upload, and its session, which begins to receive a part; None: it is committed."""
+        self, receipt: PartReceipt, uploader: str, body: Body
+    ) -> tuple[UploadSession | None, Incoming | None]:
+        """Return the session of an upload, and the part that it begins to receive. None: the same bytes are there."""
+        version, part = receipt.version, receipt.part
         record = await self._ingest.committed(version)
         if record is not None:
             require_part(record, part, body.nbytes)
-            return record, None, None
+            _require_committed(record, receipt)
+            return None, None
         staged = self._ingest.staged(version)
         require_part(staged.record, part, body.nbytes)
-        return staged.record, staged, staged.parts.begin(part, body.nbytes, body.abort)
+        return staged, await staged.begin_part(part, body.nbytes, receipt.digest, uploader, body.abort)
 
     def _receive(
         self, body: Body, staged: UploadSession, incoming: Incoming, receipt: PartReceipt, uploader: str

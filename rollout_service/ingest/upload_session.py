@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.staged_parts import Incoming, StagedParts, StreamBucket, stream_buckets
 from rollout_service.model.convert import BATCH_BYTES, Converter, Named
 from rollout_service.model.served_model import ServedModel
-from rollout_service.protocol.base import Failure
+from rollout_service.protocol.base import NEXT, Failure
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.runtime.threads import io_threads
@@ -55,11 +56,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 2.0
+"""Time in seconds in which a sender may finish a part that another has begun to send, too."""
+
 
 class Phase(Enum):
     """The state of a session. A failed conversion is not a phase, since it may be repaired: see ``failure``."""
 
-    RECEIVING = "parts may come, and of two uploaders' the one that began may replace the other's"
+    RECEIVING = "parts may come, and replace others"
     CLOSING = "a commit has begun: what is there is what is committed"
     LEFT = "nothing comes in or is converted any more"
 
@@ -135,7 +139,6 @@ class UploadSession:
             self._read_delta = delta.reading(self._changes.read, slot, self._conversion.gpu)
         elif begin.source is None:
             self._buckets = stream_buckets(self.begin.tensors, self.record.part_bytes)
-        self._replacing = asyncio.Lock()
         self.touched_at = time.monotonic()
         """Time of the last arrival on this process's monotonic clock: the wall clock may be set."""
         self.in_log = False
@@ -277,58 +280,67 @@ class UploadSession:
             }
         )
 
-    async def accept(self, incoming: Incoming, digest: str, uploader: str = "") -> None:
-        """Take in a part that was received, and whose digest was checked. Repeating a part has no effect.
+    async def begin_part(
+        self, part: int, nbytes: int, digest: str, uploader: str, abort: Callable[[], None]
+    ) -> Incoming | None:
+        """Begin to receive a part of ``nbytes``, for ``accept``. None: it is there with the same bytes.
 
-        With two concurrent uploaders, the parts of the one that began the version win. Raises VersionConflict if other
-        bytes came under the same number before, NotFound if the version was discarded meanwhile, InvalidDelta for a
-        part of a delta that cannot be read.
+        Other bytes replace a part that is there. Raises VersionConflict if a newer announcement has taken over, or a
+        commit has begun; NotFound if the version was discarded. ``abort``: ends the sending.
+        """
+        while (other := self.parts.receiving(part)) is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(other.ended.wait(), GRACE_S)
+                continue
+            other.abort()
+            await other.ended.wait()
+        self._require_owner(part, uploader)
+        self.touched_at = time.monotonic()
+        known = self.digests.get(part)
+        if known == digest:
+            return None
+        if known is not None and self._phase is not Phase.RECEIVING:
+            raise VersionConflict(
+                f"part {part} of version {self.begin.version} came with digest {known} before and {digest} now, and "
+                "its commit has begun: push a newer version, or DELETE it",
+                {"part": part, "digests": [known, digest]},
+            )
+        incoming = self.parts.begin(part, nbytes, abort)
+        if known is not None:
+            self.parts.forget(part)
+            await self._conversion.forget(self._keys_of(part))
+        return incoming
+
+    async def accept(self, incoming: Incoming, digest: str, uploader: str = "") -> None:
+        """Take in a part that was received, and whose digest was checked.
+
+        Raises as ``begin_part``, and InvalidDelta for a part of a delta that cannot be read.
         """
         try:
-            if not incoming.in_place:
-                await self._replace(incoming, digest, uploader)
-            elif self._is_wanted(incoming.part, digest, uploader):
-                self._take_in(incoming, digest, uploader)
+            self._require_owner(incoming.part, uploader)
+            self._take_in(incoming, digest)
         finally:
             self.parts.end(incoming)
 
-    async def _replace(self, incoming: Incoming, digest: str, uploader: str) -> None:
-        """Take in a part whose place had other bytes, or was reserved for another sender."""
-        part = incoming.part
-        async with self._replacing:
-            if not self._is_wanted(part, digest, uploader):
-                return
-            await self.parts.claim(incoming)
-            if not self._is_wanted(part, digest, uploader):
-                return
-            if part in self.digests:
-                self.parts.forget(part)
-                await self._conversion.forget(self._keys_of(part))
-            await asyncio.to_thread(incoming.move_into_place)
-            self._require_there(part)
-            self._take_in(incoming, digest, uploader)
-
-    def _is_wanted(self, part: int, digest: str, uploader: str) -> bool:
-        """Return False if the part is there with the same bytes."""
+    def _require_owner(self, part: int, uploader: str) -> None:
+        """Raise VersionConflict for a part of an older push: the last announcement of a version owns it."""
         self._require_there(part)
-        self.touched_at = time.monotonic()
-        known = self.digests.get(part)
-        if known is not None and known != digest and not self._gives_way(part, uploader):
+        owner = self.begin.uploader
+        if owner and uploader and uploader != owner:
             raise VersionConflict(
-                f"part {part} of version {self.begin.version} came with digest {known} before and {digest} now: "
-                "DELETE the staged version to begin anew",
-                {"part": part, "digests": [known, digest]},
+                f"version {self.begin.version} is being uploaded by a push that was announced later: push another "
+                f"version, such as {NEXT!r}",
+                {"version": self.begin.version},
             )
-        return known != digest
 
     def _require_there(self, part: int) -> None:
         if self._phase is Phase.LEFT:
             raise NotFound(f"version {self.begin.version} was discarded before part {part} was complete: begin anew")
 
-    def _take_in(self, incoming: Incoming, digest: str, uploader: str) -> None:
+    def _take_in(self, incoming: Incoming, digest: str) -> None:
         part = incoming.part
         names = [] if self._changes is None else self._changes.add(part, incoming.nbytes)
-        self.parts.add(incoming, digest, uploader)
+        self.parts.add(incoming, digest)
         self._received_at = time.monotonic()
         if self._changes is None:
             self._begin_complete(self._keys_of(part))
@@ -368,11 +380,6 @@ class UploadSession:
         in_turns = self._conversion.gpu is not None
         for batch in self._delta.batches(names, BATCH_BYTES):
             self._conversion.begin(Bucket(batch, partial(self._read_delta, batch), in_turns=in_turns), part)
-
-    def _gives_way(self, part: int, uploader: str) -> bool:
-        """Return True if ``uploader`` began the upload, and the present part came from another one."""
-        began = bool(uploader) and uploader == self.begin.uploader
-        return began and self.parts.came_from(part) != uploader and self._phase is Phase.RECEIVING
 
     def convert(self, bucket: Bucket) -> Future[None]:
         """Convert tensors of a broadcast, each once. See ``Conversion.begin``.
@@ -425,7 +432,7 @@ class UploadSession:
         self.record, self.folder = record, folder
         self._conversion.renumber(version)
 
-    def rename(self, **changes: str) -> None:
+    def rename(self, **changes: str | None) -> None:
         """Change the ``uploader`` that owns the upload, or the trainer's ``label``. Raises OSError."""
         record = self.record.model_copy(update={"begin": self.begin.model_copy(update=changes)})
         write_record(self._parts_folder, record)
@@ -437,9 +444,7 @@ class UploadSession:
         Raises UploadIncomplete, VersionConflict if ``meant`` is not the upload's digest, or the error of the first
         failed conversion.
         """
-        async with self._replacing:  # a part that gets other bytes is missing for a moment
-            missing = sorted(self.missing)
-        if missing:
+        if missing := sorted(self.missing):
             raise self.failure or UploadIncomplete(
                 f"version {self.begin.version} lacks {len(missing)} of {self.num_parts} parts",
                 {"missing_parts": missing[:1000]},
@@ -467,8 +472,8 @@ class UploadSession:
         present = self.complete_record().upload_digest
         if meant is not None and meant != present:
             raise VersionConflict(
-                f"version {self.begin.version} was uploaded by two at once: its parts hash to {present}, and not to "
-                f"the {meant} of this commit; nothing was committed",
+                f"version {self.begin.version} was announced again since: its parts hash to {present}, and not to the "
+                f"{meant} of this commit; nothing was committed",
                 {"version": self.begin.version, "digests": [present, meant]},
             )
 

@@ -130,27 +130,37 @@ class Uploads:
 
         Raises VersionConflict, TableUnknown, InvalidRequest, InvalidManifest, NotFound, and others.
         """
-        begin = await self._numbered(self._builder.tables.in_full(announced))
+        begin = self._numbered(self._builder.tables.in_full(announced))
         if isinstance(begin.source, SharedMemorySource):
             # before anything is dropped, so that a refused call has no effect
             await asyncio.to_thread(self._trainer_memory.open, begin.source)
-        await self._drop_unshared(begin)
-        plan = await self._begin(begin)
-        replaces = announced.version == NEXT and plan.state == "staged"
-        return plan.model_copy(update={"replaces": replaces, "table": self._builder.tables.name_for(begin)})
+        known = await self.committed(begin.version)
+        if known is not None:
+            stamp = await asyncio.to_thread(self._stamp_of, begin) if known.begin.describes_what(begin) else None
+            require_same(known, begin, stamp, self._log.head())
+            plan = self._plan_of(known)
+        else:
+            self.numbers.require_newer(begin.version)
+            staged = await self._take_over(begin) or await self._stage_announced(begin)
+            plan = self._plan_of(staged.record, staged)
+        return plan.model_copy(update={"table": self._builder.tables.name_for(begin)})
 
-    async def _drop_unshared(self, begin: BeginUpload) -> None:
-        """Drop a version that was staged from a trainer's memory and can no longer continue, since that memory is not
-        read any more."""
+    async def _take_over(self, begin: BeginUpload) -> UploadSession | None:
+        """Return the unfinished upload of the same content, which now is that of this announcement; None: there is
+        none."""
         staged = self._staged.get(begin.version)
-        if staged is None or not isinstance(staged.begin.source, SharedMemorySource):
-            return
-        before, now = staged.begin.source, begin.source
-        is_own = isinstance(now, SharedMemorySource) and now.process == before.process
-        if before != now and (is_own or not self._trainer_memory.is_there(before)):
-            await self.discard(begin.version)
+        if staged is None or staged.failure is not None or not staged.begin.describes_what(begin):
+            return None
+        stamp = await asyncio.to_thread(self._stamp_of, begin)
+        if stamp is not None and stamp != staged.record.source_stamp:
+            return None
+        staged.touched_at = time.monotonic()
+        label = begin.label or staged.begin.label
+        if (begin.uploader, label) != (staged.begin.uploader, staged.begin.label):
+            await self.rename(staged, uploader=begin.uploader, label=label)
+        return staged
 
-    async def _numbered(self, announced: Announcement) -> BeginUpload:
+    def _numbered(self, announced: Announcement) -> BeginUpload:
         """Return the announcement with its number: the given one, the one that this push had before, or the next
         one."""
         if announced.version != NEXT:
@@ -160,18 +170,8 @@ class Uploads:
                 return announced.numbered(version)
         for version, staged in self._staged.items():
             if announced.label is not None and announced.label == staged.begin.label:
-                begin = announced.numbered(version)
-                await self._give_way(staged, begin)
-                return begin
+                return announced.numbered(version)
         return announced.numbered(self._next_number())
-
-    async def _give_way(self, staged: UploadSession, begin: BeginUpload) -> None:
-        """Let another trainer, or the same one after a restart, take over an unfinished upload. Its parts are kept if
-        they are of the same tensors."""
-        if staged.failure is None and begin.source is None and staged.begin.describes_what(begin):
-            await self.rename(staged, uploader=begin.uploader)
-        else:
-            await self.discard(begin.version)
 
     def _next_number(self) -> int:
         """Return the first number above all committed and staged ones. Raises VersionConflict if there is none."""
@@ -216,19 +216,6 @@ class Uploads:
         await self.stage(BeginUpload(version=number, source=same, label=label, kv_scales=kv_scales), source)
         return number
 
-    async def _begin(self, begin: BeginUpload) -> UploadPlan:
-        staged = self._staged.get(begin.version)
-        resumed = staged if staged is not None and staged.failure is None else None
-        known = resumed.record if resumed is not None else await self.committed(begin.version)
-        if known is None:
-            self.numbers.require_newer(begin.version)
-            staged = await self._stage_announced(begin)
-            return self._plan_of(staged.record, staged)
-        await asyncio.to_thread(self._require_same, known, begin, is_staged=resumed is not None)
-        if resumed is not None:
-            resumed.touched_at = time.monotonic()
-        return self._plan_of(known, resumed)
-
     async def begin_broadcast(self) -> UploadSession:
         """Stage the next version, for tensors that come through ``UploadSession.convert``.
 
@@ -258,7 +245,7 @@ class Uploads:
         self._staged[version] = self._staged.pop(before)
 
     @staticmethod
-    async def rename(staged: UploadSession, **changes: str) -> None:
+    async def rename(staged: UploadSession, **changes: str | None) -> None:
         """Change the uploader or label of a staged version. Raises RolloutServiceError if the disk fails."""
         try:
             await asyncio.to_thread(lambda: staged.rename(**changes))
@@ -266,13 +253,13 @@ class Uploads:
             raise RolloutServiceError(f"version {staged.begin.version} cannot be renamed: {error}") from error
 
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
-        """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces a failed upload.
+        """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces another upload.
 
         Raises InvalidManifest, InsufficientStorage, RolloutServiceError.
         """
-        failed = self._staged.pop(begin.version, None)
-        if failed is not None:
-            await failed.discard()
+        before = self._staged.pop(begin.version, None)
+        if before is not None:
+            await before.discard()
         try:
             self._staged[begin.version] = await asyncio.to_thread(self._builder.build, begin, source)
         except OSError as error:
@@ -392,11 +379,9 @@ class Uploads:
                 "version %d is staged still, and lacks %d of %d parts", version, len(staged.missing), staged.num_parts
             )
 
-    def _require_same(self, known: UploadRecord, begin: BeginUpload, *, is_staged: bool) -> None:
-        stamp = None
-        if known.begin.describes_what(begin) and isinstance(begin.source, PathSource):
-            stamp = source_stamp(self._builder.folder_of(begin.source))
-        require_same(known, begin, stamp, self._log.head(), is_staged=is_staged)
+    def _stamp_of(self, begin: BeginUpload) -> str | None:
+        """Return the present stamp of an announced path; None: of another source."""
+        return source_stamp(self._builder.folder_of(begin.source)) if isinstance(begin.source, PathSource) else None
 
     def _plan_of(self, record: UploadRecord, staged: UploadSession | None = None) -> UploadPlan:
         """Return the reply to ``begin``; ``staged``: None if it is committed."""

@@ -40,16 +40,16 @@ announced by that name: ``Announcement.table``. If it does not have the table, a
 TableUnknown, and the trainer sends the table.
 
 **Retries.** All requests may be repeated. ``UploadPlan.digests`` lists the parts that the ingest has, also for a
-committed version. A client can therefore send only missing parts, and check the others. A repeated part with different
-bytes gets 409 with both digests. If two clients upload the same version at once, the one that began first (by its
-``X-Uploader``) wins until the other has committed. ``CommitUpload.upload_digest`` keeps both from committing a mixture.
+committed version. A client can therefore send only parts that are missing or have other bytes. Until the commit, the
+last announcement of a version wins: it continues an upload of the same tensors, and replaces any other. Parts of
+earlier pushes, by their ``X-Uploader``, then get 409, as does any difference from a committed version.
+``CommitUpload.upload_digest`` keeps a push from committing the parts of another.
 
 **Versions.** A version has a number, which only grows, and may have a label, the trainer's own name for it. A trainer
 whose step count decreases, as after resuming from an older checkpoint, announces the version ``next``. The ingest then
 assigns the first number above all committed and staged ones and returns it as ``UploadPlan.version``. If the same
-``uploader`` announces again, the number stays the same. Another uploader with the same label, such as a restarted
-trainer, takes over an upload that is not committed: it continues with the parts already there, and may replace them. An
-abandoned upload is dropped by the next commit, or after ``weights.staged_ttl_s``.
+``uploader`` announces again, or a restarted trainer the same label, the number stays the same. An abandoned upload is
+dropped by the next commit, or after ``weights.staged_ttl_s``.
 """
 
 import functools
@@ -371,8 +371,6 @@ class UploadPlan(Frozen):
     """xxh3-128 in hex of each part that the ingest has."""
     table: str | None = None
     """Name of the announced tensors, for the next announcement of the same ones; None: the ingest has not kept them."""
-    replaces: bool = False
-    """True if the caller may replace those parts: it has taken over an earlier push with its label."""
     upload_url: str | None = None
     """Address that takes parts and batches of shared memory directly, with fewer hops than the service's own. None: no
     such address is known to be reachable for the caller."""

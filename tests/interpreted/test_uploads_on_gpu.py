@@ -59,17 +59,19 @@ def begun(folder: Path, weights: Weights, executor: ThreadPoolExecutor) -> Uploa
     memory = LogMemory(MappedFiles(lambda memory: lambda: None), spare)
     space, plans = StagingSpace(folder / "kept"), BatchPlans(converter, layout.places)
     resources = Resources(MODEL, converter, layout, PART_BYTES, executor, space, memory, executor, plans)
-    return UploadSession(BeginUpload(version=1, tensors=table, uploader="first"), folder / "1", resources)
+    return UploadSession(BeginUpload(version=1, tensors=table), folder / "1", resources)
 
 
-async def accept(staged: UploadSession, stream: bytes, numbers: Iterable[int], uploader: str = "first") -> None:
+async def accept(staged: UploadSession, stream: bytes, numbers: Iterable[int]) -> None:
     for part in numbers:
         data = stream[part * PART_BYTES : (part + 1) * PART_BYTES]
-        incoming = staged.parts.begin(part, len(data), lambda: None)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        incoming = await staged.begin_part(part, len(data), digest, "", lambda: None)
+        assert incoming is not None
         incoming.open()
         assert incoming.memory is not None
         incoming.memory[:] = data
-        await staged.accept(incoming, xxhash.xxh3_128_hexdigest(data), uploader)
+        await staged.accept(incoming, digest)
         incoming.close()
         staged.parts.end(incoming)
 
@@ -141,7 +143,7 @@ async def test_replaced_parts_are_converted_again(tmp_path, by_host, executor):
     last = staged.num_parts - 1
     unsound = codes(seed=1)
     unsound["w2"].view(torch.uint8)[0] = 0x7F
-    await accept(staged, stream_of(unsound), range(last), uploader="second")
+    await accept(staged, stream_of(unsound), range(last))
     await accept(staged, stream_of(codes()), range(last))
     await accept(staged, stream_of(codes()), [last])
     assert await staged.finish() == by_host

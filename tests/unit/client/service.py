@@ -48,7 +48,6 @@ class Upload:
         self.digests: dict[int, str] = {}
         self.state = "staged"
         self.commit: CommitUpload | None = None
-        self.may_be_replaced = False
         """Its trainer has begun it again as the next version."""
 
     @property
@@ -148,9 +147,10 @@ class Service:
         announced = Announcement.model_validate_json(await request.body())
         begin = announced.numbered(self._number_of(announced))
         upload = self.uploads.setdefault(begin.version, Upload(begin))
-        upload.may_be_replaced = announced.version == "next"
         if not upload.begin.describes_what(begin):
-            raise VersionConflict(f"version {begin.version} was announced with other tensors")
+            if upload.state == "committed":
+                raise VersionConflict(f"version {begin.version} was announced with other tensors")
+            upload = self.uploads[begin.version] = Upload(begin)
         total = begin.num_parts(self.part_bytes)
         plan = UploadPlan(
             version=begin.version,
@@ -159,7 +159,6 @@ class Service:
             num_parts=total,
             missing_parts=tuple(part for part in range(total) if part not in upload.parts),
             digests=upload.digests,
-            replaces=announced.version == "next" and upload.state == "staged",
             upload_url=self.upload_url,
             upload_key=self.upload_url and self.upload_key,
             upload_certificate=self.upload_certificate,
@@ -187,7 +186,7 @@ class Service:
             raise DigestMismatch(f"part {part} does not hash to {digest}")
         if upload.begin.delta is None and len(data) != list(upload.begin.slots(self.part_bytes))[part].nbytes:
             raise DigestMismatch(f"part {part} has {len(data)} bytes")
-        if upload.digests.get(part, digest) != digest and not upload.may_be_replaced:
+        if upload.digests.get(part, digest) != digest and upload.state == "committed":
             raise VersionConflict(f"part {part} came with other bytes before")
         upload.digests[part] = digest
         upload.parts[part] = data

@@ -309,7 +309,7 @@ class TestFailures:
         for seed, status in enumerate(pushed):
             await require_the_same_as_whole(service, status.version, stepped(weights, seed))
 
-    async def test_nothing_stays_of_a_push_whose_last_tensor_is_no_number(self, service, client, weights, monkeypatch):
+    async def test_a_push_whose_last_tensor_is_no_number_is_replaced(self, service, client, weights, monkeypatch):
         monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
         monkeypatch.setattr("rollout_service.client._delta.CONVERTED_BYTES", 1)
         await push(client, 1, weights)
@@ -328,7 +328,7 @@ class TestFailures:
 
         with pytest.raises(QuantizationError, match="is nan"):
             await push(client, 2, broken(), tensor_table=table, progress=progress)
-        assert sent.is_set() and [status.version for status in await client.weights()] == [0, 1]
+        assert sent.is_set()
         await push(client, 2, stepped(weights, 3))
         assert base_of(service, 2) == 1
         await require_the_same_as_whole(service, 2, stepped(weights, 3))
@@ -349,12 +349,11 @@ class TestFailures:
         await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) == 1
 
-    async def test_tensors_that_end_early_leave_nothing_staged(self, service, client, weights):
+    async def test_a_push_whose_tensors_end_early_is_replaced(self, service, client, weights):
         await push(client, 1, weights)
         table = [describe(name, tensor) for name, tensor in weights.items()]
         with pytest.raises(ValueError, match="but the tensors ended"):
             await push(client, 2, iter(list(stepped(weights, 2).items())[:-1]), tensor_table=table)
-        assert [status.version for status in await client.weights()] == [0, 1]
         await push(client, 2, stepped(weights, 2))
         assert base_of(service, 2) == 1
 
@@ -377,8 +376,6 @@ class TestFailures:
             failing.setattr(Ingest, "commit", failing_commit)
             with pytest.raises(InsufficientStorage):
                 await push(client, 2, stepped(weights, 2))
-        with pytest.raises(VersionConflict, match="part 0 of version 2 was uploaded with other bytes before"):
-            await push(client, 2, stepped(weights, 3))
         assert not (await client.weights(2)).missing_parts
         with monkeypatch.context() as nothing_sent:
             nothing_sent.delattr("rollout_service.client._part_sender._put")
@@ -505,7 +502,7 @@ class TestFailures:
         await push(client, 3, stepped(weights, 3))
         assert base_of(service, 3) == 2
         await require_the_same_as_whole(service, 3, stepped(weights, 3))
-        with pytest.raises(VersionConflict, match="of version 1 was uploaded with other bytes"):
+        with pytest.raises(VersionConflict, match="of version 1 was committed with other bytes"):
             await push(client, 1, stepped(weights, 5))
 
     async def test_the_same_push_to_a_service_that_has_lost_it_is_whole(self, service, client, weights):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.client._tensors import describe
-from rollout_service.errors import EngineFailed, InvalidManifest, QuantizationError, Unauthorized, VersionConflict
+from rollout_service.errors import EngineFailed, InvalidManifest, QuantizationError, Unauthorized
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.protocol.upload import TrainerRecipe
 from rollout_service.protocol.weights import WeightStatus
@@ -225,13 +225,6 @@ class TestResume:
         service.log.clear()
         await push(client, 5, small)
         assert service.parts_sent() == []
-
-    async def test_a_push_of_other_weights_does_not_resume_the_old_one(self, service, client, small):
-        await fail_at_part_6(service, client, small)
-        small["layer2"] = small["layer2"] * 1.5
-        with pytest.raises(VersionConflict, match="part 2 of version 5 was uploaded with other bytes"):
-            await push(client, 5, small)
-        assert service.calls("POST", "/v1/weights/5/commit") == 0
 
     async def test_a_rank_that_does_not_send_quantizes_nothing(self, service, client, small):
         read: list[str] = []

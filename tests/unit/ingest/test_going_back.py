@@ -77,7 +77,7 @@ class TestNext:
         first = await ingest.begin(announced(weights, "run/step-3"))
         await send(trainer, first, weights, [0, 1])
         second = await ingest.begin(announced(weights, "run/step-3", "restarted"))
-        assert second.version == first.version and set(second.digests) == {0, 1} and second.replaces
+        assert second.version == first.version and set(second.digests) == {0, 1}
         await send(trainer, second, weights, list(second.missing_parts), "restarted")
         assert (await ingest.commit(first.version, CommitUpload())).label == "run/step-3"
 
@@ -111,12 +111,14 @@ class TestNext:
         assert (await push(ingest, trainer, changed(weights, 1.0), "run/step-3", "restarted")).version == 2
         assert await ingest.version_of("run/step-3") == 2
 
-    async def test_another_label_under_one_number_conflicts(self, ingest, trainer, weights):
+    async def test_another_label_under_a_committed_number_conflicts(self, ingest, trainer, weights):
         begin = begin_of(4, weights).model_copy(update={"label": "a"})
-        await ingest.begin(begin)
-        assert (await ingest.begin(begin_of(4, weights))).version == 4
-        with pytest.raises(VersionConflict, match="staged with the label 'a', and the label 'b' now"):
-            await ingest.begin(begin.model_copy(update={"label": "b"}))
+        for announced in (begin, begin_of(4, weights), begin.model_copy(update={"label": "b"})):
+            plan = await ingest.begin(announced)
+        await send(trainer, plan, weights, list(plan.missing_parts), "")
+        assert (await ingest.commit(4, CommitUpload())).label == "b"
+        with pytest.raises(VersionConflict, match="committed with the label 'b', and the label 'a' now"):
+            await ingest.begin(begin)
 
     async def test_a_number_that_is_not_newer_says_the_ways_out(self, ingest, trainer, weights):
         await trainer.push(5, weights)

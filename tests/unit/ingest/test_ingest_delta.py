@@ -19,7 +19,6 @@ from rollout_service.errors import (
     InvalidManifest,
     NotFound,
     QuantizationError,
-    VersionConflict,
 )
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.changes import Change
@@ -235,14 +234,14 @@ class TestApplied:
 
     async def test_a_part_that_takes_another_ones_place_is_applied_to_the_base_again(self, trainer, log, old, new):
         announced, changes = delta_of(2, 1, old, new)
-        plan = await trainer._ingest.begin(announced.model_copy(update={"uploader": "began"}))
+        plan = await trainer._ingest.begin(announced)
         parts, first = parts_of(announced, changes), announced.tensors[announced.delta_parts[1].start].name
         # of two tensors, one is told as it was, the other's changes are damaged
         damaged = {**changes, UP_PROJ: Change(memoryview(b"\x07" + changes[UP_PROJ].encoded[1:]), "ab" * 16)}
         del damaged[first]
         await trainer.send_parts(plan, parts_of(announced, damaged))
         for part in plan.missing_parts:
-            assert (await trainer.put(2, part, parts[part], **{"X-Uploader": "began"})).status_code == 200
+            assert (await trainer.put(2, part, parts[part])).status_code == 200
         await trainer._ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
 
@@ -515,16 +514,12 @@ class TestUnsoundParts:
 
 
 class TestAgain:
-    async def test_the_same_delta_goes_on_and_another_conflicts(self, trainer, ingest, log, old, new):
+    async def test_the_same_delta_goes_on_until_it_is_committed(self, trainer, ingest, log, old, new):
         plan, parts = await trainer.begin_delta(2, 1, old, new)
         await trainer.send_parts(plan, parts, plan.missing_parts[:3])
         again, _ = await trainer.begin_delta(2, 1, old, new)
         assert again.missing_parts == plan.missing_parts[3:]
         _, others = await trainer.begin_delta(2, 1, old, old)
-        reply = await trainer.put(2, 1, others[1])
-        assert reply.status_code == 409 and "part 1 of version 2 came with digest" in reply.text
-        with pytest.raises(VersionConflict, match="version 2 is staged with tensors where one has a delta"):
-            await ingest.begin(begin_of(2, new))
         await trainer.send_parts(again, parts)
         await ingest.commit(2, CommitUpload())
         require_stored(log, 2, new)
@@ -534,11 +529,12 @@ class TestAgain:
         reply = await trainer.put(2, 1, others[1])
         assert reply.status_code == 409 and "version 2 is committed, and its part 1 hashes to" in reply.text
 
-    async def test_a_delta_of_another_base_conflicts(self, trainer, weights, old, new):
+    async def test_a_delta_of_another_base_begins_anew(self, trainer, ingest, weights, old, new):
         await trainer.push(2, old)
-        await trainer.begin_delta(3, 1, old, new)
-        with pytest.raises(VersionConflict, match="version 3 is staged with a delta of another base"):
-            await trainer.begin_delta(3, 2, old, new)
+        plan, parts = await trainer.begin_delta(3, 1, old, new)
+        await trainer.send_parts(plan, parts)
+        assert (await trainer.begin_delta(3, 2, old, new))[0].digests == {}
+        assert (await ingest.begin(begin_of(3, new))).digests == {}
 
     @pytest.mark.parametrize("parts", [0, 3, None], ids=["none", "some", "all"])
     async def test_a_restarted_ingest_goes_on_with_the_parts_that_are_there(

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.staged_parts import Incoming
 from rollout_service.ingest.upload_address import UploadAddress
 from rollout_service.ingest.upload_server import UploadServer
+from rollout_service.ingest.upload_session import UploadSession
 from rollout_service.protocol.base import MAX_VERSION
 from rollout_service.protocol.upload import (
     DTYPE_BYTES,
@@ -107,14 +109,10 @@ class TestPart:
             assert (await trainer.put(1, number, part)).status_code == 200
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
-    async def test_other_bytes_for_a_part_conflict_and_the_first_ones_stay(self, trainer, parts, log):
-        await trainer.put(1, 0, parts[0])
-        reply = await trainer.put(1, 0, bytes(len(parts[0])))
-        assert reply.status_code == 409
-        error = reply.json()["error"]
-        assert error["type"] == "VersionConflict" and "DELETE the staged version" in error["message"]
-        assert error["detail"]["digests"][0] == xxhash.xxh3_128_hexdigest(parts[0])
-        assert first_part(log, len(parts[0])) == parts[0]
+    async def test_other_bytes_for_a_part_replace_it(self, trainer, parts, log):
+        for data in (bytes(len(parts[0])), parts[0]):
+            assert (await trainer.put(1, 0, data)).status_code == 200
+            assert first_part(log, len(parts[0])) == data
 
     async def test_senders_of_one_part_at_once_do_not_mix_their_bytes(self, trainer, parts, log):
         replies = await asyncio.gather(*(trainer.put(1, 0, parts[0]) for _ in range(8)))
@@ -311,9 +309,15 @@ class TestBadMoments:
     async def test_a_part_repeated_during_the_commit_gets_its_receipt(self, trainer, ingest, parts, log, monkeypatch):
         for number, part in enumerate(parts):
             await trainer.put(1, number, part)
-        body, begun = SlowBody(parts[0]), note_receiving(ingest, monkeypatch)
+        body, begun, begin_part = SlowBody(parts[0]), asyncio.Event(), UploadSession.begin_part
+
+        async def noted(*arguments: Any) -> Incoming | None:
+            begun.set()
+            return await begin_part(*arguments)
+
+        monkeypatch.setattr(UploadSession, "begin_part", noted)
         sending = send_slowly(trainer, 0, body, xxhash.xxh3_128_hexdigest(parts[0]))
-        await asyncio.to_thread(begun.wait)
+        await begun.wait()
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
         body.go_on.set()
         assert (await sending).status_code == 200

@@ -21,7 +21,7 @@ from rollout_service.errors import (
     QuantizationError,
     RolloutServiceError,
 )
-from rollout_service.ingest import staged_parts, upload_session
+from rollout_service.ingest import upload_session
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.ingest.sources.source import WeightSource
 from rollout_service.ingest.upload_session import Resources, UploadSession, reading_order, spread
@@ -76,13 +76,16 @@ def staged_version(
 
 async def accept(staged: UploadSession, part: int, data: bytes, uploader: str = "") -> None:
     """Receive a part as the listener does."""
-    incoming = staged.parts.begin(part, len(data), lambda: None)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    incoming = await staged.begin_part(part, len(data), digest, uploader, lambda: None)
+    if incoming is None:
+        return
     try:
         incoming.open()
         if incoming.memory is not None:
             incoming.memory[:] = data
         incoming.write(0, memoryview(data))
-        await staged.accept(incoming, xxhash.xxh3_128_hexdigest(data), uploader)
+        await staged.accept(incoming, digest, uploader)
     finally:
         incoming.close()
         staged.parts.end(incoming)
@@ -270,13 +273,12 @@ class TestSeveralThreads:
         converter = LateWriter(recipe)
         stream = stream_of(weights)
         with ThreadPoolExecutor(4) as several:
-            begin = begin_of(1, weights).model_copy(update={"uploader": "first"})
             layout = Layout(converter.slots(served.stored))
             resources = Resources(served, converter, layout, len(stream), several, StagingSpace())
-            staged = UploadSession(begin, tmp_path / "2", resources)
-            await accept(staged, 0, bytes(len(stream)), "second")
+            staged = UploadSession(begin_of(1, weights), tmp_path / "2", resources)
+            await accept(staged, 0, bytes(len(stream)))
             assert await asyncio.to_thread(converter.first_has_read.wait, 60)
-            replacing = asyncio.create_task(accept(staged, 0, stream, "first"))
+            replacing = asyncio.create_task(accept(staged, 0, stream))
             await settle()
             assert staged.missing == {0} and not replacing.done()
             converter.go_on.set()
@@ -284,9 +286,9 @@ class TestSeveralThreads:
             assert await staged.finish() == by_one
         assert converter.order == ["reads", "has written"] * 2
 
-    async def test_a_whole_part_stops_a_sender_of_the_same(self, weights, model, tmp_path, executor, monkeypatch):
+    async def test_a_part_sent_again_stops_the_sender_before(self, weights, model, tmp_path, executor, monkeypatch):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
-        monkeypatch.setattr(staged_parts, "GRACE_S", 0.0)
+        monkeypatch.setattr(upload_session, "GRACE_S", 0.0)
         data, aborted = stream_of(weights)[:PART_BYTES], asyncio.Event()
         stuck = staged.parts.begin(0, PART_BYTES, aborted.set)
         stuck.open()

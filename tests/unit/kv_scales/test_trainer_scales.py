@@ -102,11 +102,8 @@ class TestCommit:
 
 
 class TestAgain:
-    @pytest.mark.parametrize("committed", [False, True], ids=["staged", "committed"])
-    async def test_the_same_scales_are_the_same_and_others_conflict(self, ingest, trainer, weights, committed):
-        await trainer.upload(1, weights, kv_scales=SCALES)
-        if committed:
-            await ingest.commit(1, CommitUpload())
+    async def test_the_same_scales_are_the_same_and_others_conflict(self, ingest, trainer, weights):
+        await trainer.push(1, weights, SCALES)
         assert (await ingest.begin(begin_of(1, weights, dict(reversed(SCALES.items()))))).missing_parts == ()
         for others in (OTHERS, None):
             with pytest.raises(VersionConflict, match="with other KV scales") as refused:
