@@ -39,6 +39,7 @@ from rollout_service.runtime.tasks import raise_first_failure
 if TYPE_CHECKING:
     import torch
 
+    from rollout_service.client._part_sender import DirectListener
     from rollout_service.quant.deferred_checks import DeferredChecks
 
 logger = logging.getLogger("rollout_service.client")
@@ -76,13 +77,6 @@ class TrainersMemory(Protocol):
 
     def close(self) -> None:
         """Release the memory. The ingest can detect the release."""
-
-
-class Listener(Protocol):
-    """The direct address of the ingest."""
-
-    async def post(self, route: str, json: object) -> bool:
-        """Send JSON. Return False if the listener did not accept it."""
 
 
 class HostMemory:
@@ -187,7 +181,7 @@ class SharedMemoryPushes:
         self,
         http: Http,
         begin: Callable[[Announcement], Awaitable[UploadPlan]],
-        listener: Callable[[UploadPlan], Awaitable[Listener | None]],
+        listener: Callable[[UploadPlan], Awaitable[DirectListener | None]],
         kind: type[HostMemory] | type[GpuMemory],
     ) -> None:
         """Prepare pushes. ``begin`` announces a version. ``listener`` returns the direct listener, or None to use
@@ -348,7 +342,7 @@ def fill(
         require_sound()
 
 
-async def _post(http: Http, listener: Listener | None, route: str, body: object) -> None:
+async def _post(http: Http, listener: DirectListener | None, route: str, body: object) -> None:
     if listener is None or not await listener.post(route, body):
         await http.send("POST", route, json=body, repeat=Repeat.IDEMPOTENT)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound, NotReady
 from rollout_service.protocol.weight_log import Control, Head, Origin
@@ -12,15 +12,12 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
 
+if TYPE_CHECKING:
+    from rollout_service.engine.adapter import EngineAdapter
+
 logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
-
-
-class StagingEngine(Protocol):
-    """The part of the engine adapter that stages a version."""
-
-    async def stage(self, folder: Path, digest: str | None = None) -> None: ...
 
 
 class FollowedLog:
@@ -111,7 +108,7 @@ class FollowedLog:
             "weights.ingest_resources, or restart the service"
         )
 
-    async def stage(self, head: Head, engine: StagingEngine) -> Manifest:
+    async def stage(self, head: Head, engine: "EngineAdapter") -> Manifest:
         """Copy and check every byte of a version, and stage it in the engine, which keeps serving.
 
         Raises NotFound, NotReady, LogCorrupt, InsufficientStorage, EngineFailed.
@@ -136,7 +133,7 @@ class FollowedLog:
         if self._copies is not None:
             self._copies.release(but=version)
 
-    async def _read(self, head: Head, engine: StagingEngine) -> Manifest:
+    async def _read(self, head: Head, engine: "EngineAdapter") -> Manifest:
         """Read a version. The engine's workers check the tensors while this process checks everything else.
 
         Returns or raises once both have ended. An error in the version as a whole takes precedence over an error in a

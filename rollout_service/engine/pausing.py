@@ -7,27 +7,19 @@ resume or another mode can replace it. vLLM 0.32 allows both. Its scheduler chan
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rollout_service.protocol.fleet import PauseMode
 from rollout_service.protocol.weight_log import Control, DesiredState
 
-
-class PausableEngine(Protocol):
-    """The part of the engine adapter that pauses and sleeps. A cancelled ``pause`` takes effect until the next pause or
-    resume."""
-
-    async def abort(self) -> None: ...
-    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None: ...
-    async def resume(self) -> None: ...
-    async def sleep(self) -> object: ...
-    async def wake_up(self) -> None: ...
+if TYPE_CHECKING:
+    from rollout_service.engine.adapter import EngineAdapter
 
 
 class Pausing:
     """Pauses and resumes one engine. The newest command about running rollouts takes effect."""
 
-    def __init__(self, engine: PausableEngine, drained: Callable[[], None]) -> None:
+    def __init__(self, engine: "EngineAdapter", drained: Callable[[], None]) -> None:
         """Create the state. ``drained``: called when the last running rollout of a ``wait`` pause has finished."""
         self._engine, self._drained = engine, drained
         self._mode: PauseMode | None = None

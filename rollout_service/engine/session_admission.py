@@ -23,11 +23,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rollout_service.errors import KVCacheFull
 from rollout_service.protocol.rollout import Completion
 from rollout_service.protocol.sampling import GenerateCall
+
+if TYPE_CHECKING:
+    from rollout_service.engine.load_statistics import SchedulerLog
 
 MAX_SESSIONS = 100_000
 """Maximum number of sessions that are remembered; the least recently used one is dropped, and begins anew."""
@@ -54,17 +57,6 @@ class _Mean:
     def add(self, value: float) -> None:
         self._count += 1
         self.value += max(self._weight, 1 / self._count) * (value - self.value)
-
-
-class EngineStatistics(Protocol):
-    """Statistics of the engine."""
-
-    preemptions: int
-    """Number of requests that were preempted for want of memory."""
-    prefill_tokens_per_s: float
-    """Speed of prefill; 0: unknown."""
-    decode_step_s: float
-    """Time in seconds for each token of a completion; 0: unknown."""
 
 
 class _ToolTimes:
@@ -159,9 +151,7 @@ class _Holder:
 class SessionAdmission:
     """Counts the KV-cache tokens of sessions, and refuses turns that do not fit."""
 
-    def __init__(
-        self, capacity: int, statistics: EngineStatistics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, capacity: int, statistics: "SchedulerLog", clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             capacity: size of the KV cache in tokens.

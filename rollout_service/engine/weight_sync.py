@@ -13,8 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rollout_service.config import WeightsConfig
 from rollout_service.engine.adapters import ReplicaAdapters
@@ -39,14 +38,16 @@ from rollout_service.metrics.process import count_update, record
 from rollout_service.protocol.fleet import (
     AttentionStatus,
     EngineLoad,
-    PauseMode,
     ReplicaStatus,
-    Staging,
     UpdateTimings,
 )
 from rollout_service.protocol.weight_log import DesiredState, Head, Origin
+from rollout_service.runtime.rpc import IngestCalls, MonitorCalls
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.node_cache import NodeCache
+
+if TYPE_CHECKING:
+    from rollout_service.engine.adapter import EngineAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -64,46 +65,14 @@ _MONITOR_S = 2.0
 """Timeout in seconds for a call to the monitor, which delays an update."""
 
 
-class Engine(Protocol):
-    """The part of the engine adapter that ``WeightSync`` uses."""
-
-    @property
-    def broken(self) -> str | None: ...
-    @property
-    def staging(self) -> Staging | None: ...
-    async def abort(self) -> None: ...
-    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None: ...
-    async def resume(self) -> None: ...
-    async def stage(self, folder: Path, digest: str | None = None) -> None: ...
-    async def load(self, folder: Path, version: int, keep_cache: bool = False) -> float: ...
-    async def sleep(self) -> object: ...
-    async def wake_up(self) -> None: ...
-    def bound_kv_age(self, max_age: int) -> None: ...
-
-
-class Coordinator(Protocol):
-    """The part of the ingest that ``WeightSync`` uses."""
-
-    async def sync(self, status: ReplicaStatus, seen: DesiredState | None) -> DesiredState: ...
-    async def report(self, status: ReplicaStatus) -> None: ...
-    async def goodbye(self, replica_id: str) -> None: ...
-    async def pinned(self, group: str) -> Head | None: ...
-
-
-class KVAgeSource(Protocol):
-    """The part of the monitor that ``WeightSync`` uses."""
-
-    async def kv_max_age(self, version: int) -> int: ...
-
-
 class WeightSync:
     """Keeps one engine at the newest version, or that of its group, and in the desired pause state."""
 
     def __init__(
         self,
         replica_id: str,
-        engine: Engine,
-        ingest: Coordinator,
+        engine: "EngineAdapter",
+        ingest: IngestCalls,
         config: WeightsConfig,
         fingerprint: str,
         running: Callable[[], int] = lambda: 0,
@@ -114,7 +83,7 @@ class WeightSync:
         attention: AttentionStatus | None = None,
         group: str | None = None,
         adapters: ReplicaAdapters | None = None,
-        kv_ages: KVAgeSource | None = None,
+        kv_ages: MonitorCalls | None = None,
     ) -> None:
         """Create the follower.
 
@@ -432,7 +401,7 @@ class WeightSync:
         told = {"weight_version": head.version}
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
 
-    async def _bound_kv_age(self, kv_ages: KVAgeSource, version: int) -> None:
+    async def _bound_kv_age(self, kv_ages: MonitorCalls, version: int) -> None:
         try:
             async with asyncio.timeout(_MONITOR_S):
                 self._engine.bound_kv_age(await kv_ages.kv_max_age(version))
