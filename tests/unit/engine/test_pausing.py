@@ -1,16 +1,12 @@
 """Pauses, resumes and versions that come while running rollouts are waited for."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
-from rollout_service.config import WeightsConfig
-from rollout_service.engine.weight_sync import WeightSync
-from rollout_service.errors import EngineFailed, NotFound, NotReady
+from rollout_service.errors import EngineFailed
 from rollout_service.store.log import WeightLog
-from rollout_service.store.manifest import Manifest
-from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, push_and_hold, serving
+from tests.unit.engine.fakes import LONG_S, FakeEngine, FakeIngest, serving
 from tests.unit.store.versions import FIRST, commit, flip_a_byte
 
 
@@ -223,77 +219,3 @@ class TestWaitingVersion:
         await ingest.change(paused=False, order="second")
         await ingest.reported(lambda s: s.obeyed == "second")
         assert running.calls == ["pause wait", "pause keep", "resume"] and weight_sync.version == 0
-
-
-class LateScales:
-    """KV scales of version 1 that cannot be noted any more, and of version 2 that another replica still measures."""
-
-    status = error = None
-
-    def __init__(self) -> None:
-        self.measured = False
-        """Version 2's."""
-
-    async def scales_for(self, manifest: Manifest) -> None:
-        if manifest.version == 2 and not self.measured:
-            raise NotReady("another replica still measures the KV scales of version 2")
-
-    async def loaded(self, manifest: Manifest) -> None:
-        if manifest.version == 1:
-            raise NotFound("version 1 is not in the log any more")
-
-
-@pytest.fixture
-def scales() -> LateScales:
-    return LateScales()
-
-
-@pytest.fixture
-async def measuring(
-    log: WeightLog, engine: FakeEngine, ingest: FakeIngest, scales: LateScales
-) -> AsyncIterator[WeightSync]:
-    config = WeightsConfig(root=log.root, poll_s=0.01)
-    weight_sync = WeightSync("r1", engine, ingest, config, fingerprint="model", kv_scales=scales)
-    await weight_sync.start()
-    engine.calls.clear()
-    yield weight_sync
-    weight_sync.stop()
-
-
-class TestVersionThatCannotBeServed:
-    async def test_a_version_loaded_but_not_served_obeys_no_waiting_pause(
-        self, measuring, log, running, ingest, scales
-    ):
-        await pause(ingest, "wait", "first")
-        await drains(running)
-        running.loading.close()
-        commit(log, 1, mode="keep")
-        await ingest.change(version=1)
-        running.loading.reached.clear()
-        await asyncio.wait_for(running.loading.reached.wait(), LONG_S)
-        commit(log, 2, mode="keep")
-        running.loading.open()
-        await ingest.change(version=2)
-        await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
-        assert measuring.status().obeyed == ""
-        scales.measured = True
-        await serving(measuring, ingest, 2)
-        await drains(running)
-        running.draining.open()
-        assert (await ingest.reported(lambda s: s.obeyed == "first")).paused
-
-    async def test_an_unservable_version_pauses_the_engine_until_the_next(self, measuring, log, engine, ingest, scales):
-        await push_and_hold(log, ingest, engine, 1)
-        commit(log, 2)
-        engine.loading.open()
-        await ingest.change(version=2)
-        status = await ingest.reported(lambda s: s.error is not None and "still measures" in s.error)
-        assert status.state == "syncing" and engine.paused
-        await pause(ingest, "keep", "first")
-        await ingest.reported(lambda s: s.obeyed == "first")
-        await ingest.change(paused=False, order="second")
-        await ingest.reported(lambda s: ingest.seen is not None and ingest.seen.order == "second")
-        assert engine.paused and "resume" not in engine.calls and measuring.status().obeyed == "first"
-        scales.measured = True
-        await serving(measuring, ingest, 2)
-        assert engine.calls[-2:] == ["load 2", "resume"] and measuring.status().error is None
