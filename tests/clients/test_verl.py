@@ -48,12 +48,12 @@ def made(**changes):
 backend = {"_target_": "verl.workers.config.CheckpointEngineConfig", "backend": "rollout_service"}
 print("hybrid:", refusal(lambda: asyncio.run(made().init_hybrid(None))))
 print("many:", refusal(lambda: made(n_gpus_per_node=4)))
-from rollout_service.client.verl.server import taken
+from rollout_service.client.verl.server import generate_arguments
 from rollout_service.errors import InvalidRequest
 
 def parameters_refused(**given):
     try:
-        return f"taken as {taken(given)}"
+        return f"taken as {generate_arguments(given)}"
     except InvalidRequest as error:
         return error.message
 
