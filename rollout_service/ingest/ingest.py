@@ -96,6 +96,7 @@ class Ingest:
             experts=self._model.experts,
             ignored=self._model.ignored,
             kernels=config.engine_kernels,
+            adapters=engine.adapters.max_live > 0,
         )
         # tensors that are read together have at most that size, mostly less
         self._converter = Converter(self._trainer_recipe, batch_bytes=GPU_BYTES)

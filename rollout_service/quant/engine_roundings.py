@@ -22,7 +22,7 @@ vLLM 0.32; *quantized* is a compiled engine's step whose result becomes FP8 in t
 - Sines and cosines are rounded; the rotation multiplies and adds in fp32.
 - The weights of chosen experts are rounded on a CPU only.
 - A mixture's norm, experts and shared expert quantize in kernels of their own.
-- With adapters in the model, nothing is quantized in the kernel before: a layer's adapter reads the same input.
+- With adapters in the model or the recipe, nothing is quantized in the kernel before: adapters read the same input.
 - Attention of a CPU engine computes in fp32 from rounded queries, keys and values to a rounded result (on processors
   without AMX). Otherwise the trainer's own attention is used, with rounded queries and keys.
 
@@ -153,7 +153,8 @@ def engine_roundings(
             f"{', '.join(sorted(KNOWN_LAYERS))}; train without engine_roundings"
         )
     adapters, fused = adapter_forwards(model), dict[nn.Module, Fused]()
-    for layer in layers if kernels == "cuda_compiled" and not adapters else ():
+    quantizes_apart = bool(adapters) or (recipe is not None and recipe.adapters)
+    for layer in layers if kernels == "cuda_compiled" and not quantizes_apart else ():
         fused |= _fused_quantization(layer, quantized)
     forwards: dict[nn.Module, Forward] = adapters | {
         backbone.rotary_emb: _rotary_forward(backbone.rotary_emb),

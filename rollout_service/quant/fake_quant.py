@@ -123,7 +123,7 @@ def fake_quant(
     arithmetic = _Arithmetic(quantizer, kernels, _products_of(model, kernels, products))
     modules = {name: model.get_submodule(name) for name in held}
     with ExitStack() as undone:
-        rounding = _roundings_of(model, kernels, set(modules.values())) if roundings else None
+        rounding = _roundings_of(model, recipe, kernels, set(modules.values())) if roundings else None
         if rounding is not None:
             undone.callback(rounding.remove)
         fused = {} if rounding is None else rounding.fused
@@ -205,9 +205,11 @@ def _products_of(model: nn.Module, kernels: Kernels, wanted: Products | None) ->
     return "fp8" if capability[0] == _HOPPER else "bf16"
 
 
-def _roundings_of(model: nn.Module, kernels: Kernels, quantized: set[nn.Module]) -> EngineRoundings | None:
+def _roundings_of(
+    model: nn.Module, recipe: TrainerRecipe, kernels: Kernels, quantized: set[nn.Module]
+) -> EngineRoundings | None:
     try:
-        return engine_roundings(model, kernels=kernels, quantized=quantized)
+        return engine_roundings(model, recipe, kernels=kernels, quantized=quantized)
     except ValueError as error:
         logger.warning("%s: the trainer's logprobs will be further from the engines'", error)
         return None

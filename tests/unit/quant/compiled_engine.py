@@ -18,10 +18,10 @@ class CompiledEngine:
     layers; with them no kernel quantizes for the next one.
     """
 
-    def __init__(self, model: Any, *, fp8: bool, without: Step | None = None) -> None:
-        """``without``: compute this step as ``enforce_eager`` would."""
+    def __init__(self, model: Any, *, fp8: bool, without: Step | None = None, adapters: bool = False) -> None:
+        """``without``: compute this step as ``enforce_eager`` would. ``adapters``: the engine has other adapters."""
         self._model, self._fp8, self._without = model, fp8, without
-        has_adapters = any(hasattr(module, "lora_A") for module in model.modules())
+        has_adapters = adapters or any(hasattr(module, "lora_A") for module in model.modules())
         self._fuses = fp8 and (without == "unfused" or not has_adapters)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
     ("qwen2", "bf16"): ("residual",),
     ("qwen3_moe", "bf16"): ("qk_norm", "residual"),
     ("qwen3", "fp8 with adapters"): ("qk_norm", "residual", "unfused"),
+    ("qwen3", "fp8 beside adapters"): ("qk_norm", "residual", "unfused"),
     ("qwen2", "fp8 with adapters"): ("residual", "unfused"),
     ("qwen3_moe", "fp8 with adapters"): ("qk_norm", "residual", "unfused"),
     ("qwen3", "bf16 with adapters"): ("qk_norm", "residual"),
@@ -65,23 +66,29 @@ def adapted(model: PreTrainedModel) -> PeftModel:
     return made.eval()
 
 
-def as_engine(model: torch.nn.Module, folder: Path, fp8: bool) -> AbstractContextManager[FakeQuant | EngineRoundings]:
+def as_engine(
+    model: torch.nn.Module, folder: Path, fp8: bool, adapters: bool
+) -> AbstractContextManager[FakeQuant | EngineRoundings]:
     if not fp8:
         return engine_roundings(model, TrainerRecipe(weights="none", kernels="cuda_compiled"))
     served = ServedModel.load(folder)
     quantized = tuple(served.plan(ServiceConfig().quant).quantized)
     recipe = TrainerRecipe(weights="fp8_block", quantized=quantized, experts=served.experts, kernels="cuda_compiled")
-    return fake_quant(model, recipe)
+    return fake_quant(model, recipe.model_copy(update={"adapters": adapters}))
 
 
 def test_logits_are_those_of_the_compiled_engine(tmp_path, case):
     family, engine = case
     model = saved(tmp_path, family)
-    fp8 = engine.startswith("fp8")
-    trainer = adapted(model) if engine.endswith("adapters") else model
-    with torch.no_grad(), as_engine(trainer, tmp_path, fp8):
+    fp8, beside = engine.startswith("fp8"), "beside" in engine
+    trainer = adapted(model) if "with" in engine else model
+
+    def logits_of_engine(without: Step | None = None) -> torch.Tensor:
+        return CompiledEngine(model, fp8=fp8, without=without, adapters=beside).logits(TOKENS)
+
+    with torch.no_grad(), as_engine(trainer, tmp_path, fp8, beside):
         found = trainer(TOKENS).logits
-        expected = CompiledEngine(model, fp8=fp8).logits(TOKENS)
-        others = {step: CompiledEngine(model, fp8=fp8, without=step).logits(TOKENS) for step in STEPS[case]}
+        expected = logits_of_engine()
+        others = {step: logits_of_engine(step) for step in STEPS[case]}
     assert torch.equal(found, expected)
     assert [step for step, logits in others.items() if torch.equal(logits, found)] == []
