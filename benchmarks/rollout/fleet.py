@@ -43,7 +43,7 @@ SAME = ("model", "phase", "replicas", "tensor_parallel", "gpu_share", "rollouts"
 """Fields in which two cases agree that measured the same."""
 GROUP = 16
 """Completions of a prompt."""
-Adapter = TypeVar("Adapter")
+Requested = TypeVar("Requested")
 LOOK_S = 0.25
 KILL_PUSH_S = 5.0
 """Between two pushes while replicas are killed."""
@@ -122,10 +122,10 @@ def prompts(asked: RolloutOptions, count: int) -> list[list[int]]:
 
 
 async def rate_of_groups(
-    run_group: Callable[[list[int], Adapter], Awaitable[int]],
+    run_group: Callable[[list[int], Requested], Awaitable[int]],
     asked: RolloutOptions,
     replicas: int,
-    adapters: Sequence[Adapter],
+    adapters: Sequence[Requested],
 ) -> dict[str, Any]:
     """Run all rollouts at once, several times; return the tokens/s.
 
