@@ -144,6 +144,7 @@ class EngineReplica:
                     random_sequences(model.vocab_size, config.engine.max_model_len),
                     choice,
                     config.weights.poll_s,
+                    falls_back=config.kv_cache.dtype == "auto",
                 ),
                 self._load,
                 AttentionStatus(backends=self._engine.attention_backends, why=why),

@@ -44,8 +44,18 @@ class CacheChooser:
         sequences: list[list[int]],
         choice: KVCacheChoice | None,
         retry_s: float,
+        *,
+        falls_back: bool,
     ) -> None:
-        """``sequences``: token ids to measure. ``choice``: the known choice; None: this replica must measure."""
+        """Create the chooser.
+
+        Args:
+            sequences: token ids to measure.
+            choice: the known choice. None: this replica must measure.
+            falls_back: the cache is BF16 if FP8 is not accurate with the version's own scales. False: FP8 is wanted,
+                and judged with the best scales, which the trainer may send later.
+        """
+        self._falls_back = falls_back
         self._replica_id, self._engine, self._ingest = replica_id, engine, ingest
         self._sequences, self._retry_s = sequences, retry_s
         self.status = None if choice is None else KVCacheStatus(choice=choice)
@@ -72,13 +82,13 @@ class CacheChooser:
         self.status = _status(choice, version, worst_errors(ranks))
 
     async def _judge(self, version: int, ranks: Ranks) -> KVCacheChoice:
-        """Decide if FP8 is accurate enough with the best possible scales. Raises KVCacheUnfit."""
+        """Decide if FP8 is accurate enough. Raises KVCacheUnfit."""
         judged_by = f"{self._replica_id}, version {version}"
         try:
             best = scales_from_amax([rank.amax for rank in ranks]).named()
         except InvalidRequest as error:
             return await self._choose(_choose_unmeasured(error.message))
-        errors = worst_errors(await self._engine.measure_kv(self._sequences, best))
+        errors = worst_errors(ranks if self._falls_back else await self._engine.measure_kv(self._sequences, best))
         if unfit := unfit_layers(errors):
             raise KVCacheUnfit(why_unfit(unfit, len(errors)), {"layers": unfit, "judged_by": judged_by})
         why = f"FP8 is accurate enough for all {len(errors)} layers, measured on random tokens"

@@ -70,7 +70,7 @@ async def test_an_engine_measures_as_a_trainer_and_refuses_uneven_keys(llama_wit
             assert found == pytest.approx(wanted, rel=0.1), (layer, name)
 
     folder = await one.update(one.newest + 1, uneven_weights(one.config.model.path, seed=1))
-    chooser = CacheChooser("r1", one.engine, None, BATCH, choice=None, retry_s=1)
+    chooser = CacheChooser("r1", one.engine, None, BATCH, choice=None, retry_s=1, falls_back=True)
     await one.engine.pause("keep")
     with pytest.raises(KVCacheUnfit, match=r"FP8 is not accurate enough .* 2 of 2 layers.*k_channel_relative"):
         await chooser.loaded(one.newest, None)

@@ -26,14 +26,14 @@ def measured(engine: FakeEngine) -> Measured:
 @pytest.fixture
 def new(log, engine, ingest, measured) -> WeightSync:
     """Not started yet."""
-    chooser = CacheChooser("r1", measured, FakeCoordinator(), [[1, 2]], None, retry_s=0.001)
+    chooser = CacheChooser("r1", measured, FakeCoordinator(), [[1, 2]], None, retry_s=0.001, falls_back=True)
     return WeightSync("r1", engine, ingest, WeightsConfig(root=log.root, poll_s=0.01), "model", kv_cache=chooser)
 
 
 async def test_the_first_version_is_measured_before_the_engine_resumes(new, log, engine, ingest):
     assert new.status().kv_cache is None
     await new.start()
-    assert engine.calls == ["pause keep", "load 0", "measure", "judge", "resume"]
+    assert engine.calls == ["pause keep", "load 0", "measure", "resume"]
     status = new.status()
     assert status.kv_cache is not None and status.kv_cache.measured_version == 0
     engine.calls.clear()

@@ -32,8 +32,8 @@ class Replica:
         self.engine, self.coordinator = FakeMeasuringEngine(), FakeCoordinator()
         self.chooser = self.with_choice(None)
 
-    def with_choice(self, choice: KVCacheChoice | None) -> CacheChooser:
-        return CacheChooser("r1", self.engine, self.coordinator, BATCH, choice, retry_s=0.001)
+    def with_choice(self, choice: KVCacheChoice | None, *, falls_back: bool = False) -> CacheChooser:
+        return CacheChooser("r1", self.engine, self.coordinator, BATCH, choice, retry_s=0.001, falls_back=falls_back)
 
 
 @pytest.fixture
@@ -60,6 +60,12 @@ class TestMeasuring:
         await chooser.loaded(1, None)
         assert replica.engine.calls == replica.coordinator.asked == []
         assert chooser.status == KVCacheStatus(choice=known)
+
+    async def test_keys_that_its_own_scales_do_not_hold_are_refused_where_bf16_is_the_fallback(self, replica):
+        replica.engine.keys[LAYERS[1]] = [loud()]
+        with pytest.raises(KVCacheUnfit, match=f"{LAYERS[1]}: k_saturated 1 is above 0.001"):
+            await replica.with_choice(None, falls_back=True).loaded(1, None)
+        assert replica.engine.calls == ["measure"] and replica.coordinator.asked == []
 
     async def test_it_is_judged_with_the_best_scales_and_not_those_it_has(self, replica):
         replica.engine.keys[LAYERS[1]] = [loud()]
