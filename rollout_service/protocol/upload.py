@@ -108,7 +108,7 @@ class TrainerRecipe(Frozen):
     kernels: Kernels | None = None
     """Kernels of the engines. None: not known, as with a ``compilation_config`` in ``engine.extra``."""
     adapters: bool = False
-    """Whether the engines may compute adapters, and therefore quantize in kernels of their own."""
+    """True if the engines may compute adapters: they then quantize in kernels of their own."""
     kv_cache: Literal["fp8_e4m3", "bfloat16"] | None = None
     """Format of the engines' keys and values. None: ``kv_cache.dtype`` is ``auto``, and no replica has chosen yet."""
 
