@@ -308,7 +308,11 @@ class UploadSession:
         incoming = self.parts.begin(part, nbytes, abort)
         if known is not None:
             self.parts.forget(part)
-            await self._conversion.forget(self._keys_of(part))
+            try:
+                await self._conversion.forget(self._keys_of(part))
+            except BaseException:  # or the next sender of the part would wait for this one for ever
+                self.parts.end(incoming)
+                raise
         return incoming
 
     async def accept(self, incoming: Incoming, digest: str, uploader: str = "") -> None:

@@ -286,6 +286,24 @@ class TestSeveralThreads:
             assert await staged.finish() == by_one
         assert converter.order == ["reads", "has written"] * 2
 
+    async def test_a_sender_that_leaves_while_it_replaces_a_part_frees_its_place(
+        self, weights, model, tmp_path, executor, monkeypatch
+    ):
+        staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
+        monkeypatch.setattr(upload_session, "GRACE_S", 0.0)
+        data, waiting = stream_of(weights)[:PART_BYTES], asyncio.Event()
+        await accept(staged, 0, bytes(len(data)))
+        with monkeypatch.context() as patched:
+            patched.setattr(staged._conversion, "forget", lambda keys: waiting.wait())
+            leaving = asyncio.create_task(accept(staged, 0, data))
+            await settle()
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+        assert staged.parts.receiving(0) is None
+        await accept(staged, 0, data)
+        assert 0 not in staged.missing
+
     async def test_a_part_sent_again_stops_the_sender_before(self, weights, model, tmp_path, executor, monkeypatch):
         staged = staged_version(begin_of(1, weights), tmp_path / "1", model, executor)
         monkeypatch.setattr(upload_session, "GRACE_S", 0.0)
