@@ -18,7 +18,7 @@ NAMES = {"digits": "training_kv_cache", "addition": "training_kv_cache_addition"
 COLUMNS = ("final reward", "accuracy: service", "seconds a step")
 """Keys of ``CELLS``."""
 FEWEST = 1000
-"""Tokens without which an age is left out."""
+"""Tokens without which an age above 0 is left out."""
 BY_AGE = {"k3": ("k3, nats per token", 0), "prob_error": ("probability error: exp |log ratio|", 1)}
 """The label of each number that is drawn by age, and its value where nothing differs."""
 
@@ -43,12 +43,13 @@ def publish(titles: Mapping[str, str]) -> None:
 
 
 def by_age(runs: Sequence[Run]) -> dict[int, dict[str, float]]:
-    """age → tokens, and the means of ``MismatchByAge``, over all runs, of ages with ``FEWEST`` tokens."""
+    """age → tokens, and the means of ``MismatchByAge``, over all runs, of age 0 and of ages with ``FEWEST`` tokens."""
     rows = [row for run in runs for row in run.end["kv_ages"]]
     found: dict[int, dict[str, float]] = {}
     for age in sorted({row["age"] for row in rows}):
         of_age = [row for row in rows if row["age"] == age]
-        if (tokens := sum(row["tokens"] for row in of_age)) < FEWEST:
+        tokens = sum(row["tokens"] for row in of_age)
+        if age and tokens < FEWEST:
             continue
         means = of_age[0].keys() - {"age", "tokens"}
         found[age] = {name: sum(row[name] * row["tokens"] for row in of_age) / tokens for name in means}

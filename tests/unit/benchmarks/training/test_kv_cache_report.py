@@ -83,6 +83,10 @@ def test_a_folder_with_both_kinds_of_arms_has_both_reports(tmp_path):
     assert "dropped" in (tmp_path / "kv_cache.md").read_text()
 
 
+def test_age_0_stays_however_few_its_tokens_are():
+    assert list(by_age([Run("fp8_keep1", 0, {}, {}, end=ages((0.5, 0.5), (0.5, 0.5)))])) == [0]
+
+
 def test_the_mismatch_of_an_age_is_a_mean_over_tokens():
     runs = [Run("fp8_keep1", seed, {}, {}, end=ages((50, 0.5), row)) for seed, row in enumerate([(30, 0.5), (10, 0.1)])]
     found = by_age(runs)[1]
