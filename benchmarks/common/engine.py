@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rollout_service.config import ServiceConfig
@@ -25,16 +26,13 @@ async def bare_engine(
     """The engine of ``config`` in this process, with dummy weights, until the block ends.
 
     ``environment``: laid over what a replica's process has; this process keeps it. ``arguments``: of vLLM, in place of
-    those that the service gives. Raises AttributeError for one that vLLM does not have.
+    those that the service gives. Raises TypeError for one that vLLM does not have.
     """
     os.environ.update(engine_environment(config) | dict(environment or {}))  # noqa: TID251 - the engine inherits it
     register()
     model = ServedModel.load(config.model.path)
     args = engine_args(config, not_converted(model, model.plan(config.quant)), has_tokenizer=False)
-    for name, value in (arguments or {}).items():
-        getattr(args, name)  # raises, where setattr would make a new one
-        setattr(args, name, value)
-    engine = EngineAdapter(args, exports=False)
+    engine = EngineAdapter(replace(args, **dict(arguments or {})), exports=False)
     try:
         await engine.connect()
         yield engine

@@ -7,7 +7,7 @@ Each ``--tried`` is a bare engine with random weights whose settings differ from
 ``argument=value`` of vLLM's AsyncEngineArgs, ``engine.setting=value`` of this service, or ``env.VARIABLE=value``, with
 values in YAML, several joined by ``;``. The engine without differences is measured first. Engines run one after another
 in processes of their own. With ``--together``, the others start at the same time and then take turns.
-``our_kernels=true`` puts the kernels of ``rollout_service/engine/kernels`` into the compiled graphs.
+``compilation_config={}`` leaves out the kernels of ``rollout_service/engine/kernels``.
 
 For each engine: tokens/s; a step by the clock, from a short and a whole run; the CPU cores that its processes keep
 busy; its kernels by kind, recorded over ``--steps`` steps about the middle of a run; and the roofline of the same
@@ -99,21 +99,9 @@ def differences(tried: str) -> tuple[dict[str, Any], dict[str, str], dict[str, A
             env[name.removeprefix("env.")] = value
         elif name.startswith("engine."):
             engine[name.removeprefix("engine.")] = yaml.safe_load(value)
-        elif name == "our_kernels":
-            arguments["compilation_config"] = _with_our_kernels()
         else:
             arguments[name] = yaml.safe_load(value)
     return engine, env, arguments
-
-
-def _with_our_kernels() -> object:
-    from vllm.compilation.passes.inductor_pass import CallableInductorPass
-    from vllm.config import CompilationConfig
-
-    from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
-
-    passes = {"post_grad_custom_post_pass": CallableInductorPass(replace_quantizing_operators)}
-    return CompilationConfig(inductor_compile_config=passes)
 
 
 class EngineProcess:

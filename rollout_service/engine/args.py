@@ -4,6 +4,7 @@ import logging
 import re
 
 from vllm import AsyncEngineArgs
+from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.config import LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
@@ -18,8 +19,9 @@ from rollout_service.engine.attention.choice import (
 )
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
-from rollout_service.engine.extra import with_extra
+from rollout_service.engine.extra import INDUCTOR, with_extra
 from rollout_service.engine.hardware import Attention, require_fit
+from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
 from rollout_service.engine.plugin import (
     CPU_BF16,
     CPU_BLOCK_FP8,
@@ -39,6 +41,8 @@ BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]
 """vLLM's serialized block-FP8 format. It loads our codes and scales unchanged, and keeps KV scales loadable. The online
 ``fp8_per_block`` resets them at each update. On the CPU our subclass of vLLM's method reads it."""
 
+COMPILER_PASS = "post_grad_custom_post_pass"
+"""Key of the compiler's pass that vLLM runs after its own passes."""
 _GRAPH_SETTINGS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 """Keys of vLLM's ``compilation_config`` that choose the sizes; vLLM takes them from one place alone."""
 _LARGEST_GRAPH = 512
@@ -79,6 +83,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         # on the CPU, torch.compile keeps the packed weights from before an update (notes/vllm, §3)
         enforce_eager=engine.enforce_eager or on_cpu,
         cudagraph_capture_sizes=_graph_sizes(config, on_cpu),
+        compilation_config=_compilation(config, on_cpu),
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enable_sleep_mode=engine.enable_sleep_mode and not on_cpu,  # engine/sleeping.py needs no allocator on the CPU
         hf_overrides=_quantization(config, not_converted, on_cpu) | _head(config),
@@ -178,6 +183,16 @@ def _returns_experts(config: ServiceConfig, on_cpu: bool) -> bool:
             "which there is not for the CPU: leave it out"
         )
     return wanted
+
+
+def _compilation(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
+    """Return the settings of vLLM's compiler, to which ``engine.extra.compilation_config`` is added.
+
+    Where activations are quantized in blocks, our kernels do it. They round as vLLM's do.
+    """
+    if on_cpu or config.quant.weights != "fp8_block" or config.engine.enforce_eager:
+        return {}
+    return {INDUCTOR: {COMPILER_PASS: CallableInductorPass(replace_quantizing_operators)}}
 
 
 def _graph_sizes(config: ServiceConfig, on_cpu: bool) -> list[int] | None:

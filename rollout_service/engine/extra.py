@@ -112,6 +112,8 @@ POSITIONS = frozenset(
 )
 """Keys of a model's config.json that change no tensor, by their names in transformers 5. The older ``rope_scaling`` is
 excluded, because setting it alone would lose ``rope_theta``."""
+INDUCTOR = "inductor_compile_config"
+"""Field of vLLM's CompilationConfig: options of torch.compile."""
 _DATA_PARALLEL = "data_parallel_"
 
 
@@ -131,6 +133,7 @@ def check_extra(config: ServiceConfig) -> None:
         if name in INSTEAD:
             raise ValueError(f"engine.extra.{name} is not taken: {INSTEAD[name]}")
     _check_speculation(extra.get("speculative_config"))
+    _check_compilation(extra.get("compilation_config", {}))
     overrides = extra.get("hf_overrides", {})
     if not isinstance(overrides, dict):
         raise ValueError(f"engine.extra.hf_overrides is {overrides!r}: give an object with keys of config.json")
@@ -159,6 +162,14 @@ def _check_speculation(given: object) -> None:
         )
 
 
+def _check_compilation(given: object) -> None:
+    if not isinstance(given, dict) or not isinstance(given.get(INDUCTOR, {}), dict):
+        raise ValueError(
+            f"engine.extra.compilation_config is {given!r}: give an object with fields of vLLM's CompilationConfig, "
+            f"whose {INDUCTOR} is an object, too"
+        )
+
+
 def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) -> dict[str, object]:
     """Return the arguments of an engine: ours and ``engine.extra``.
 
@@ -172,12 +183,19 @@ def with_extra(owned: dict[str, object], config: ServiceConfig, on_cpu: bool) ->
             "leave it out"
         )
     overrides = {**_mapping(extra.pop("hf_overrides", {})), **_mapping(owned["hf_overrides"])}
+    compilation = _compilation(_mapping(owned["compilation_config"]), _mapping(extra.pop("compilation_config", {})))
     processors = [*_list(owned["logits_processors"]), *_list(extra.pop("logits_processors", []))]
     if "rope_parameters" in overrides:
         overrides["rope_parameters"] = _rope_parameters(config, _mapping(overrides["rope_parameters"]))
     if twice := sorted(owned.keys() & extra.keys()):
         raise ValueError(f"engine.extra.{twice[0]} is not taken: the service sets it")
-    return {**owned, **extra, "hf_overrides": overrides, "logits_processors": processors or None}
+    merged = {"hf_overrides": overrides, "logits_processors": processors or None, "compilation_config": compilation}
+    return {**owned, **extra, **merged}
+
+
+def _compilation(owned: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    inductor = {**_mapping(owned.get(INDUCTOR, {})), **_mapping(given.get(INDUCTOR, {}))}
+    return {**owned, **given, INDUCTOR: inductor}
 
 
 def _rope_parameters(config: ServiceConfig, given: Mapping[str, object]) -> dict[str, object]:

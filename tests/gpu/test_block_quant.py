@@ -5,9 +5,13 @@ import torch
 from vllm import _custom_ops as ops
 
 from rollout_service.engine.kernels.block_quant import rms_norm_per_block_quant, silu_and_mul_per_block_quant
+from tests.support.models import random_weights
+from tests.support.one_engine import mean_difference, running
 
 CUDA = torch.device("cuda")
 EPSILON = 1e-6
+FP8_MEAN = 0.06
+"""As in tests/gpu/test_engine.py."""
 MAX_DIFFERING = 1e-3
 """Share of results that the last bits of a sum or an exponential may change."""
 
@@ -53,3 +57,11 @@ def test_silu_is_quantized_as_vllm_does(tokens, width):
     expected = ops.silu_and_mul_per_block_quant(both, 128, torch.float8_e4m3fn, is_scale_transposed=True)
     silu_and_mul_per_block_quant(codes, both, scales, 128, None, True)
     assert_nearly_equal(codes, scales, *expected)
+
+
+async def test_an_engine_quantizes_activations_with_our_kernels(tmp_path, monkeypatch):
+    settings = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.2}
+    async with running("qwen3", tmp_path, monkeypatch, **settings) as one:
+        folder = await one.update(1, random_weights(one.config.model.path, seed=1))
+        assert await mean_difference(one, folder, fp8=True) < FP8_MEAN
+        assert await one.engine.ask_workers("quantizing_kernels") == [["_quantize_norm", "_quantize_silu"]]

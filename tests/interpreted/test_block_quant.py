@@ -67,7 +67,7 @@ def test_a_group_of_zeros_has_the_smallest_scale():
 
 
 def test_no_tokens_launch_nothing(monkeypatch):
-    monkeypatch.setattr(block_quant, "_silu_and_mul", None)  # which no grid can be asked of
+    monkeypatch.setattr(block_quant, "_quantize_silu", None)  # which no grid can be asked of
     codes, scales = outputs(0, 128, transposed=True)
     silu_and_mul_per_block_quant(codes, torch.zeros(0, 256, dtype=torch.bfloat16), scales, 128, None, True)
 

@@ -15,6 +15,7 @@ from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
 from rollout_service.engine.cpu.channel_moe import CpuChannelMoEMethod
+from rollout_service.engine.kernels import block_quant
 from rollout_service.engine.loading.copy_plan import in_memory_order
 from rollout_service.engine.worker import VersionStaging
 from rollout_service.kv_scales.worker import held_scales
@@ -83,6 +84,11 @@ class Probe(VersionStaging):
         for name, module in model.named_modules():
             if isinstance(module, BaseLayerWithLoRA):
                 save_once(Path(folder) / f"{name}.pt", module)
+
+    def quantizing_kernels(self) -> list[str]:
+        """Return the names of our quantizing kernels that have run."""
+        kernels = block_quant._quantize_norm, block_quant._quantize_silu
+        return [kernel.fn.__name__ for kernel in kernels if any(found[0] for found in kernel.device_caches.values())]
 
     def has_read_ahead(self) -> bool:
         """Whether all of a version that is not committed yet was read."""

@@ -25,6 +25,8 @@ from rollout_service.quant.cuda import as_bf16, round_to_e4m3, split_reciprocal
 _BLOCK = tl.constexpr(128)
 _E4M3_MAX = tl.constexpr(448.0)
 _MIN_SCALE = tl.constexpr(1.0 / (448.0 * 512.0))
+_STRIDES = ["scale_token_stride", "scale_group_stride"]
+"""Arguments that depend on the number of tokens. A kernel for each kind of number would be compiled while serving."""
 _SILU_GROUPS = 16
 """Groups of a program of SiLU: 256 tokens of Qwen3-8B then fit on a GPU at once."""
 
@@ -52,7 +54,7 @@ def rms_norm_per_block_quant(
         return
     groups = triton.next_power_of_2(width // BLOCK)
     added = input if residual is None else residual  # not read without one
-    _normalize[(tokens,)](
+    _quantize_norm[(tokens,)](
         result,
         input,
         weight,
@@ -88,7 +90,7 @@ def silu_and_mul_per_block_quant(
     if not tokens:
         return
     groups = min(_SILU_GROUPS, triton.next_power_of_2(width // BLOCK))
-    _silu_and_mul[(tokens, triton.cdiv(width // BLOCK, groups))](
+    _quantize_silu[(tokens, triton.cdiv(width // BLOCK, groups))](
         out,
         input,
         scales,
@@ -109,8 +111,8 @@ def _require_plain(scale_ub: torch.Tensor | None, group_size: int) -> None:
         )
 
 
-@triton.jit
-def _normalize(
+@triton.jit(do_not_specialize=_STRIDES)
+def _quantize_norm(
     result,
     source,
     weight,
@@ -146,8 +148,8 @@ def _normalize(
     tl.store(places, scales, mask=group * _BLOCK < width)
 
 
-@triton.jit
-def _silu_and_mul(
+@triton.jit(do_not_specialize=_STRIDES)
+def _quantize_silu(
     out,
     source,
     scales,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
@@ -15,7 +15,8 @@ from vllm.platforms.interface import DeviceCapability
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import QuantConfig
-from rollout_service.engine.args import default_graph_sizes, engine_args, not_converted
+from rollout_service.engine.args import COMPILER_PASS, default_graph_sizes, engine_args, not_converted
+from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
 from rollout_service.engine.plugin import CPU_CHANNEL, STAGING_KEY
 from rollout_service.model.served_model import ServedModel
 from tests.support.models import make_model
@@ -169,6 +170,28 @@ def test_graph_sizes_of_vllms_own_setting_are_left_to_vllm(tmp_path, monkeypatch
     for compilation, sizes in (({"cudagraph_capture_sizes": [1, 8]}, None), ({"mode": 3}, default_graph_sizes(256))):
         config = _config(tmp_path, engine={"extra": {"compilation_config": compilation}, "max_num_seqs": 256})
         assert engine_args(config, (), has_tokenizer=False).cudagraph_capture_sizes == sizes
+
+
+def test_compiled_engines_with_activations_in_blocks_run_our_kernels(tmp_path, monkeypatch):
+    make_model(tmp_path, "llama")
+
+    def passes(**sections: dict[str, object]) -> bool:
+        return COMPILER_PASS in compiler(**sections).inductor_compile_config
+
+    def compiler(**sections: dict[str, object]) -> CompilationConfig:
+        return engine_args(_config(tmp_path, **sections), (), has_tokenizer=False).compilation_config
+
+    assert not passes()
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda _: DeviceCapability(9, 0))
+    assert passes()
+    assert not passes(engine={"enforce_eager": True})
+    assert not passes(quant={"weights": "none"}) and not passes(quant={"weights": "fp8_channel"})
+    given = {"cudagraph_mode": "PIECEWISE", "inductor_compile_config": {"size_asserts": True}}
+    found = compiler(engine={"extra": {"compilation_config": given}})
+    assert found.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    inductor = found.inductor_compile_config
+    assert inductor["size_asserts"] is True and inductor[COMPILER_PASS].callable is replace_quantizing_operators
 
 
 def test_cuda_graphs_and_an_eager_engine_exclude_each_other(tmp_path):

@@ -41,7 +41,7 @@ class TestExtra:
         platform = SimpleNamespace(is_cpu=lambda: on_cpu, get_device_capability=lambda: None)
         monkeypatch.setattr(args, "current_platform", platform)
         engine_args(config_of(tmp_path), (), has_tokenizer=False)
-        assert owned - INSTEAD.keys() == {"hf_overrides", "logits_processors"}
+        assert owned - INSTEAD.keys() == {"compilation_config", "hf_overrides", "logits_processors"}
 
     def test_every_name_is_one_of_vllm_s(self):
         assert INSTEAD.keys() <= {field.name for field in fields(AsyncEngineArgs)}
@@ -97,9 +97,14 @@ class TestExtra:
         with pytest.raises(ValueError, match="logits_processors: give a list"):
             check_extra(config_of(extra={"logits_processors": "a:B"}))
 
+    @pytest.mark.parametrize("given", [3, {"inductor_compile_config": "size_asserts"}])
+    def test_the_compiler_s_settings_are_an_object(self, given):
+        with pytest.raises(ValueError, match=r"compilation_config is .*: give an object with fields"):
+            check_extra(config_of(extra={"compilation_config": given}))
+
     def test_speculation_without_weights_is_for_gpus(self):
         config = config_of(extra={"speculative_config": NGRAM})
-        owned: dict[str, object] = {"hf_overrides": {}, "logits_processors": []}
+        owned: dict[str, object] = {"compilation_config": {}, "hf_overrides": {}, "logits_processors": []}
         assert with_extra(owned, config, on_cpu=False)["speculative_config"] == NGRAM
         with pytest.raises(ValueError, match=r"on the CPU vLLM 0\.32 returns logprobs with it that are not numbers"):
             with_extra(owned, config, on_cpu=True)
