@@ -25,7 +25,7 @@ from examples.report import Report, StepRecord
 from rollout_service.cli import checks, machine
 from rollout_service.client import SyncRolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.local import load_config, running_service
+from rollout_service.local import ServiceNotStarted, load_config, running_service
 
 DEPLOYMENT = Path("deployments/cpu_rollout.yaml")
 """For a machine without a GPU; on one, ``on_a_gpu`` says what is set otherwise."""
@@ -63,6 +63,9 @@ def main(
     except KeyboardInterrupt:
         report.say("interrupted: the service is stopped")
         raise typer.Exit(130) from None
+    except ServiceNotStarted as error:
+        report.say(f"not started: {error}")
+        raise typer.Exit(1) from None
     raise typer.Exit(report.finish())
 
 

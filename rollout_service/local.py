@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -79,11 +80,21 @@ def running_service(
             yield LocalService(url=url, config=config.resolved(), metrics_targets=metrics_targets(url))
 
 
+def start_ray(*address: str, **options: Any) -> Any:
+    """Return the context of ``ray.init`` with these arguments. Raises ServiceNotStarted if Ray exceeds its 30 s."""
+    try:
+        return ray.init(*address, **options)
+    except Exception as error:
+        if type(error) is not Exception:  # Ray raises this class itself when its time is over
+            raise
+        raise ServiceNotStarted(f"Ray did not start: {error} Start it again when this machine is less busy") from error
+
+
 @contextmanager
 def local_ray(*, verbose: bool = False) -> Iterator[str]:
     """Run a Ray cluster of only this machine until the block ends; yields its address. ``verbose``: see
     ``running_service``."""
-    context = ray.init(
+    context = start_ray(
         "local",  # never a cluster that happens to run on this machine
         num_cpus=LOGICAL_CPUS,
         namespace="serve",

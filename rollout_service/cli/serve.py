@@ -198,11 +198,13 @@ def run(document: Document, *, gpus: int = 0, named: bool = False) -> NoReturn:
     from ray import serve
 
     from rollout_service.cli.start_progress import look_at_start, progress_lines
-    from rollout_service.local import APPLICATION, ServiceNotStarted, deploy
+    from rollout_service.local import APPLICATION, ServiceNotStarted, deploy, start_ray
 
     plan, status = Plan.of(document), _INTERRUPTED
     try:
-        context = ray.init(namespace="serve", num_gpus=gpus or None)
+        context = start_ray(namespace="serve", num_gpus=gpus or None)
+    except ServiceNotStarted as error:
+        fail(error)
     except ValueError as error:  # Ray takes a number of GPUs only where it starts itself
         if named:
             fail(f"--gpus: {error} End that Ray (ray stop), or start it with CUDA_VISIBLE_DEVICES and leave --gpus out")

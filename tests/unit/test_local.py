@@ -1,4 +1,4 @@
-"""Ports for services of this machine."""
+"""Services of this machine: their ports, and a start that fails."""
 
 import socket
 from pathlib import Path
@@ -23,3 +23,24 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch):
         monkeypatch.setattr(local.random, "sample", lambda _, k: [taken, taken])
         with pytest.raises(OSError, match="100 ports from 20000 to 31999 are all taken"):
             local.free_port()
+
+
+def test_a_ray_that_does_not_start_in_time_is_a_clear_error(monkeypatch):
+    def init(*_: str, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(local.ray, "init", init)
+    with (
+        pytest.raises(local.ServiceNotStarted, match=r"Ray did not start: .* timed out .* is less busy"),
+        local.local_ray(),
+    ):
+        pass
+
+
+def test_other_errors_of_ray_stay_what_they_are(monkeypatch):
+    def init(*_: str, **__: object) -> None:
+        raise ValueError("num_gpus")
+
+    monkeypatch.setattr(local.ray, "init", init)
+    with pytest.raises(ValueError, match="num_gpus"):
+        local.start_ray()
