@@ -51,6 +51,8 @@ class AgentOptions(Options):
     """May be repeated. The figures of a side are written when it has ended."""
     kv_cache: Literal["drop", "keep"] = "drop"
     """weights.kv_cache_on_update."""
+    kv_offload_gib: float | None = None
+    """engine.kv_offload_gib; it needs ``--kv-cache keep``."""
     sessions: int = 64
     """Number of sessions, which all begin at once."""
     turns: int = 33
@@ -77,12 +79,13 @@ class AgentOptions(Options):
             "max_model_len": -(-(self.tokens + BLOCK) // BLOCK) * BLOCK,
             "max_num_seqs": self.sessions,
             "block_size": BLOCK,
+            "kv_offload_gib": self.kv_offload_gib,
             "extra": {"num_gpu_blocks_override": int(self.sessions * self.tokens / self.memory) // BLOCK},
         }
 
     def work(self) -> dict[str, Any]:
         """Return the numbers of the run."""
-        return self.model_dump(exclude={"small", "side", "kv_cache"})
+        return self.model_dump(exclude={"small", "side", "kv_cache"}, exclude_none=True)
 
 
 SMALL = {"sessions": 16, "turns": 16, "tokens": 3840, "turn_tokens": 16, "tool_s": 0.2, "update_s": 30.0}

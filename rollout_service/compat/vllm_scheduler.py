@@ -5,6 +5,9 @@ share entries of the prefix cache only if their salts are equal. At an update th
 version is too old. It preempts them and gives them the salt of the new version, so that they compute their keys and
 values again. vLLM does the same to all requests when it drops its cache.
 
+With ``engine.kv_offload_gib``, blocks in host memory have the same salts. A request that is too old while it loads such
+blocks is computed again once the load has ended.
+
 This module runs in the engine's process. It uses undocumented names of vLLM, like ``vllm_internals.py``.
 """
 
@@ -12,10 +15,11 @@ import time
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 KV_MAX_AGE = "rollout_service_kv_max_age"
 """Key of the first ``weights.kv_max_age`` in vLLM's ``additional_config``."""
@@ -73,6 +77,9 @@ class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is unty
         ``reset_running_requests``: vLLM's bool, or the arguments of ``begin_version``.
         """
         if isinstance(reset_running_requests, bool):
+            if reset_running_requests:
+                for request in self.requests.values():
+                    self._discard_load(request)
             was_reset: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
             return was_reset
         self._version, self._max_age = reset_running_requests
@@ -87,6 +94,7 @@ class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is unty
             # the request may resume in the next step, as if it had not been in the last one
             self.prev_step_scheduled_req_ids.discard(request.request_id)
         for name in too_old:
+            self._discard_load(self.requests[name])
             self._renew_salt(self.requests[name])
         return True
 
@@ -104,6 +112,27 @@ class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is unty
         request.cache_salt = salted(self._version, own or None)
         request.block_hashes.clear()
         request.update_block_hashes()
+        if isinstance(self.connector, KeepingOffloadingConnector):
+            self.connector.renew_keys(request)
+
+    def _discard_load(self, request: Request) -> None:
+        """Free the blocks that a waiting request has loaded, or is loading: then once the load has ended.
+
+        The request is computed again, as after a load that failed.
+        """
+        waits = not request.is_finished() and request.status != RequestStatus.RUNNING
+        if not waits or not self._holds_kv_blocks(request):
+            return
+        name = request.request_id
+        if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:  # the load has ended, but there was no room to run
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.finished_recving_kv_req_ids.add(name)
+        request.num_computed_tokens = 0  # else vLLM would cache the blocks, with the new salt
+        self.failed_recving_kv_req_ids.add(name)
+        self._inflight_prefills.discard(request)  # else the request would wait for twice its blocks
+        if self._handle_blocked_waiting_request(request):  # the load has ended: the blocks are free now
+            self.kv_holding_waiting.remove_request(request)
+            self.waiting.prepend_request(request)
 
 
 def _scores_prompt(request: Request) -> bool:
@@ -115,3 +144,21 @@ def _scores_prompt(request: Request) -> bool:
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):  # type: ignore[misc]
     """The same for asynchronous scheduling, which vLLM uses on GPUs."""
+
+
+class KeepingOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's offloading of KV cache blocks to host memory, for requests whose salt may change."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
+        """Return None: blocks are copied as they are, in the layout that the attention kernels prefer."""
+
+    def renew_keys(self, request: Request) -> None:
+        """Forget the keys of a request's blocks in host memory, which vLLM computes once from the block hashes."""
+        state = self.scheduler._req_status.get(request.request_id)
+        if state is None:  # not added yet
+            return
+        state.req_context._offload_key_positions.clear()
+        for group in state.group_states:
+            group.offload_keys.clear()
+            group.next_stored_chunk_idx = group.num_hit_chunks = 0

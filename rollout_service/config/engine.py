@@ -141,6 +141,11 @@ class EngineConfig(Config):
     block_size: int | None = Field(default=None, ge=16)
     """Number of tokens in a page of the KV cache; None: vLLM's own choice."""
 
+    kv_offload_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """GiB of host memory for KV cache blocks. vLLM offloads blocks to it that may not stay on a replica's GPUs, which
+    share it; it counts as /dev/shm. None: no offloading. It needs ``weights.kv_cache_on_update: keep``
+    (docs/kv_cache.md). Not on the CPU."""
+
     staging: Literal["auto", "device", "host", "none"] = "auto"
     """Memory in which a replica stages the next version while it still serves. ``device``: GPU memory beside the
     weights, as much as each GPU's weights, out of ``gpu_memory_utilization``; updates pause the engine for
@@ -249,6 +254,15 @@ class EngineConfig(Config):
             raise ValueError(
                 "engine.expert_parallel shares out experts over the GPUs of a replica, and engine.tensor_parallel_size "
                 "is 1: raise it, or leave expert_parallel out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offloading_stands_alone(self) -> "EngineConfig":
+        others = [name for name in ("enable_sleep_mode", "return_routed_experts") if getattr(self, name)]
+        if self.kv_offload_gib is not None and others:
+            raise ValueError(
+                f"engine.kv_offload_gib={self.kv_offload_gib:g} is not tested with engine.{others[0]}: leave one out"
             )
         return self
 

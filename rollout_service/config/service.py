@@ -513,6 +513,16 @@ class ServiceConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _offloaded_blocks_are_kept(self) -> "ServiceConfig":
+        gib = self.engine.kv_offload_gib
+        if gib is not None and self.weights.kv_cache_on_update == "drop":
+            raise ValueError(
+                f"engine.kv_offload_gib={gib:g}, but weights.kv_cache_on_update is drop: set it to keep, with "
+                "weights.kv_max_age: 0 if no token may read older keys and values"
+            )
+        return self
+
     @property
     def sequences_per_gateway(self) -> int:
         """Return the part of a replica's admission limit that is reserved for each gateway."""

@@ -5,10 +5,10 @@ import re
 
 from vllm import AsyncEngineArgs
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
-from vllm.config import LoggingConfig, WeightTransferConfig
+from vllm.config import KVTransferConfig, LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
-from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, keeping_scheduler
+from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, KeepingOffloadingConnector, keeping_scheduler
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.attention.choice import (
     AttentionChoice,
@@ -103,6 +103,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         scheduler_cls=f"{keeping_scheduler.__module__}.{keeping_scheduler.__qualname__}" if _kv_age(config) else None,
         scheduling_policy="priority",  # with equal priorities it schedules in order of arrival, like the default policy
         disable_log_stats=True,
+        kv_transfer_config=_offloading(config, on_cpu),
         **_adapters(config, on_cpu),
         **_attention(config),
         **({} if on_cpu or config.quant.weights == "none" else _kernels(config)),
@@ -147,6 +148,24 @@ def _kv_age(config: ServiceConfig) -> dict[str, object]:
     if weights.kv_cache_on_update == "drop":
         return {}
     return {KV_MAX_AGE: FIRST_KV_AGE if weights.kv_max_age == "auto" else weights.kv_max_age}
+
+
+def _offloading(config: ServiceConfig, on_cpu: bool) -> KVTransferConfig | None:
+    gib = config.engine.kv_offload_gib
+    if gib is None:
+        return None
+    if on_cpu:
+        raise ValueError(
+            f"engine.kv_offload_gib is {gib:g}, and vLLM offloads the KV cache of GPUs alone: leave it out, and raise "
+            "engine.cpu_kv_cache_gib"
+        )
+    return KVTransferConfig(
+        kv_connector=KeepingOffloadingConnector.__qualname__,
+        kv_connector_module_path=KeepingOffloadingConnector.__module__,
+        kv_role="kv_both",
+        # a completion is a part of its session's next prompt
+        kv_connector_extra_config={"cpu_bytes_to_use": int(gib * 2**30), "offload_prompt_only": False},
+    )
 
 
 def _staging(config: ServiceConfig, on_cpu: bool) -> dict[str, object]:

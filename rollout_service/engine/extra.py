@@ -18,10 +18,6 @@ _OTHER_FILES = "all processes read the model that model.path and model.revision 
 _PARALLEL = "which GPU holds which weights is what updates are planned by: set engine.tensor_parallel_size"
 _NODES = "an engine lives in one replica on one node: set engine.tensor_parallel_size and scaling.max_replicas"
 _ON_THE_DEVICE = "versions are copied into parameters on the device, which stay there"
-_OLD_KV = (
-    "vLLM can neither drop nor salt keys and values that a request is loading from outside of the engine: an update "
-    "meanwhile would end the replica. Raise engine.gpu_memory_utilization, or run fewer sessions at once"
-)
 _DRAFT = "give speculative_config"
 _LOGS = "vLLM's lines go where Ray Serve's go: set Serve's logging_config"
 
@@ -89,7 +85,7 @@ INSTEAD: dict[str, str] = {
         _ON_THE_DEVICE,
     ),
     **dict.fromkeys(("offload_params", "offload_prefetch_step"), _ON_THE_DEVICE),
-    **dict.fromkeys(("kv_offloading_backend", "kv_offloading_size", "kv_transfer_config"), _OLD_KV),
+    **dict.fromkeys(("kv_offloading_backend", "kv_offloading_size", "kv_transfer_config"), "set engine.kv_offload_gib"),
     "convert": "engines generate",
     **dict.fromkeys(("enable_lora", "max_cpu_loras", "max_loras"), "set engine.adapters.max_live"),
     "max_lora_rank": "set engine.adapters.max_rank",

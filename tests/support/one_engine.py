@@ -141,11 +141,12 @@ async def running(
     kv_cache_dtype: str = "bfloat16",
     make: Callable[[Path, str], Path] = make_model,
     indivisible: str = "error",
+    weights: dict[str, Any] | None = None,
     **engine: Any,
 ) -> AsyncIterator[OneEngine]:
     """An engine of a small model of the family, with nothing but dummy weights.
 
-    ``make``: saves that model in a folder. ``engine``: more of its settings.
+    ``make``: saves that model in a folder. ``weights``, ``engine``: more of its settings.
     """
     config = ServiceConfig.model_validate(
         {
@@ -153,7 +154,7 @@ async def running(
             "quant": {"weights": quant, "skip": skip, "indivisible": indivisible},
             "engine": {"max_model_len": 256, **engine},
             "kv_cache": {"dtype": kv_cache_dtype},
-            "weights": {"root": tmp_path / "log", "source_roots": [tmp_path]},
+            "weights": {"root": tmp_path / "log", "source_roots": [tmp_path], **(weights or {})},
         }
     )
     ingest = Ingest(config)

@@ -1,7 +1,7 @@
 """The configuration refuses what it does not know, and says what to write instead."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -200,6 +200,24 @@ class TestEngineKernels:
 
     def test_before_gpus_are_known_kernels_are_not_known(self):
         assert ServiceConfig().engine_kernels is None
+
+
+class TestOffloading:
+    KEPT: ClassVar = {"kv_cache_on_update": "keep", "kv_max_age": 0}
+
+    def test_offloaded_blocks_need_a_kept_cache(self):
+        config = {"engine": {"kv_offload_gib": 1.5}}
+        assert ServiceConfig.model_validate({**config, "weights": self.KEPT}).engine.kv_offload_gib == 1.5
+        assert "weights.kv_cache_on_update is drop: set it to keep, with weights.kv_max_age: 0" in message_of(config)
+
+    @pytest.mark.parametrize("other", ["enable_sleep_mode", "return_routed_experts"])
+    def test_what_offloading_was_not_tested_with_is_refused(self, other):
+        engine = {"kv_offload_gib": 1, other: True}
+        message = message_of({"engine": engine, "weights": self.KEPT})
+        assert f"engine.kv_offload_gib=1 is not tested with engine.{other}: leave one out" in message
+
+    def test_no_memory_is_refused(self):
+        assert "greater than 0" in message_of({"engine": {"kv_offload_gib": 0}, "weights": self.KEPT})
 
 
 class TestAuth:

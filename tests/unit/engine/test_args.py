@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
+from rollout_service.compat.vllm_scheduler import KeepingOffloadingConnector
 from rollout_service.config import ServiceConfig
 from rollout_service.config.engine import QuantConfig
 from rollout_service.engine.args import COMPILER_PASS, default_graph_sizes, engine_args, not_converted
@@ -227,6 +229,18 @@ def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_th
     make_model(tmp_path, "llama")
     with pytest.raises(ValueError, match=r"engine.return_routed_experts is true, and .* has no experts"):
         engine_args(asked, (), has_tokenizer=False)
+
+
+def test_offloading_has_our_connector_and_is_refused_on_the_cpu(tmp_path, monkeypatch):
+    make_model(tmp_path, "llama")
+    config = _config(tmp_path, engine={"kv_offload_gib": 0.5}, weights={"kv_cache_on_update": "keep"})
+    with pytest.raises(ValueError, match=r"engine.kv_offload_gib is 0.5, and vLLM offloads the KV cache of GPUs alone"):
+        engine_args(config, (), has_tokenizer=False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    offloading = engine_args(config, (), has_tokenizer=False).kv_transfer_config
+    assert KVConnectorFactory.get_connector_class(offloading) is KeepingOffloadingConnector
+    assert offloading.kv_connector_extra_config == {"cpu_bytes_to_use": 2**29, "offload_prompt_only": False}
+    assert engine_args(_config(tmp_path), (), has_tokenizer=False).kv_transfer_config is None
 
 
 def test_engines_have_lora_layers_only_where_adapters_are_served(tmp_path):

@@ -60,7 +60,7 @@ class TestExtra:
             ("quantization", "set quant.weights"),
             ("data_parallel_size", "scaling.max_replicas"),
             ("trust_remote_code", "code that comes with a model is not run here"),
-            ("kv_transfer_config", "neither drop nor salt"),
+            ("kv_transfer_config", "set engine.kv_offload_gib"),
         ],
     )
     def test_what_the_service_decides_is_refused(self, name, instead):
