@@ -18,7 +18,7 @@ vLLM 0.32; *quantized* is a compiled engine's step whose result becomes FP8 in t
 - A norm that rounds twice rounds before and after it multiplies with its weight.
 - The residual after the MLP is always rounded. The one after attention is rounded if a quantizing kernel writes it, or
   reads it in the next layer.
-- Queries and keys with a bias are rounded before the rotation: the attention reads the values of the same sum.
+- Sums with a bias are rounded; not those of keys if the norm before quantizes: their rotation adds the bias itself.
 - Sines and cosines are rounded; the rotation multiplies and adds in fp32.
 - The weights of chosen experts are rounded on a CPU only.
 - A mixture's norm, experts and shared expert quantize in kernels of their own.

@@ -222,7 +222,8 @@ def _unwrapped_name(name: str) -> str:
 
 def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arithmetic, fused: Fused | None) -> Forward:
     if isinstance(module, nn.Linear) and held == {"weight"}:
-        return _linear_forward(module, arithmetic, fused)
+        # compiled, one kernel adds the bias of keys and rotates them, another stores the sums for queries and values
+        return _linear_forward(module, arithmetic, fused, keeps_sum=fused == "norm" and name.endswith(".k_proj"))
     if held == _STACKED and callable(getattr(module, "act_fn", None)):
         return _experts_forward(module, arithmetic)
     raise ValueError(
@@ -231,7 +232,9 @@ def _forward_of(module: nn.Module, name: str, held: set[str], arithmetic: _Arith
     )
 
 
-def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic, fused: Fused | None) -> Forward:
+def _linear_forward(
+    module: nn.Linear, arithmetic: _Arithmetic, fused: Fused | None, *, keeps_sum: bool = False
+) -> Forward:
     kernel = _Kernel(fused=fused)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -241,6 +244,8 @@ def _linear_forward(module: nn.Linear, arithmetic: _Arithmetic, fused: Fused | N
             made = made.to(rounded)  # vLLM adds the bias to the rounded result of CUTLASS
         if module.bias is not None:
             made = made.float() + module.bias.to(rounded).float()
+            if keeps_sum:
+                return made
         return made.to(rounded)
 
     return forward

@@ -62,7 +62,8 @@ class CompiledEngine:
         heads = []
         for name in ("q", "k", "v"):
             layer = getattr(attention, f"{name}_proj")
-            head = self._linear(layer, inputs, fused=self._fuses).unflatten(-1, (-1, attention.head_dim))
+            head = self._linear(layer, inputs, fused=self._fuses, keeps_sum=name == "k" and self._without != "bias")
+            head = head.unflatten(-1, (-1, attention.head_dim))
             norm = getattr(attention, f"{name}_norm", None)
             if norm is not None:
                 deviation = torch.rsqrt(head.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
@@ -101,11 +102,16 @@ class CompiledEngine:
             scales = torch.maximum(largest, torch.tensor(1e-10)) / quotient
         return ((groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 
-    def _linear(self, layer: Any, inputs: torch.Tensor, *, fused: bool) -> torch.Tensor:
-        """The product of the input after its quantization, rounded to BF16, and the sums with it, rounded each."""
+    def _linear(self, layer: Any, inputs: torch.Tensor, *, fused: bool, keeps_sum: bool = False) -> torch.Tensor:
+        """The product of the input after its quantization, rounded to BF16, and the sums with it, rounded each.
+
+        ``keeps_sum``: the kernel that rotates the result adds the bias, if it is fused, and rounds no sum.
+        """
         if self._fp8:
             weight = dequantize_blockwise(*quantize_blockwise(layer.weight.detach()))
             made = linear(self._quantized(inputs, fused=fused), weight).bfloat16()
+            if layer.bias is not None and fused and keeps_sum:
+                return made.float() + layer.bias.float()
             if layer.bias is not None:
                 made = made + layer.bias
         else:
