@@ -38,7 +38,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, started
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -137,10 +137,8 @@ def base_log(model: Path, weights: Weights, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("base") / "log"
 
     async def push() -> None:
-        ingest = Ingest(config_of(model, root, weights={"part_bytes": PART_BYTES}))
-        await ingest.start()
-        await Trainer(ingest).push(1, changed(weights, 0.25))
-        await ingest.stop()
+        async with started(config_of(model, root, weights={"part_bytes": PART_BYTES})) as ingest:
+            await Trainer(ingest).push(1, changed(weights, 0.25))
 
     asyncio.run(push())
     return root

@@ -31,6 +31,7 @@ from tests.unit.ingest.trainer import (
     order,
     replica,
     settle,
+    started,
 )
 
 LONG_S = 60.0
@@ -155,11 +156,9 @@ class TestEnd:
         with pytest.raises(NotReady, match="send it again"):
             await waiting
         await ending
-        successor = Ingest(config)
-        await successor.start()
-        assert (await successor.fleet()).latest_version == 1
-        assert (await successor.commit(2, CommitUpload())).state == "committed"
-        await successor.stop()
+        async with started(config) as successor:
+            assert (await successor.fleet()).latest_version == 1
+            assert (await successor.commit(2, CommitUpload())).state == "committed"
 
     async def test_callers_of_a_stopping_ingest_are_told_to_retry(self, ingest, trainer, weights):
         desired = await ingest.sync(replica("a", 0), None)
@@ -322,10 +321,8 @@ class TestUnreadableParts:
         source.mkdir()
         save_file(dict(weights), source / "model.safetensors")
         config = config_of(model, tmp_path / "log", weights={"source_roots": [source.resolve()]})
-        first = Ingest(config)
-        await first.start()
-        await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
-        await first.stop()
+        async with started(config) as first:
+            await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
         stat = Path.stat
 
         def stale(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:

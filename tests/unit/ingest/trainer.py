@@ -31,6 +31,17 @@ from rollout_service.store.upload_record import JOURNAL
 Weights = Mapping[str, torch.Tensor]
 
 
+@asynccontextmanager
+async def started(config: ServiceConfig) -> AsyncIterator[Ingest]:
+    """Run an ingest until the block ends."""
+    ingest = Ingest(config)
+    await ingest.start()
+    try:
+        yield ingest
+    finally:
+        await ingest.stop()
+
+
 def config_of(model: Path, root: Path, **sections: dict[str, object]) -> ServiceConfig:
     """Small parts, so that a small model has several."""
     weights = {"root": root, "part_bytes": 64 << 10, "lock_wait_s": 0.2, **sections.pop("weights", {})}
