@@ -4,7 +4,7 @@ import asyncio
 import re
 import shutil
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -165,24 +165,6 @@ async def old(trainer: DeltaTrainer, weights: Weights) -> Stored:
 async def new(trainer: DeltaTrainer, weights: Weights) -> Stored:
     """What a version 2 is to store."""
     return await trainer.stored(scattered(changed(weights, 0.25), 2))
-
-
-Restart = Callable[[], Awaitable[Ingest]]
-
-
-@pytest.fixture
-async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Restart]:
-    """Ends the ingest that runs and starts another on the same log."""
-    running = [ingest]
-
-    async def restart() -> Ingest:
-        await running[-1].stop()
-        running.append(Ingest(config))
-        await running[-1].start()
-        return running[-1]
-
-    yield restart
-    await running[-1].stop()
 
 
 def require_stored(log: WeightLog, version: int, expected: Mapping[str, torch.Tensor]) -> None:

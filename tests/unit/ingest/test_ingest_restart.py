@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import STAGED_FILE
 from tests.unit.ingest.trainer import (
+    Restart,
     Trainer,
     Weights,
     begin_of,
@@ -35,24 +35,6 @@ from tests.unit.ingest.trainer import (
 )
 
 LONG_S = 60.0
-
-
-Restart = Callable[..., Awaitable[Ingest]]
-
-
-@pytest.fixture
-async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Restart]:
-    """Ends the ingest that runs and starts another on the same log."""
-    running = [ingest]
-
-    async def restart(other: ServiceConfig | None = None) -> Ingest:
-        await running[-1].stop()
-        running.append(Ingest(other or config))
-        await running[-1].start()
-        return running[-1]
-
-    yield restart
-    await running[-1].stop()
 
 
 def of_commit(config: ServiceConfig, commit: str | None) -> ServiceConfig:

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -29,6 +29,10 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.upload_record import JOURNAL
 
 Weights = Mapping[str, torch.Tensor]
+
+
+Restart = Callable[..., Awaitable[Ingest]]
+"""Ends an ingest and starts another on the same log; see the fixture ``restarted``."""
 
 
 @asynccontextmanager
