@@ -5,13 +5,12 @@ python -m benchmarks.clients.table --write    makes the table anew
 """
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.clients.released import CLIENTS
-from benchmarks.common.marked import exit_with, markdown_table, with_part, write_part
+from benchmarks.common.marked import check, exit_with, markdown_table, with_part
 from benchmarks.common.paths import PROJECT, RESULTS
 from benchmarks.common.results import Json
 
@@ -31,29 +30,23 @@ def table(cases: list[Json]) -> str:
     return markdown_table(("", "version", "rollouts", "weights", "how it was tested"), rows)
 
 
-def problems(result: Path, page: Path) -> list[str]:
-    """What is wrong with the table in ``page``, in words; nothing if it is as the result says."""
-    cases = json.loads(result.read_text())["cases"]
-    missing = [client.name for client in CLIENTS if client.name not in {case["client"] for case in cases}]
-    found = [f"{result}: nothing of {name}. Run make clients test-clients" for name in missing]
-    try:
-        if with_part(page.read_text(), PART, table(cases)) != page.read_text():
-            found.append(f"{page}: the table of clients is not what the result says. Run: {PART}")
-    except ValueError as error:
-        found.append(f"{page}: {error}")
-    return found
+def _page(page: str) -> str:
+    return with_part(page, PART, table(json.loads(RESULT.read_text())["cases"]))
 
 
 def write_table() -> None:
     """Make it anew."""
-    write_part(PAGE, PART, table(json.loads(RESULT.read_text())["cases"]))
+    PAGE.write_text(_page(PAGE.read_text()))
 
 
 def main(write: Annotated[bool, typer.Option("--write", help="Make the table anew.")] = False) -> None:
     """Check that the page's table is what the result says; exit with 1 and say why if it is not."""
     if write:
         write_table()
-    exit_with(problems(RESULT, PAGE))
+    known = {case["client"] for case in json.loads(RESULT.read_text())["cases"]}
+    missing = [client.name for client in CLIENTS if client.name not in known]
+    found = [f"{RESULT}: nothing of {name}. Run make clients test-clients" for name in missing]
+    exit_with([*found, *check(PAGE, _page, PART)])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Parts of a page that a script makes: between ``<!-- made by NAME -->`` and ``<!-- end of NAME -->``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +26,18 @@ def with_part(page: str, name: str, part: str) -> str:
 def write_part(file: Path, name: str, part: str) -> None:
     """Write the page anew with that part. Raises what ``with_part`` raises."""
     file.write_text(with_part(file.read_text(), name, part))
+
+
+def check(file: Path, make: Callable[[str], str], command: str) -> list[str]:
+    """Return what is wrong with the page, in words; nothing if it is as ``make`` returns it, from its text.
+
+    ``command``: writes the page.
+    """
+    page = file.read_text()
+    try:
+        return [] if make(page) == page else [f"{file}: its tables are not what the results say. Run: {command}"]
+    except ValueError as error:
+        return [f"{file}: {error}"]
 
 
 def exit_with(problems: Iterable[str]) -> NoReturn:

@@ -5,13 +5,12 @@ python -m benchmarks.families.table --write    makes the tables anew
 """
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.common import results
-from benchmarks.common.marked import exit_with, markdown_table, with_part
+from benchmarks.common.marked import check, exit_with, markdown_table, with_part
 from benchmarks.common.paths import PROJECT
 from benchmarks.common.results import Json
 
@@ -95,16 +94,6 @@ def _best(ways: list[Json]) -> str:
     return f"{way['fp8']:.0%}{', `expert_parallel`' if way['expert_parallel'] else ''}"
 
 
-def problems(document: Path) -> list[str]:
-    """What is wrong with the tables in ``document``, in words; nothing if they are as the results say."""
-    try:
-        if _page(document.read_text()) != document.read_text():
-            return [f"{document}: its tables are not what the results say. Run: {WRITE}"]
-    except ValueError as error:
-        return [f"{document}: {error}"]
-    return []
-
-
 def write_tables() -> None:
     """Make them anew."""
     DOCUMENT.write_text(_page(DOCUMENT.read_text()))
@@ -119,7 +108,7 @@ def main(write: Annotated[bool, typer.Option("--write", help="Make the tables an
     """Check that the tables are what the results say; exit with 1 and say why if it is not."""
     if write:
         write_tables()
-    exit_with(problems(DOCUMENT))
+    exit_with(check(DOCUMENT, _page, WRITE))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.block_quant
 
-RMSNorm with residual and SiLU, for the widths of a model, back to back in a CUDA graph. Inputs stay in the GPU's cache
+RMSNorm with residual and SiLU, back to back in a CUDA graph. Inputs stay in the GPU's cache
 where they fit, as in an engine. *limit* is the bytes that are read and written, by the memory's measured speed.
 """
 
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from vllm import _custom_ops  # noqa: F401 - defines torch.ops._C
 
 from benchmarks.common import results
@@ -24,6 +22,8 @@ from rollout_service.engine.kernels import block_quant
 
 Call = Callable[..., None]
 EPSILON = 1e-6
+HIDDEN, INTERMEDIATE = 4096, 12288
+"""Widths of the norm and of SiLU's result, as in Qwen3-8B."""
 _CALLS = 20
 """Calls in a graph."""
 
@@ -31,10 +31,6 @@ _CALLS = 20
 class KernelOptions(Options):
     """What is measured."""
 
-    hidden: int = 4096
-    """Width of the norm."""
-    intermediate: int = 12288
-    """Width of SiLU's result."""
     tokens: tuple[int, ...] = (1, 16, 256, 1024, 8192)
     """Tokens of a step. May be repeated."""
 
@@ -93,11 +89,11 @@ def unequal(ours: Call, theirs: Call, arguments: dict[str, Any]) -> dict[str, fl
 
 
 def main(options: KernelOptions) -> None:
-    """Measure, print the table, and write benchmarks/results/<machine>/kernels_block_quant.json."""
-    bytes_per_s, cases, console = gpu_limits().bytes_per_s, list[Json](), Console()
+    """Measure, and write benchmarks/results/<machine>/kernels_block_quant.json."""
+    bytes_per_s, cases = gpu_limits().bytes_per_s, list[Json]()
     kinds: list[tuple[str, int, Callable[[int, int], dict[str, Any]], int]] = [
-        ("rms_norm_per_block_quant", options.hidden, norm_arguments, 7),
-        ("silu_and_mul_per_block_quant", options.intermediate, silu_arguments, 5),
+        ("rms_norm_per_block_quant", HIDDEN, norm_arguments, 7),
+        ("silu_and_mul_per_block_quant", INTERMEDIATE, silu_arguments, 5),
     ]
     for name, width, make, bytes_each in kinds:
         ours, theirs = getattr(block_quant, name), getattr(torch.ops._C, name)
@@ -114,15 +110,8 @@ def main(options: KernelOptions) -> None:
                 "unequal": unequal(ours, theirs, make(tokens, width)),
             }
             cases.append(case)
-            console.print(case)
+            print(results.brief(case), flush=True)
             results.write("kernels_block_quant", {"cases": cases})
-    table = Table(title=f"µs on {results.machine()}")
-    for column in ("kernel", "width", "tokens", "ours", "vLLM's", "limit"):
-        table.add_column(column)
-    for case in cases:
-        times = (f"{case[key]:.1f}" for key in ("ours_us", "vllm_us", "limit_us"))
-        table.add_row(case["kernel"], str(case["width"]), str(case["tokens"]), *times)
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,6 @@ class ProductOptions(Options):
     """Whose layers."""
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 8192)
     """Of a step."""
-    kernel: tuple[Kernel, ...] = tuple(Kernel)
-    """What is called."""
 
 
 def bf16(x: torch.Tensor, weight: torch.Tensor) -> Call:
@@ -132,7 +130,7 @@ def main(options: ProductOptions) -> None:
     for name in options.model:
         for layer, (rows, columns) in LAYERS[name].items():
             weights = [gaussian((rows, columns)) for _ in range(buffers_beyond_cache(rows * columns))]  # in FP8
-            for tokens, kernel in itertools.product(options.tokens, options.kernel):
+            for tokens, kernel in itertools.product(options.tokens, Kernel):
                 case: Json = {"model": name, "layer": layer, "rows": rows, "columns": columns, "tokens": tokens}
                 case |= {"kernel": kernel} | measure(kernel, tokens, weights)
                 print(results.brief(case), flush=True)

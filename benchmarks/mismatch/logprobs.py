@@ -175,8 +175,6 @@ class SampleOptions(Options):
     """Sampled for each prompt."""
     jobs: int = 6 if GPU else 1
     """Engines at once."""
-    routes: bool = True
-    """On a GPU engines of a mixture return their experts: those of ``bf16`` and ``fp8_block``, compiled or not."""
 
 
 Sampled = list[tuple[list[int], Completion]]
@@ -316,12 +314,11 @@ def recipe_of(config: ServiceConfig) -> TrainerRecipe:
     )
 
 
-def config_of(model: Model, folder: Path, engine: Engine, options: SampleOptions) -> ServiceConfig:
+def config_of(model: Model, folder: Path, engine: Engine) -> ServiceConfig:
     """Of an engine with that arithmetic; the model lies in ``folder``, beside which versions are written."""
     settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     if GPU:
-        wants_routes = engine in ROUTED and model in MIXTURES
-        settings |= {"linear_backend": "cutlass", "return_routed_experts": wants_routes and options.routes}
+        settings |= {"linear_backend": "cutlass", "return_routed_experts": engine in ROUTED and model in MIXTURES}
     sections = SECTIONS[engine]
     return ServiceConfig.model_validate(
         {
@@ -358,7 +355,7 @@ def main(options: SampleOptions) -> None:
             loss = make(model, folder, options)
             trained = Trained(model, folder)
             console.log(f"{model}: made, {'random' if loss is None else f'{loss:.3f} nats a token'}")
-            configs = {engine: config_of(model, folder, engine, options) for engine in options.engine}
+            configs = {engine: config_of(model, folder, engine) for engine in options.engine}
             scales = dict[Engine, dict[str, float]]()
             if Engine.FP8KV_MEASURED in configs:
                 scales[Engine.FP8KV_MEASURED] = measured_scales(trained.fp32)

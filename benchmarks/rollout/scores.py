@@ -38,6 +38,10 @@ from tests.support.serving import App, serving
 
 RESULT = "rollout_scores"
 VOCABULARY = 151_936
+TOP, REQUESTS = 64, 8
+"""Top logprobs of each token, and sequences that are scored."""
+SEQUENCES = 256
+"""Sequences of a batch, for which the result is multiplied."""
 BEAT_S = 0.001
 """Seconds between two looks at the gateway's event loop."""
 
@@ -47,14 +51,8 @@ class ScoreOptions(Options):
 
     tokens: int = 32_768
     """Tokens of each."""
-    top: int = 64
-    """Top logprobs of each token."""
-    requests: int = 8
-    """Sequences that are scored."""
     at_once: int = 4
     """Requests of the client at a time."""
-    sequences: int = 256
-    """Sequences of a batch, for which the result is multiplied."""
 
 
 @dataclass
@@ -78,7 +76,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 def output_of(options: ScoreOptions, tokens: list[int]) -> RequestOutput:
     """Return what vLLM returns for a prompt with prompt logprobs."""
-    width, rng = 1 + options.top, random.Random(0)
+    width, rng = 1 + TOP, random.Random(0)
     flat = FlatLogprobs()
     flat.append(None)
     rows = options.tokens - 1
@@ -116,7 +114,7 @@ def gateway(connection: Connection, pickled: bytes, options: ScoreOptions) -> No
                 authorizer=Authorizer(None),
                 http=http,
                 monitor=Monitor(MonitorConfig()),
-                max_logprobs=options.top,
+                max_logprobs=TOP,
             )
             async with serving(App(create_app(services))) as served:
                 blocked: list[float] = []
@@ -138,18 +136,18 @@ async def score(url: str, tokens: list[int], options: ScoreOptions) -> None:
 
         async def one() -> None:
             async with places:
-                found = await client.score(tokens, top_logprobs=options.top)
-            if len(found.logprobs) != (options.tokens - 1) * (options.top + 1):
+                found = await client.score(tokens, top_logprobs=TOP)
+            if len(found.logprobs) != (options.tokens - 1) * (TOP + 1):
                 raise ValueError(f"a reply has {len(found.logprobs)} logprobs")
 
-        await asyncio.gather(*(one() for _ in range(options.requests)))
+        await asyncio.gather(*(one() for _ in range(REQUESTS)))
 
 
 def measure(options: ScoreOptions) -> results.Json:
     """Pack, serve and unpack; return the seconds of CPU for one sequence, which other programs hardly change.
 
     ``pack_s`` and ``pickle_s`` are the replica's. ``gateway_s`` holds unpickling, checks and HTTP; ``blocked_s`` is the
-    longest time in which the gateway's event loop did nothing else. ``batch_gateway_s`` is for all ``sequences``.
+    longest time in which the gateway's event loop did nothing else. ``batch_gateway_s`` is for ``SEQUENCES``.
     """
     tokens = [3 + i % 1000 for i in range(options.tokens)]
     output = output_of(options, tokens)
@@ -172,17 +170,17 @@ def measure(options: ScoreOptions) -> results.Json:
         process.kill()
     return {
         "tokens": options.tokens,
-        "top": options.top,
-        "requests": options.requests,
+        "top": TOP,
+        "requests": REQUESTS,
         "reply_bytes": len(packed.model_dump_json()),
         "pack_s": pack_s,
         "pickle_s": pickle_s,
-        "gateway_s": gateway_s / options.requests,
+        "gateway_s": gateway_s / REQUESTS,
         "blocked_s": blocked_s,
         "gateway_peak_bytes": peak,
-        "client_s": client_s / options.requests,
-        "sequences": options.sequences,
-        "batch_gateway_s": options.sequences * gateway_s / options.requests,
+        "client_s": client_s / REQUESTS,
+        "sequences": SEQUENCES,
+        "batch_gateway_s": SEQUENCES * gateway_s / REQUESTS,
     }
 
 

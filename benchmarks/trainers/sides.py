@@ -40,10 +40,6 @@ class SideOptions(Options):
     """The model's."""
     model: str = "0.2b"
     """Its shape, for --prepare: 0.2b."""
-    pretrain_s: float = 110.0
-    """Seconds of pre-training at most."""
-    right: float = 0.35
-    """Probability of a right answer at which pre-training ends."""
     limit_s: float = 240.0
     """Seconds of one side, start included; what has been trained by then is the result."""
     port: int = 8000
@@ -121,7 +117,7 @@ def perform(asked: SideOptions, trainer: str, result: str, run: Callable[[], Run
         raise typer.BadParameter(f"--model {asked.model}: give one of {', '.join(SHAPES)}")
     raise_at_sigterm()
     if asked.prepare:
-        prepare(asked.folder, asked.model, target=asked.right, limit_s=asked.pretrain_s)
+        prepare(asked.folder, asked.model, target=0.35, limit_s=110.0)
     if run:
         if not (asked.folder / "config.json").is_file():
             raise typer.BadParameter(f"--folder {asked.folder}: there is no model; make it with --prepare first")

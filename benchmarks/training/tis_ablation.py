@@ -59,6 +59,8 @@ PARTS = {
 """Of the page, by task."""
 FIGURES = {"digits": PROJECT / "docs/tis_ablation.png", "addition": PROJECT / "docs/tis_ablation_addition.png"}
 
+GROUPS = 16, 8
+"""Prompts of a step of the task addition, and completions of each."""
 AHEAD = 4
 """Batches under way beside the one that is trained on, in the arms about a kept KV cache."""
 
@@ -160,20 +162,8 @@ class AdditionOptions(Options):
     """Its folder."""
     shape: Literal["moe", "tiny-moe"] = "moe"
     """For --prepare: the model's shape."""
-    fewest: int = 7
-    """For --prepare: the fewest numbers that are added; an answer has 53 tokens for each after the first."""
-    most: int = 12
-    """For --prepare: the most numbers that are added."""
-    right: float = 0.35
-    """Probability of a right answer at which --prepare ends."""
-    pretrain_s: float = 170.0
-    """Seconds of --prepare at most."""
     learning_rate: float = 5e-5
     """The highest, after five steps of warm-up."""
-    prompts: int = 16
-    """Of a step."""
-    completions: int = 8
-    """Of a prompt."""
     kv_gb: float = 12.0
     """Of the engine's KV cache, on a GPU; the trainer needs about 35 GB."""
 
@@ -196,8 +186,7 @@ def setup_of(options: AblationOptions, addition: AdditionOptions) -> Setup:
     return Addition(
         addition.model.absolute(),
         addition.learning_rate,
-        addition.prompts,
-        addition.completions,
+        *GROUPS,
         addition.kv_gb,
         deployment=GPU_DEPLOYMENT,
     )
@@ -342,8 +331,7 @@ def main(options: AblationOptions, addition: AdditionOptions) -> None:
 
     try:
         if addition.prepare:
-            size = Size(addition.fewest, addition.most)
-            prepare(addition.model, addition.shape, target=addition.right, limit_s=addition.pretrain_s, size=size)
+            prepare(addition.model, addition.shape, target=0.35, limit_s=170.0, size=Size(7, 12))
             return
         if not options.report:
             setup = setup_of(options, addition)

@@ -69,8 +69,6 @@ class UpdateOptions(Options):
     """Whose shapes; may be repeated."""
     layers: int | None = None
     """Fewer layers than the published model."""
-    way: tuple[Way, ...] = tuple(Way)
-    """May be repeated."""
     repeats: int = 5
     """Versions in each way."""
     concurrent: int = 64
@@ -199,12 +197,9 @@ def measure_model(shape: Shape, folder: Path, options: UpdateOptions) -> Iterato
     gbytes, limit_s = manifest.total_bytes / 1e9, copy_limit_s(manifest.total_bytes)
     for staging, ways in OFFERED.items():
         cases = [
-            Case(shape, way, gbytes, options.layers, options.eager, options.concurrent, limit_s=limit_s)
-            for way in ways
-            if way in options.way
+            Case(shape, way, gbytes, options.layers, options.eager, options.concurrent, limit_s=limit_s) for way in ways
         ]
-        if cases:
-            asyncio.run(measure(config_of(path, staging, options.eager), version, cases, options.repeats))
+        asyncio.run(measure(config_of(path, staging, options.eager), version, cases, options.repeats))
         yield from cases
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.update.long_context --cpu --sessions 4 --prompt 256 --out 1500   # the tiny model
 
 One replica, random weights. ``--sessions`` streams of distinct prompts decode; then a version is committed by ``path``.
-Tokens are counted as they arrive. *Before* is the rate in the ``--window`` seconds before the push, *after* the rate in
+Tokens are counted as they arrive. *Before* is the rate in the 10 seconds before the push, *after* the rate in
 as many seconds from when the engine closed. A *silence* is the longest time between two arrivals of a stream from the
 push on.
 """
@@ -52,8 +52,6 @@ class ContextOptions(Options):
     """Tokens of each prompt."""
     out: int = 4000
     """Tokens of each completion; it must last for both windows."""
-    window: float = 10.0
-    """Seconds over which tokens are counted before and after the update."""
     cpu: bool = False
     """The tiny model, without a GPU."""
 
@@ -67,7 +65,6 @@ class Case:
     policy: str
     sessions: int
     prompt_tokens: int
-    window_s: float
     closed_s: float = 0.0
     """In which the engine did not run, of the update."""
     before: float = 0.0
@@ -77,6 +74,8 @@ class Case:
     """Of each stream, the longest from the push on; in ascending order."""
     kept: int = 0
     """Streams with tokens that read keys and values of an older version."""
+    window_s: float = 10.0
+    """Seconds over which tokens are counted before and after the update."""
     bins: dict[str, int] = field(default_factory=dict)
     """Tokens in each half second, by its begin in seconds from the push."""
 
@@ -146,7 +145,7 @@ def main(model: ModelOptions, options: ContextOptions, engine: LiveEngine) -> No
     """Measure each policy, and add the cases to benchmarks/results/<machine>/update_long_context.json."""
     name, layers = ("tiny-qwen3", None) if options.cpu else (model.model, model.layers)
     policies = map(str, options.policy)  # PyYAML writes no enumerations
-    cases = [Case(name, layers, policy, options.sessions, options.prompt, options.window) for policy in policies]
+    cases = [Case(name, layers, policy, options.sessions, options.prompt) for policy in policies]
     prompts = random_prompts([options.prompt] * options.sessions)
     if options.cpu:
         prompts = [[TINY[token % len(TINY)] for token in prompt] for prompt in prompts]

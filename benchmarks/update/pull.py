@@ -55,8 +55,8 @@ SHARE = 0.01
 """Share of the elements that a version changes."""
 FILES = 8
 """Files of a version."""
-FIRST = 2
-"""Pulls of each source that are reported apart: the first one copies the model, and memory is registered."""
+PULLS, FIRST = 5, 2
+"""Versions from each source, and those reported apart: the first one copies the model, and memory is registered."""
 _S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -74,8 +74,6 @@ class PullOptions(ServedOptions):
     source: tuple[SourceKind, ...] = (SourceKind.FOLDER, SourceKind.HTTP)
     """May be repeated."""
     replicas: int = 1
-    pulls: int = 5
-    """Versions from each source."""
     concurrent: int = 64
     """Rollouts under way."""
 
@@ -209,16 +207,16 @@ def pulled(client: SyncRolloutClient, url: str, source: Source, number: int) -> 
     return {"digest": status.digest, **found}
 
 
-def case_of(client: SyncRolloutClient, url: str, source: Source, store: Path, pulls: int) -> results.Json:
+def case_of(client: SyncRolloutClient, url: str, source: Source, store: Path) -> results.Json:
     """Pull all versions from a source; return the seconds of each, and the digest of the last."""
     each, read_s = [], list[float]()
-    for number in range(1, pulls + 1):
+    for number in range(1, PULLS + 1):
         files = sorted((store / _folder(number)).glob("*.safetensors"))
         if source.http is not None:
             read_s.append(read(source, files))
         each.append(pulled(client, url, source, number))
         time.sleep(1.0)  # a trainer's step lasts longer
-    first, rest = each[:FIRST], each[FIRST:] or each
+    first, rest = each[:FIRST], each[FIRST:]
     names = [name for name in rest[0] if name.endswith("_s") and all(name in one for one in rest)]
     return {
         "delta_bytes": sum(file.stat().st_size for file in files),
@@ -245,8 +243,8 @@ def main(asked: PullOptions) -> None:
         store = store.resolve() / "run"
         store.mkdir()
         started = time.perf_counter()
-        write_versions(model, store, asked.pulls)
-        print(f"wrote {asked.pulls} versions in {time.perf_counter() - started:.0f} s", flush=True)
+        write_versions(model, store, PULLS)
+        print(f"wrote {PULLS} versions in {time.perf_counter() - started:.0f} s", flush=True)
         sources = [stack.enter_context(opened(kind, store)) for kind in asked.source]
         allowed: dict[str, object] = {
             "source_roots": [str(store)],
@@ -260,7 +258,7 @@ def main(asked: PullOptions) -> None:
         counts = stack.enter_context(rollouts(url, asked.concurrent))
         for source in sources:
             before = counts[:]
-            case = common | {"source": source.kind, **case_of(client, url, source, store, asked.pulls)}
+            case = common | {"source": source.kind, **case_of(client, url, source, store)}
             ended, aborted = (now - then for now, then in zip(counts[:], before, strict=True))
             case |= {"rollouts": ended, "aborted": aborted}
             found.append(case)

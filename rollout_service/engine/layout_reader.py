@@ -21,7 +21,7 @@ import torch
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from rollout_service.compat.vllm_internals import (
     ColumnParallelLinear,
@@ -40,6 +40,7 @@ from rollout_service.compat.vllm_internals import (
 )
 from rollout_service.config import QuantConfig, ServiceConfig
 from rollout_service.engine.args import engine_args
+from rollout_service.engine.bf16_config import Bf16Config
 from rollout_service.engine.plugin import register
 from rollout_service.model.engine_layout import Cut, EngineLayout, LayoutModule, LayoutPart, Section
 from rollout_service.model.quant_plan import SCALE_SUFFIX, plan
@@ -64,33 +65,10 @@ _asked: list[tuple[torch.nn.Module, str]] = []
 
 
 @register_quantization_config(READING)
-class ReadingConfig(QuantizationConfig):
+class ReadingConfig(Bf16Config):
     """A quantization that changes nothing, and records which layers ask for it."""
 
-    @classmethod
-    def get_name(cls) -> str:
-        """Return the registered name."""
-        return READING
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Return BF16, the compute dtype of all engines."""
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return 0: nothing is computed on a GPU."""
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """Return an empty list: no files besides the model's config.json are read."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, object]) -> "ReadingConfig":
-        """Return a new object: there are no options."""
-        return cls()
+    NAME = READING
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return vLLM's method without quantization."""

@@ -12,13 +12,10 @@
 ``ReplicaLife`` has the transitions between the first five states. The last two override any of them.
 """
 
-import logging
 from typing import Final
 
 from rollout_service.protocol.fleet import ReplicaState, UpdateTimings
 from rollout_service.protocol.weight_log import Head
-
-logger = logging.getLogger(__name__)
 
 NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
     "starting": frozenset({"syncing"}),

@@ -5,7 +5,6 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.support.one_engine import OneEngine, running
 from tests.support.reference import reference_logprobs, reference_of_any
 
 pytestmark = pytest.mark.slow
-Record = Callable[[str, object], None]
 MEAN = 0.1
 """Bound on the mean of |Δ|, the difference of a token's logprob from the fp32 reference, over 256 tokens: as in
 test_round_trip.py, and the inputs of experts' second product, which the reference does not round."""

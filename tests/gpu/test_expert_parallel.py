@@ -8,7 +8,7 @@ layers of Qwen3-30B-A3B, one of them with experts of which half is no whole numb
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ BETWEEN_RANKS_MEAN = 0.05
 activations and the KV cache. Another version's are more than five times that."""
 VERSIONS = (1, 2, 3)
 TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(8)]
-Record = Callable[[str, object], None]
 
 
 def small(folder: Path) -> Path:

@@ -5,7 +5,6 @@ is reported beside one rank's, and not asserted.
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ BETWEEN_RANKS_MEAN = 0.03
 """As for the CPU engine, tests/engine/test_tensor_parallel.py."""
 SMALL = {"cuda_graph_sizes": (1, 8, 16), "gpu_memory_utilization": 0.1}
 TOKENS = [tuple((5 * i + 7 * j) % 120 + 3 for j in range(40)) for i in range(8)]
-Record = Callable[[str, object], None]
 
 
 async def push(

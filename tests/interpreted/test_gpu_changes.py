@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rollout_service.errors import InvalidDelta, QuantizationError
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources import gpu_changes
 from rollout_service.ingest.sources.changes import Change
 from rollout_service.ingest.sources.delta import DeltaOfVersion
@@ -25,7 +24,7 @@ from rollout_service.store.mapped_files import MappedFiles
 from tests.interpreted.test_compare import launches_of
 from tests.support.models import make_model
 from tests.unit.ingest.test_ingest_delta import NORM, UP_PROJ, Stored, delta_of, digest_of
-from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
+from tests.unit.ingest.trainer import Trainer, config_of, folder_weights, started
 from tests.unit.protocol.test_delta import ITEMSIZES, bytes_of, frame, random_bits, segment, stepped
 
 CPU = torch.device("cpu")
@@ -123,11 +122,9 @@ def version_1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnGpu]:
     weights = folder_weights(model)
 
     async def pushed(root: Path) -> TrainerRecipe:
-        ingest = Ingest(config_of(model, root))
-        await ingest.start()
-        await Trainer(ingest).push(1, weights)
-        recipe = await ingest.recipe()
-        await ingest.stop()
+        async with started(config_of(model, root)) as ingest:
+            await Trainer(ingest).push(1, weights)
+            recipe = await ingest.recipe()
         return recipe
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

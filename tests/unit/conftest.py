@@ -19,7 +19,7 @@ from rollout_service.store.log import WeightLog
 from tests.support.clock import Clock
 from tests.support.models import make_model
 from tests.support.program import Program
-from tests.unit.ingest.trainer import Trainer, config_of, folder_weights
+from tests.unit.ingest.trainer import Trainer, config_of, folder_weights, started
 
 # No test is about a public server. Each HTTP client would read this machine's certificates, which takes 30 ms.
 os.environ.pop("SSL_CERT_FILE", None)  # noqa: TID251 - httpx looks there first
@@ -87,10 +87,8 @@ def config(model: Path, tmp_path: Path) -> ServiceConfig:
 
 @pytest.fixture
 async def ingest(config: ServiceConfig) -> AsyncIterator[Ingest]:
-    ingest = Ingest(config)
-    await ingest.start()
-    yield ingest
-    await ingest.stop()
+    async with started(config) as ingest:
+        yield ingest
 
 
 @pytest.fixture

@@ -74,44 +74,16 @@ class GroupAttentionBackend(FlashAttentionBackend):
         return attn_type == AttentionType.DECODER
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return False: the partition of a sequence depends on the rest of the batch."""
+    def _refuse(cls) -> bool:
+        """Return False, where FlashAttention's own class may return True."""
         return False
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Return False: a window may begin after the shared tokens."""
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        """Return False: a window may begin after the shared tokens."""
-        return False
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Return False: each partial result would count the sink."""
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Return False: not supported."""
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Return False: not supported."""
-        return False
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        """Return False: not tested."""
-        return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the lengths on the CPU decide whether a batch decodes single tokens."""
-        return False
+    supports_batch_invariance = _refuse  # the partition of a sequence depends on the rest of the batch
+    supports_sliding_window = supports_rswa = _refuse  # a window may begin after the shared tokens
+    supports_sink = _refuse  # each partial result would count the sink
+    supports_non_causal = supports_mm_prefix = _refuse
+    supports_per_head_quant_scales = _refuse  # not tested
+    supports_device_cpu_query_lens_mismatch = _refuse  # the CPU's lengths decide whether a batch decodes single tokens
 
 
 @dataclass

@@ -31,16 +31,6 @@ class CpuExperts(FusedMoEMethodBase):
     through_codes: Callable[[torch.Tensor], torch.Tensor]
     """Rounds an input [M, K] as the kernels do, to fp32."""
 
-    @property
-    def is_monolithic(self) -> bool:
-        """False: vLLM's router selects the experts."""
-        return False
-
-    @property
-    def supports_eplb(self) -> bool:
-        """False: the decoded weights would not move with rebalanced experts."""
-        return False
-
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         """Return an empty configuration: vLLM's own kernels are not used."""
         return FusedMoEQuantConfig.make()

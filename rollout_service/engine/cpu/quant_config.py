@@ -6,7 +6,7 @@ and do not round activations, so they are never used.
 
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from rollout_service.compat.vllm_internals import (
     Attention,
@@ -20,6 +20,7 @@ from rollout_service.compat.vllm_internals import (
     forget_kernel,
     is_layer_skipped,
 )
+from rollout_service.engine.bf16_config import Bf16Config
 from rollout_service.engine.cpu.block_linear import CpuBlockLinearMethod
 from rollout_service.engine.cpu.block_moe import CpuBlockMoEMethod
 from rollout_service.engine.cpu.channel_linear import CpuChannelLinearMethod
@@ -79,33 +80,10 @@ class CpuBlockFp8Config(Fp8Config):
 
 
 @register_quantization_config(CPU_BF16)
-class CpuBf16Config(QuantizationConfig):
+class CpuBf16Config(Bf16Config):
     """No quantization of weights. Provides ``CpuMoEMethod`` and the scales of an FP8 KV cache."""
 
-    @classmethod
-    def get_name(cls) -> str:
-        """Return the registered name."""
-        return CPU_BF16
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Return BF16, the compute dtype of all engines."""
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return 0: no GPU is required."""
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """Return an empty list: no files besides the model's config.json are read."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, object]) -> "CpuBf16Config":
-        """Return a new object: there are no options."""
-        return cls()
+    NAME = CPU_BF16
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and computes ``layer``. None for embeddings and the output head."""
@@ -119,14 +97,11 @@ class CpuChannelConfig(CpuBf16Config):
     """FP8 or INT8 weights with one scale per output channel, under compressed-tensors' names. Skipped layers stay in
     BF16."""
 
+    NAME = CPU_CHANNEL
+
     def __init__(self, form: WeightFormat, ignored_layers: list[str]) -> None:
         super().__init__()
         self.form, self.ignored_layers = form, ignored_layers
-
-    @classmethod
-    def get_name(cls) -> str:
-        """Return the registered name."""
-        return CPU_CHANNEL
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> "CpuChannelConfig":

@@ -30,7 +30,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.runtime.shared_memory import SharedMemory
 from tests.unit.client.real_ingest import RealIngest, real_ingest
-from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, stream_of
+from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, started, stream_of
 
 
 @pytest.fixture
@@ -292,11 +292,9 @@ class TestWhatIsRefused:
 
     async def test_an_ingest_that_starts_anew_says_that_it_must_be_pushed_again(self, ingest, model):
         await ingest.stop()
-        again = Ingest(config_of(model, ingest._log.root))
-        await again.start()
-        with pytest.raises(NotFound, match="cannot be read again: push it anew"):
-            await again.take_shared(1, batch_of(0, NORM))
-        await again.stop()
+        async with started(config_of(model, ingest._log.root)) as again:
+            with pytest.raises(NotFound, match="cannot be read again: push it anew"):
+                await again.take_shared(1, batch_of(0, NORM))
 
 
 class TestMemory:

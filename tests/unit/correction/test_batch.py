@@ -1,7 +1,6 @@
 """What every function refuses, and what it says; ragged rows."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from rollout_service.correction import correct, measure_mismatch, preset, truncated_importance_weights
 
 every = pytest.mark.parametrize("function", [truncated_importance_weights, measure_mismatch, correct])
-Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 @every

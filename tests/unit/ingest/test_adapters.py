@@ -20,12 +20,11 @@ from rollout_service.errors import (
     UploadIncomplete,
     VersionConflict,
 )
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterUpload, BeginAdapter, CommitAdapter
 from rollout_service.store.adapters import AdapterStore
 from tests.support.adapters import CONFIG, RANK, adapter_tensors, save_adapter
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import changed, config_of
+from tests.unit.ingest.trainer import changed, config_of, started
 
 ADAPTERS: dict[str, Any] = {"engine": {"adapters": {"max_live": 3, "max_rank": 8}}}
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -52,14 +51,10 @@ async def test_a_pushed_adapter_is_a_version_of_the_log(model, tmp_path):
 async def test_a_restarted_ingest_has_the_committed_adapters(model, tmp_path):
     config = config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})
     folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
-    ingest = Ingest(config)
-    await ingest.start()
-    pushed = await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
-    await ingest.stop()
-    again = Ingest(config)
-    await again.start()
-    assert await again.adapters() == [pushed]
-    await again.stop()
+    async with started(config) as ingest:
+        pushed = await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
+    async with started(config) as again:
+        assert await again.adapters() == [pushed]
 
 
 async def test_older_versions_leave_a_place_free(model, tmp_path):
@@ -150,17 +145,15 @@ async def test_tensors_that_do_not_fit_the_model_are_named(model, tmp_path, chan
 
 
 async def test_an_upload_is_complete_before_it_is_committed(model, tmp_path):
-    ingest = Ingest(config_of(model, tmp_path / "log", **ADAPTERS))
-    await ingest.start()
-    upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
-    assert upload.missing == (0,)
-    with pytest.raises(UploadIncomplete):
-        await ingest.commit_adapter("run-a", CommitAdapter(digest=upload.digest))
-    with pytest.raises(InvalidRequest, match="part 0 has 3 bytes, and must have 100"):
-        await ingest.adapter_part("run-a", upload.digest, 0, b"abc")
-    with pytest.raises(InvalidManifest, match="takes"):
-        await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
-    await ingest.stop()
+    async with started(config_of(model, tmp_path / "log", **ADAPTERS)) as ingest:
+        upload = await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100))
+        assert upload.missing == (0,)
+        with pytest.raises(UploadIncomplete):
+            await ingest.commit_adapter("run-a", CommitAdapter(digest=upload.digest))
+        with pytest.raises(InvalidRequest, match="part 0 has 3 bytes, and must have 100"):
+            await ingest.adapter_part("run-a", upload.digest, 0, b"abc")
+        with pytest.raises(InvalidManifest, match="takes"):
+            await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
 
 
 async def test_a_client_of_the_host_writes_the_file_and_others_send_parts(model, tmp_path):
@@ -218,12 +211,10 @@ async def test_without_the_setting_adapters_are_refused(model, tmp_path):
 
 
 async def test_a_folder_outside_of_the_roots_is_forbidden(model, tmp_path):
-    ingest = Ingest(config_of(model, tmp_path / "log", **ADAPTERS))
-    await ingest.start()
-    folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
-    with pytest.raises(Forbidden):
-        await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
-    await ingest.stop()
+    async with started(config_of(model, tmp_path / "log", **ADAPTERS)) as ingest:
+        folder = save_adapter(tmp_path / "peft", adapter_tensors(model, 1))
+        with pytest.raises(Forbidden):
+            await ingest.commit_adapter("run-a", CommitAdapter(path=str(folder)))
 
 
 def test_a_damaged_index_is_named(tmp_path):

@@ -11,7 +11,7 @@ from rollout_service.protocol.upload import (
     SharedMemorySource,
     UploadTensor,
 )
-from tests.unit.ingest.trainer import Weights, begin_of, config_of
+from tests.unit.ingest.trainer import Weights, begin_of, config_of, started
 
 
 def table(*names: str) -> tuple[UploadTensor, ...]:
@@ -93,19 +93,15 @@ class TestIngest:
         later = await ingest.begin(begin_of(2, weights).by_table(plan.table))
         assert (later.version, later.num_parts, later.table) == (2, plan.num_parts, plan.table)
         await ingest.stop()
-        ingest = Ingest(config_of(model, tmp_path / "log"))
-        await ingest.start()
-        with pytest.raises(TableUnknown):
-            await ingest.begin(begin_of(3, weights).by_table(plan.table))
-        await ingest.stop()
+        async with started(config_of(model, tmp_path / "log")) as ingest:
+            with pytest.raises(TableUnknown):
+                await ingest.begin(begin_of(3, weights).by_table(plan.table))
 
     async def test_a_table_that_does_not_fit_the_model_is_not_kept(self, model, tmp_path):
-        ingest = Ingest(config_of(model, tmp_path / "log"))
-        await ingest.start()
-        for _ in range(2):
-            with pytest.raises(InvalidManifest):
-                await ingest.begin(BeginUpload(version=1, tensors=table("nobody")))
-        await ingest.stop()
+        async with started(config_of(model, tmp_path / "log")) as ingest:
+            for _ in range(2):
+                with pytest.raises(InvalidManifest):
+                    await ingest.begin(BeginUpload(version=1, tensors=table("nobody")))
 
 
 def _weights(model: Path) -> Weights:

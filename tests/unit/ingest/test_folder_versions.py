@@ -14,7 +14,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, replica, settle
+from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, replica, settle, started
 
 NOW = CommitUpload()
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -81,10 +81,8 @@ async def test_the_same_folder_again_is_the_same_version(ingest, root, weights, 
     assert await pushed(ingest, root / "." / "step_7" / ".." / "step_7", 9) == 7
     assert [status.version for status in await ingest.versions()] == [0, 7]
     await ingest.stop()
-    again = Ingest(config)
-    await again.start()
-    assert await pushed(again, folder, 7) == 7
-    await again.stop()
+    async with started(config) as again:
+        assert await pushed(again, folder, 7) == 7
 
 
 async def test_a_repeat_joins_what_is_under_way(ingest, root, weights):

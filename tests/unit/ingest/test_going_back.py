@@ -11,7 +11,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import Announcement, CommitUpload, PathSource, RollBack, UploadPlan
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, stream_of
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, started, stream_of
 
 
 @pytest.fixture
@@ -54,11 +54,9 @@ class TestNext:
         first = await ingest.begin(announced(weights))
         assert await ingest.begin(announced(weights)) == first
         await ingest.stop()
-        again = Ingest(config)
-        await again.start()
-        assert (await again.begin(announced(weights))).version == first.version == 1
-        assert (await again.begin(announced(weights, uploader="another"))).version == 2
-        await again.stop()
+        async with started(config) as again:
+            assert (await again.begin(announced(weights))).version == first.version == 1
+            assert (await again.begin(announced(weights, uploader="another"))).version == 2
 
     async def test_a_number_that_is_being_uploaded_is_passed_over(self, ingest, trainer, weights):
         await trainer.upload(5, weights, order=[0])
@@ -130,13 +128,11 @@ class TestNext:
         assert refused.value.detail["kept_versions"] == [0, 5, 6]
 
     async def test_a_folder_told_as_next_is_read_once(self, model, tmp_path):
-        ingest = Ingest(config_of(model, tmp_path / "log", weights={"source_roots": [model]}).resolved())
-        await ingest.start()
-        body = Announcement(version="next", source=PathSource(path=model), label="run/start", uploader="one")
-        plan = await ingest.begin(body)
-        assert (await ingest.begin(body)).version == plan.version == 1
-        assert (await ingest.commit(1, CommitUpload())).label == "run/start"
-        await ingest.stop()
+        async with started(config_of(model, tmp_path / "log", weights={"source_roots": [model]}).resolved()) as ingest:
+            body = Announcement(version="next", source=PathSource(path=model), label="run/start", uploader="one")
+            plan = await ingest.begin(body)
+            assert (await ingest.begin(body)).version == plan.version == 1
+            assert (await ingest.commit(1, CommitUpload())).label == "run/start"
 
 
 class TestRollback:
@@ -160,19 +156,17 @@ class TestRollback:
         assert (await ingest.roll_back(RollBack(to=2))).version == 4
 
     async def test_the_files_stay_when_the_older_version_goes(self, model, tmp_path, weights):
-        ingest = Ingest(config_of(model, tmp_path / "log", weights={"keep_versions": 2}).resolved())
-        await ingest.start()
-        trainer, log = Trainer(ingest), WeightLog(tmp_path / "log")
-        await push(ingest, trainer, changed(weights, 1.0))
-        back = await ingest.roll_back(RollBack(to=0))
-        assert log.versions() == [1, 2]
-        assert await ingest.roll_back(RollBack(to=0)) == back  # the answer was lost, and 0 is gone
-        await push(ingest, trainer, changed(weights, 2.0))
-        assert log.versions() == [2, 3]
-        log.verify(log.manifest(2))
-        with pytest.raises(NotFound, match=r"version 1 cannot .* not in the log any more: kept are 2, 3"):
-            await ingest.roll_back(RollBack(to=1))
-        await ingest.stop()
+        async with started(config_of(model, tmp_path / "log", weights={"keep_versions": 2}).resolved()) as ingest:
+            trainer, log = Trainer(ingest), WeightLog(tmp_path / "log")
+            await push(ingest, trainer, changed(weights, 1.0))
+            back = await ingest.roll_back(RollBack(to=0))
+            assert log.versions() == [1, 2]
+            assert await ingest.roll_back(RollBack(to=0)) == back  # the answer was lost, and 0 is gone
+            await push(ingest, trainer, changed(weights, 2.0))
+            assert log.versions() == [2, 3]
+            log.verify(log.manifest(2))
+            with pytest.raises(NotFound, match=r"version 1 cannot .* not in the log any more: kept are 2, 3"):
+                await ingest.roll_back(RollBack(to=1))
 
     async def test_a_version_that_replicas_serve_is_waited_for(self, ingest, trainer, weights):
         status = await push(ingest, trainer, changed(weights, 1.0))
@@ -200,9 +194,7 @@ class TestRollback:
             await push(ingest, trainer, changed(weights, step), f"run/step-{step}")
         back = await ingest.roll_back(RollBack(to="run/step-1"))
         await ingest.stop()
-        again = Ingest(config)
-        await again.start()
-        assert await again.status(back.version) == back
-        assert await again.version_of("run/step-1") == back.version
-        assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"
-        await again.stop()
+        async with started(config) as again:
+            assert await again.status(back.version) == back
+            assert await again.version_of("run/step-1") == back.version
+            assert (await again.begin(begin_of(back.version, changed(weights, 1)))).state == "committed"

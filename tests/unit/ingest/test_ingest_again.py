@@ -32,7 +32,7 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import JOURNAL, RECORD_FILE, STAGED_FILE, read_record
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, stream_of
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, replica, started, stream_of
 
 PART_BYTES = 64 << 10
 
@@ -40,12 +40,6 @@ PART_BYTES = 64 << 10
 def parts_of(weights: Weights) -> list[bytes]:
     stream = stream_of(weights)
     return [stream[i : i + PART_BYTES] for i in range(0, len(stream), PART_BYTES)]
-
-
-async def start(config: ServiceConfig) -> Ingest:
-    ingest = Ingest(config)
-    await ingest.start()
-    return ingest
 
 
 async def race(url: str, pushes: list[Weights]) -> list[WeightStatus | BaseException]:
@@ -87,16 +81,15 @@ class TestCommittedVersion:
         source = tmp_path / "sources"
         source.mkdir()
         save_file(dict(weights), source / "model.safetensors")
-        ingest = await start(config_of(model, tmp_path / "log", weights={"source_roots": [source]}).resolved())
-        begin = BeginUpload(version=1, source=PathSource(path=source))
-        assert (await ingest.begin(begin)).state == "staged"
-        assert (await ingest.begin(begin)).state == "staged"
-        await ingest.commit(1, CommitUpload())
-        assert (await ingest.begin(begin)).state == "committed"
-        save_file(changed(weights, 1.0), source / "model.safetensors")
-        with pytest.raises(VersionConflict, match="committed with another content under that path"):
-            await ingest.begin(begin)
-        await ingest.stop()
+        async with started(config_of(model, tmp_path / "log", weights={"source_roots": [source]}).resolved()) as ingest:
+            begin = BeginUpload(version=1, source=PathSource(path=source))
+            assert (await ingest.begin(begin)).state == "staged"
+            assert (await ingest.begin(begin)).state == "staged"
+            await ingest.commit(1, CommitUpload())
+            assert (await ingest.begin(begin)).state == "committed"
+            save_file(changed(weights, 1.0), source / "model.safetensors")
+            with pytest.raises(VersionConflict, match="committed with another content under that path"):
+                await ingest.begin(begin)
 
 
 class TestTwoTrainers:
@@ -182,69 +175,58 @@ async def staged_versions(ingest: Ingest) -> list[int]:
 
 class TestRestart:
     async def test_an_upload_continues_after_a_restart_without_a_new_begin(self, config, weights, log):
-        before = await start(config)
-        plan = await Trainer(before).upload(1, weights, order=[0, 2, 5])
-        await before.stop()
-        again = await start(config)
-        assert [status.version for status in await again.versions()] == [0, 1]
-        assert set((await again.status(1)).missing_parts) == set(range(plan.num_parts)) - {0, 2, 5}
-        for number in set(range(plan.num_parts)) - {0, 2, 5}:
-            assert (await Trainer(again).put(1, number, parts_of(weights)[number])).status_code == 200
-        status = await again.commit(1, CommitUpload())
-        assert status.digest == (await Trainer(again).push(2, weights)).digest
-        log.verify(log.manifest(1))
-        await again.stop()
+        async with started(config) as before:
+            plan = await Trainer(before).upload(1, weights, order=[0, 2, 5])
+        async with started(config) as again:
+            assert [status.version for status in await again.versions()] == [0, 1]
+            assert set((await again.status(1)).missing_parts) == set(range(plan.num_parts)) - {0, 2, 5}
+            for number in set(range(plan.num_parts)) - {0, 2, 5}:
+                assert (await Trainer(again).put(1, number, parts_of(weights)[number])).status_code == 200
+            status = await again.commit(1, CommitUpload())
+            assert status.digest == (await Trainer(again).push(2, weights)).digest
+            log.verify(log.manifest(1))
 
     async def test_what_a_crash_damaged_is_asked_for_again(self, config, weights, log):
-        before = await start(config)
-        await Trainer(before).upload(1, weights, order=[0, 1, 2, 3])
-        folder = log.root / "staging" / "1.parts"
-        await before.stop()
+        async with started(config) as before:
+            await Trainer(before).upload(1, weights, order=[0, 1, 2, 3])
+            folder = log.root / "staging" / "1.parts"
         staged, journal = folder / STAGED_FILE, folder / JOURNAL
         data = bytearray(staged.read_bytes())
         data[64 << 10] ^= 1
         staged.write_bytes(data)
         lines = [line for line in journal.read_text().splitlines() if not line.startswith("2 ")]
         journal.write_text("\n".join([*lines, "9 65536 0", "10000 1 0", "noise", "2 655"]))
-        again = await start(config)
-        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
-        await again.stop()
+        async with started(config) as again:
+            assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
 
     async def test_a_staged_version_with_a_damaged_record_is_dropped(self, config, weights, log):
-        before = await start(config)
-        await Trainer(before).upload(1, weights, order=[0])
-        await before.stop()
+        async with started(config) as before:
+            await Trainer(before).upload(1, weights, order=[0])
         path = log.root / "staging" / "1.parts" / RECORD_FILE
         path.write_text(path.read_text().replace('"version":1', '"version":2'))
-        again = await start(config)
-        with pytest.raises(NotFound):
-            await again.status(1)
-        assert list((log.root / "staging").iterdir()) == []
-        await again.stop()
+        async with started(config) as again:
+            with pytest.raises(NotFound):
+                await again.status(1)
+            assert list((log.root / "staging").iterdir()) == []
 
     async def test_what_was_overtaken_is_not_taken_up_again(self, config, weights, log):
-        before = await start(config)
-        await Trainer(before).upload(1, weights, order=[0])
-        await before.stop()
+        async with started(config) as before:
+            await Trainer(before).upload(1, weights, order=[0])
         parts = log.root / "staging" / "1.parts"
         parts.rename(log.root / "kept")
-        again = await start(config)
-        await Trainer(again).push(2, weights)
-        await again.stop()
+        async with started(config) as again:
+            await Trainer(again).push(2, weights)
         (log.root / "kept").rename(parts)
-        last = await start(config)
-        assert [status.version for status in await last.versions()] == [0, 2] and not parts.exists()
-        await last.stop()
+        async with started(config) as last:
+            assert [status.version for status in await last.versions()] == [0, 2] and not parts.exists()
 
     async def test_a_commit_killed_before_it_wrote_latest_is_staged_again(self, config, weights, log):
-        before = await start(config)
-        await Trainer(before).upload(1, weights)
-        await before.stop()
+        async with started(config) as before:
+            await Trainer(before).upload(1, weights)
         log.staging(1).rename(log.folder(1))
-        again = await start(config)
-        assert (await again.status(1)).state == "staged" and log.versions() == [0] and not log.folder(1).exists()
-        assert (await again.commit(1, CommitUpload())).state == "committed"
-        await again.stop()
+        async with started(config) as again:
+            assert (await again.status(1)).state == "staged" and log.versions() == [0] and not log.folder(1).exists()
+            assert (await again.commit(1, CommitUpload())).state == "committed"
 
     async def test_why_a_staged_version_failed_is_in_its_status(self, ingest, trainer, weights):
         await trainer.upload(1, changed(weights, float("nan")))
@@ -254,74 +236,66 @@ class TestRestart:
         assert error is not None and (error.type, error.message) == ("QuantizationError", failed.value.message)
 
     async def test_after_a_restart_nothing_is_live_until_all_have_reported(self, config, weights):
-        before = await start(config)
-        for name in "ab":
-            await before.report(replica(name, 0))
-        assert (await before.status(0)).state == "live"
-        await before.stop()
-        again = await start(config)
-        await again.report(replica("a", 0))
-        assert (await again.status(0)).state == "committed"
-        for version in (1, 2, 3):
-            await Trainer(again).push(version, weights)
-        assert [status.version for status in await again.versions()] == [0, 1, 2, 3]
-        await again.report(replica("b", 2))
-        assert (await again.status(0)).state == "live"
-        await Trainer(again).push(4, weights)
-        assert [status.version for status in await again.versions()] == [0, 2, 3, 4]
-        await again.stop()
+        async with started(config) as before:
+            for name in "ab":
+                await before.report(replica(name, 0))
+            assert (await before.status(0)).state == "live"
+        async with started(config) as again:
+            await again.report(replica("a", 0))
+            assert (await again.status(0)).state == "committed"
+            for version in (1, 2, 3):
+                await Trainer(again).push(version, weights)
+            assert [status.version for status in await again.versions()] == [0, 1, 2, 3]
+            await again.report(replica("b", 2))
+            assert (await again.status(0)).state == "live"
+            await Trainer(again).push(4, weights)
+            assert [status.version for status in await again.versions()] == [0, 2, 3, 4]
 
 
 class TestExpiry:
     async def test_an_idle_upload_expires_and_its_trainer_is_told_why(self, expiring, weights, clocks):
-        ingest = await start(expiring)
-        await Trainer(ingest).upload(1, weights, order=[0])
-        clocks.go_on(0.9 * TTL_S)
-        assert (await Trainer(ingest).put(1, 1, parts_of(weights)[1])).status_code == 200
-        clocks.go_on(0.9 * TTL_S)
-        assert await staged_versions(ingest) == [1]
-        clocks.go_on(0.2 * TTL_S)
-        assert await staged_versions(ingest) == []
-        assert list((expiring.weights.root / "staging").iterdir()) == []
-        late = await Trainer(ingest).put(1, 2, parts_of(weights)[2])
-        assert late.status_code == 404 and "nothing came for 1100 s" in late.json()["error"]["message"]
-        await ingest.begin(begin_of(1, weights))
-        assert await staged_versions(ingest) == [1]
-        await ingest.stop()
+        async with started(expiring) as ingest:
+            await Trainer(ingest).upload(1, weights, order=[0])
+            clocks.go_on(0.9 * TTL_S)
+            assert (await Trainer(ingest).put(1, 1, parts_of(weights)[1])).status_code == 200
+            clocks.go_on(0.9 * TTL_S)
+            assert await staged_versions(ingest) == [1]
+            clocks.go_on(0.2 * TTL_S)
+            assert await staged_versions(ingest) == []
+            assert list((expiring.weights.root / "staging").iterdir()) == []
+            late = await Trainer(ingest).put(1, 2, parts_of(weights)[2])
+            assert late.status_code == 404 and "nothing came for 1100 s" in late.json()["error"]["message"]
+            await ingest.begin(begin_of(1, weights))
+            assert await staged_versions(ingest) == [1]
 
     @pytest.mark.parametrize("jump_s", [100 * TTL_S, -100 * TTL_S])
     async def test_a_wall_clock_that_is_set_drops_no_upload(self, expiring, weights, clocks, jump_s):
-        ingest = await start(expiring)
-        await Trainer(ingest).upload(1, weights, order=[0])
-        clocks.wall_s += jump_s
-        assert await staged_versions(ingest) == [1]
-        clocks.go_on(1.1 * TTL_S)
-        assert await staged_versions(ingest) == []
-        await ingest.stop()
+        async with started(expiring) as ingest:
+            await Trainer(ingest).upload(1, weights, order=[0])
+            clocks.wall_s += jump_s
+            assert await staged_versions(ingest) == [1]
+            clocks.go_on(1.1 * TTL_S)
+            assert await staged_versions(ingest) == []
 
     async def test_downtime_counts_toward_expiry_but_leaves_time_to_resume(self, expiring, weights, clocks):
         for away_s, comes_back in ((0.9, False), (1.1, False), (100.0, True)):
-            before = await start(expiring)
-            await Trainer(before).upload(1, weights, order=[0])
-            await before.stop()
+            async with started(expiring) as before:
+                await Trainer(before).upload(1, weights, order=[0])
             clocks.go_on(away_s * TTL_S)
-            again = await start(expiring)
-            assert await staged_versions(again) == [1]
-            if comes_back:
-                assert (await Trainer(again).put(1, 1, parts_of(weights)[1])).status_code == 200
-            clocks.go_on(0.3 * TTL_S)
-            assert await staged_versions(again) == ([1] if comes_back else [])
-            await again.stop()
+            async with started(expiring) as again:
+                assert await staged_versions(again) == [1]
+                if comes_back:
+                    assert (await Trainer(again).put(1, 1, parts_of(weights)[1])).status_code == 200
+                clocks.go_on(0.3 * TTL_S)
+                assert await staged_versions(again) == ([1] if comes_back else [])
 
     async def test_an_upload_dated_in_the_future_expires_like_any_other(self, expiring, weights, clocks):
-        before = await start(expiring)
-        await Trainer(before).upload(1, weights, order=[0])
-        await before.stop()
+        async with started(expiring) as before:
+            await Trainer(before).upload(1, weights, order=[0])
         clocks.wall_s -= 100 * TTL_S
-        again = await start(expiring)
-        clocks.go_on(1.1 * TTL_S)
-        assert await staged_versions(again) == []
-        await again.stop()
+        async with started(expiring) as again:
+            clocks.go_on(1.1 * TTL_S)
+            assert await staged_versions(again) == []
 
 
 @pytest.fixture
@@ -347,7 +321,7 @@ class TestOneWriter:
     async def test_a_second_ingest_is_refused_and_leaves_uploads_alone(self, config, ingest, trainer, weights):
         await trainer.upload(1, weights)
         with pytest.raises(LogLocked, match=r"is being written by process \d+ .*after 0\.2 s"):
-            await start(config)
+            await Ingest(config).start()
         assert (await ingest.commit(1, CommitUpload())).state == "committed"
 
     async def test_a_second_ingest_waits_for_the_first_to_end(self, model, tmp_path, weights, monkeypatch):
@@ -362,49 +336,48 @@ class TestOneWriter:
 
         monkeypatch.setattr(fcntl, "flock", noted)
         config = config_of(model, tmp_path / "log", weights={"lock_wait_s": 60})
-        first = await start(config)
-        await Trainer(first).upload(1, weights)
-        second = asyncio.create_task(start(config))
-        assert await asyncio.to_thread(refused.wait, 60)
-        assert not second.done()
-        await first.stop()
-        assert (await (await second).commit(1, CommitUpload())).state == "committed"
-        await (await second).stop()
+        async with started(config) as first:
+            await Trainer(first).upload(1, weights)
+            second = Ingest(config)
+            starting = asyncio.create_task(second.start())
+            assert await asyncio.to_thread(refused.wait, 60)
+            assert not starting.done()
+        await starting
+        assert (await second.commit(1, CommitUpload())).state == "committed"
+        await second.stop()
 
 
 class TestFullDisk:
     async def test_a_version_too_large_for_the_disk_is_refused_at_begin(self, model, small_disk, weights):
-        ingest = await start(config_of(model, small_disk / "log"))
-        nbytes = begin_of(1, weights).nbytes
-        for leave_bytes in (100_000, nbytes):  # for neither the version, and for the version without its parts
-            filler = fill(small_disk, leave_bytes)
-            free = shutil.disk_usage(small_disk).free
-            with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes") as refused:
-                await ingest.begin(begin_of(1, weights))
-            assert refused.value.detail["needed_bytes"] > free >= refused.value.detail["free_bytes"] - 8192
-            assert [status.version for status in await ingest.versions()] == [0]
-            assert list((small_disk / "log" / "staging").iterdir()) == []
-            filler.unlink()
-        assert (await Trainer(ingest).push(1, weights)).state == "committed"
-        await ingest.stop()
+        async with started(config_of(model, small_disk / "log")) as ingest:
+            nbytes = begin_of(1, weights).nbytes
+            for leave_bytes in (100_000, nbytes):  # for neither the version, and for the version without its parts
+                filler = fill(small_disk, leave_bytes)
+                free = shutil.disk_usage(small_disk).free
+                with pytest.raises(InsufficientStorage, match=r"version 1 .* needs \d+ bytes") as refused:
+                    await ingest.begin(begin_of(1, weights))
+                assert refused.value.detail["needed_bytes"] > free >= refused.value.detail["free_bytes"] - 8192
+                assert [status.version for status in await ingest.versions()] == [0]
+                assert list((small_disk / "log" / "staging").iterdir()) == []
+                filler.unlink()
+            assert (await Trainer(ingest).push(1, weights)).state == "committed"
 
     async def test_a_full_disk_during_an_upload_or_a_commit_loses_nothing(self, model, small_disk, weights):
-        ingest = await start(config_of(model, small_disk / "log"))
-        trainer, parts = Trainer(ingest), parts_of(weights)
-        await trainer.upload(1, weights, order=[0])
-        filler = fill(small_disk, 4096)
-        full = await trainer.put(1, 1, parts[1])
-        assert full.status_code == 507
-        assert full.json()["error"]["detail"]["needed_bytes"] == len(parts[1])
-        filler.unlink()
-        assert set((await ingest.status(1)).missing_parts) == set(range(1, len(parts)))
-        for number in range(1, len(parts)):
-            assert (await trainer.put(1, number, parts[number])).status_code == 200
-        filler = fill(small_disk, 0)
-        with pytest.raises(InsufficientStorage, match="manifest of version 1"):
-            await ingest.commit(1, CommitUpload())
-        assert (await ingest.status(1)).state == "staged" and (await ingest.fleet()).latest_version == 0
-        filler.unlink()
-        assert (await ingest.commit(1, CommitUpload())).state == "committed"
-        WeightLog(small_disk / "log").verify(WeightLog(small_disk / "log").manifest(1))
-        await ingest.stop()
+        async with started(config_of(model, small_disk / "log")) as ingest:
+            trainer, parts = Trainer(ingest), parts_of(weights)
+            await trainer.upload(1, weights, order=[0])
+            filler = fill(small_disk, 4096)
+            full = await trainer.put(1, 1, parts[1])
+            assert full.status_code == 507
+            assert full.json()["error"]["detail"]["needed_bytes"] == len(parts[1])
+            filler.unlink()
+            assert set((await ingest.status(1)).missing_parts) == set(range(1, len(parts)))
+            for number in range(1, len(parts)):
+                assert (await trainer.put(1, number, parts[number])).status_code == 200
+            filler = fill(small_disk, 0)
+            with pytest.raises(InsufficientStorage, match="manifest of version 1"):
+                await ingest.commit(1, CommitUpload())
+            assert (await ingest.status(1)).state == "staged" and (await ingest.fleet()).latest_version == 0
+            filler.unlink()
+            assert (await ingest.commit(1, CommitUpload())).state == "committed"
+            WeightLog(small_disk / "log").verify(WeightLog(small_disk / "log").manifest(1))

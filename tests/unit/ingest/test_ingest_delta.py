@@ -4,7 +4,7 @@ import asyncio
 import re
 import shutil
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,7 @@ from rollout_service.protocol.upload import (
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import tensor_digests
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, changed, config_of, open_files, started
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -137,10 +137,8 @@ def base_log(model: Path, weights: Weights, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("base") / "log"
 
     async def push() -> None:
-        ingest = Ingest(config_of(model, root, weights={"part_bytes": PART_BYTES}))
-        await ingest.start()
-        await Trainer(ingest).push(1, changed(weights, 0.25))
-        await ingest.stop()
+        async with started(config_of(model, root, weights={"part_bytes": PART_BYTES})) as ingest:
+            await Trainer(ingest).push(1, changed(weights, 0.25))
 
     asyncio.run(push())
     return root
@@ -167,24 +165,6 @@ async def old(trainer: DeltaTrainer, weights: Weights) -> Stored:
 async def new(trainer: DeltaTrainer, weights: Weights) -> Stored:
     """What a version 2 is to store."""
     return await trainer.stored(scattered(changed(weights, 0.25), 2))
-
-
-Restart = Callable[[], Awaitable[Ingest]]
-
-
-@pytest.fixture
-async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Restart]:
-    """Ends the ingest that runs and starts another on the same log."""
-    running = [ingest]
-
-    async def restart() -> Ingest:
-        await running[-1].stop()
-        running.append(Ingest(config))
-        await running[-1].start()
-        return running[-1]
-
-    yield restart
-    await running[-1].stop()
 
 
 def require_stored(log: WeightLog, version: int, expected: Mapping[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weight_log import Control, DesiredState, Head
 from rollout_service.store import durable_io
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, Weights, begin_of, config_of, order, replica, settle, stream_of
+from tests.unit.ingest.trainer import Trainer, Weights, begin_of, config_of, order, replica, settle, started, stream_of
 
 LONG_S = 60.0
 
@@ -438,10 +438,8 @@ class TestPins:
     async def pinning(self, model: Path, tmp_path: Path) -> AsyncIterator[Ingest]:
         groups = {"eval": {"version": "golden"}, "old": {"version": 1}}
         config = config_of(model, tmp_path / "log", scaling={"groups": groups}, weights={"keep_versions": 1})
-        ingest = Ingest(config)
-        await ingest.start()
-        yield ingest
-        await ingest.stop()
+        async with started(config) as ingest:
+            yield ingest
 
     async def test_group_without_its_version_follows_the_newest(self, pinning):
         assert (await pinning.pinned("eval"), await pinning.pinned("old")) == (None, None)

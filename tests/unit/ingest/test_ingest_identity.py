@@ -10,7 +10,7 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.fleet import ReplicaStatus
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
-from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, replica
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, replica, started
 
 
 async def serving(ingest: Ingest, version: int, sequence: int = 0, **fields: object) -> ReplicaStatus:
@@ -42,13 +42,11 @@ class TestDigest:
         assert {(await ingest.status(version)).state for version in (0, 1)} == {"committed"}
 
     async def test_a_version_is_live_by_the_digest_in_latest(self, model, tmp_path):
-        ingest = Ingest(config_of(model, tmp_path / "log"))
-        await ingest.start()
-        head = WeightLog(tmp_path / "log").head()
-        assert head is not None
-        await ingest.report(await serving(ingest, 0, digest=head.digest))
-        assert (await ingest.status(0)).state == "live"
-        await ingest.stop()
+        async with started(config_of(model, tmp_path / "log")) as ingest:
+            head = WeightLog(tmp_path / "log").head()
+            assert head is not None
+            await ingest.report(await serving(ingest, 0, digest=head.digest))
+            assert (await ingest.status(0)).state == "live"
 
 
 class TestRestoredLog:
@@ -94,16 +92,14 @@ class TestOtherLog:
     ):
         await trainer.push(7, weights)
         old = await serving(ingest, 7)
-        elsewhere = Ingest(config_of(model, tmp_path / "empty"))
-        await elsewhere.start()
-        await elsewhere.report(old.model_copy(update={"sequence": 1}))
-        assert (await elsewhere.status(0)).state == "committed"  # 7 is more than 0, and of another log
-        for refused in (elsewhere.begin(begin_of(1, weights)), elsewhere.commit(0, CommitUpload())):
-            with pytest.raises(
-                LogCorrupt, match=r"but a follow another one .*at version 7.*bring the ingest back"
-            ) as why:
-                await refused
-            assert why.value.detail["log"] == await log_of(elsewhere) != old.log
-        await elsewhere.goodbye("a")
-        assert (await Trainer(elsewhere).push(1, weights)).state == "committed"
-        await elsewhere.stop()
+        async with started(config_of(model, tmp_path / "empty")) as elsewhere:
+            await elsewhere.report(old.model_copy(update={"sequence": 1}))
+            assert (await elsewhere.status(0)).state == "committed"  # 7 is more than 0, and of another log
+            for refused in (elsewhere.begin(begin_of(1, weights)), elsewhere.commit(0, CommitUpload())):
+                with pytest.raises(
+                    LogCorrupt, match=r"but a follow another one .*at version 7.*bring the ingest back"
+                ) as why:
+                    await refused
+                assert why.value.detail["log"] == await log_of(elsewhere) != old.log
+            await elsewhere.goodbye("a")
+            assert (await Trainer(elsewhere).push(1, weights)).state == "committed"

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 
 from rollout_service.config import ServiceConfig
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.log import WeightLog
 from tests.support.moments import stop_at
+from tests.unit.ingest.trainer import started
 
 PROJECT = Path(__file__).parents[3]
 
@@ -24,15 +24,11 @@ async def test_a_kill_before_the_rename_leaves_the_version_staged(config, log):
 
     version = await killed_in(manifest_written, config)
     assert newest(log) == version - 1
-    successor = Ingest(config)
-    await successor.start()
-    try:
+    async with started(config) as successor:
         status = await successor.status(version)
         assert status.state == "staged" and status.missing_parts == () and status.error is None
         assert not log.folder(version).exists()
         committed = await successor.commit(version, CommitUpload())
-    finally:
-        await successor.stop()
     assert newest(log) == version
     log.verify(log.manifest(version))
     assert committed.digest == log.manifest(version).digest
@@ -41,14 +37,10 @@ async def test_a_kill_before_the_rename_leaves_the_version_staged(config, log):
 async def test_a_kill_after_the_rename_leaves_the_version_committed(config, log):
     version = await killed_in(lambda version: newest(log) == version, config)
     assert newest(log) == version
-    successor = Ingest(config)
-    await successor.start()
-    try:
+    async with started(config) as successor:
         assert (await successor.fleet()).latest_version == version
         assert {status.state for status in await successor.versions()} == {"committed"}
         again = await successor.commit(version, CommitUpload())
-    finally:
-        await successor.stop()
     log.verify(log.manifest(version))
     assert again.digest == log.manifest(version).digest
 

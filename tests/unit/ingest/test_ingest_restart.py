@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
 from rollout_service.store.upload_record import STAGED_FILE
 from tests.unit.ingest.trainer import (
+    Restart,
     Trainer,
     Weights,
     begin_of,
@@ -31,27 +31,10 @@ from tests.unit.ingest.trainer import (
     order,
     replica,
     settle,
+    started,
 )
 
 LONG_S = 60.0
-
-
-Restart = Callable[..., Awaitable[Ingest]]
-
-
-@pytest.fixture
-async def restarted(config: ServiceConfig, ingest: Ingest) -> AsyncIterator[Restart]:
-    """Ends the ingest that runs and starts another on the same log."""
-    running = [ingest]
-
-    async def restart(other: ServiceConfig | None = None) -> Ingest:
-        await running[-1].stop()
-        running.append(Ingest(other or config))
-        await running[-1].start()
-        return running[-1]
-
-    yield restart
-    await running[-1].stop()
 
 
 def of_commit(config: ServiceConfig, commit: str | None) -> ServiceConfig:
@@ -155,11 +138,9 @@ class TestEnd:
         with pytest.raises(NotReady, match="send it again"):
             await waiting
         await ending
-        successor = Ingest(config)
-        await successor.start()
-        assert (await successor.fleet()).latest_version == 1
-        assert (await successor.commit(2, CommitUpload())).state == "committed"
-        await successor.stop()
+        async with started(config) as successor:
+            assert (await successor.fleet()).latest_version == 1
+            assert (await successor.commit(2, CommitUpload())).state == "committed"
 
     async def test_callers_of_a_stopping_ingest_are_told_to_retry(self, ingest, trainer, weights):
         desired = await ingest.sync(replica("a", 0), None)
@@ -322,10 +303,8 @@ class TestUnreadableParts:
         source.mkdir()
         save_file(dict(weights), source / "model.safetensors")
         config = config_of(model, tmp_path / "log", weights={"source_roots": [source.resolve()]})
-        first = Ingest(config)
-        await first.start()
-        await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
-        await first.stop()
+        async with started(config) as first:
+            await first.begin(BeginUpload(version=1, source=PathSource(path=source)))
         stat = Path.stat
 
         def stale(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:

@@ -10,7 +10,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.store.log import WeightLog
 from tests.unit.ingest.test_ingest_delta import DeltaTrainer, require_stored, scattered
-from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of
+from tests.unit.ingest.trainer import Trainer, Weights, changed, config_of, started
 
 
 @pytest.fixture
@@ -59,28 +59,24 @@ async def test_deltas_are_applied_where_their_versions_lie(model, weights, root,
     digests: dict[Path, list[str | None]] = {}
     for folder in (tmp_path / "log", root):
         config = config_of(model, folder, weights={"part_bytes": 4 << 10})
-        ingest = Ingest(config)
-        await ingest.start()
-        trainer, log = DeltaTrainer(ingest), WeightLog(folder)
-        old = await trainer.stored(changed(weights, 1 / 64))
-        digests[folder] = [(await trainer.push(1, old)).digest]
-        if folder == root:
-            monkeypatch.setattr("rollout_service.ingest.sources.delta.ThreadBuffers", NoBuffers)
-        for version in range(2, 6):
-            new = await trainer.stored(scattered(changed(weights, 1 / 64), version))
-            digests[folder].append((await trainer.push_delta(version, version - 1, old, new)).digest)
-            require_stored(log, version, new)
-            old = new
-        await ingest.stop()
+        async with started(config) as ingest:
+            trainer, log = DeltaTrainer(ingest), WeightLog(folder)
+            old = await trainer.stored(changed(weights, 1 / 64))
+            digests[folder] = [(await trainer.push(1, old)).digest]
+            if folder == root:
+                monkeypatch.setattr("rollout_service.ingest.sources.delta.ThreadBuffers", NoBuffers)
+            for version in range(2, 6):
+                new = await trainer.stored(scattered(changed(weights, 1 / 64), version))
+                digests[folder].append((await trainer.push_delta(version, version - 1, old, new)).digest)
+                require_stored(log, version, new)
+                old = new
     assert digests[root] == digests[tmp_path / "log"]
 
 
 async def test_an_ingest_that_starts_anew_uses_the_files_again(model, weights, root):
     _, before = await pushed(config_of(model, root), weights, 4)
-    ingest = Ingest(config_of(model, root))
-    await ingest.start()
-    await Trainer(ingest).push(9, weights)
-    await ingest.stop()
+    async with started(config_of(model, root)) as ingest:
+        await Trainer(ingest).push(9, weights)
     log = WeightLog(root)
     assert {path.stat().st_ino for path in log.folder(9).glob("*.safetensors")} <= set.union(*before)
     log.verify(log.manifest(9))

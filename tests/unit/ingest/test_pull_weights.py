@@ -36,7 +36,7 @@ from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSourc
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
 from tests.unit.ingest import expected
-from tests.unit.ingest.trainer import Weights, changed, config_of
+from tests.unit.ingest.trainer import Weights, changed, config_of, started
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
@@ -220,16 +220,12 @@ async def test_a_version_goes_on_after_a_restart(ingest, config, store, steps, m
     publish(store, 2, steps[1], steps[2])
     await pull(ingest, store, 2, local_checkpoint_dir="/nvme/checkpoint")
     await ingest.stop()
-    again = Ingest(config)
-    await again.start()
-    try:
+    async with started(config) as again:
         assert (await again.push_folder(Path("/nvme/checkpoint"), CommitUpload(), 2)).version == 2
         await require(again, 2, steps[2], model)
         publish(store, 3, steps[2], steps[3])
         assert await pull(again, store, 3) == 3
         await require(again, 3, steps[3], model)
-    finally:
-        await again.stop()
 
 
 async def test_a_missing_link_is_refused_by_name(ingest, store, steps):
@@ -394,16 +390,12 @@ async def test_an_interrupted_change_of_the_files_is_finished_once(
         weights.settle(store / "weight_v000002")
     monkeypatch.undo()
     await ingest.stop()
-    again = Ingest(config)
-    await again.start()
-    try:
+    async with started(config) as again:
         assert await pull(again, store, 2) == 2
         await require(again, 2, steps[2], model)
         publish(store, 3, steps[2], steps[3])
         assert await pull(again, store, 3) == 3
         await require(again, 3, steps[3], model)
-    finally:
-        await again.stop()
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -447,17 +439,13 @@ async def test_a_pull_repeated_after_a_restart_keeps_the_base(ingest, config, st
     publish(store, 2, steps[1], steps[2])
     await pull(ingest, store, 2)
     await ingest.stop()
-    again = Ingest(config)
-    await again.start()
-    try:
+    async with started(config) as again:
         assert await pull(again, store, 2) == 2
         for version in (1, 2):
             shutil.rmtree(store / f"weight_v{version:06d}")
         publish(store, 3, steps[2], steps[3])
         assert await pull(again, store, 3) == 3
         await require(again, 3, steps[3], model)
-    finally:
-        await again.stop()
 
 
 async def test_lost_files_need_the_whole_chain_again(ingest, config, tmp_path, store, steps, model):
@@ -466,14 +454,10 @@ async def test_lost_files_need_the_whole_chain_again(ingest, config, tmp_path, s
     state = tmp_path / "log" / "trainer" / "STATE"
     state.write_text(state.read_text().replace('"boot":"', '"boot":"another-'))
     await ingest.stop()
-    again = Ingest(config)
-    await again.start()
-    try:
+    async with started(config) as again:
         publish(store, 2, steps[1], steps[2])
         assert await pull(again, store, 2) == 2
         await require(again, 2, steps[2], model)
-    finally:
-        await again.stop()
 
 
 async def test_the_weights_are_kept_once(ingest, tmp_path, store, steps):
@@ -501,10 +485,8 @@ async def test_a_watched_store_is_followed(config, store, steps, model, how, url
     """The follower serves what another service was told of, with the same digests; damage leaves the version before."""
     watch = str(store) if how == "a folder" else url
     weights = config.weights.model_copy(update={"watch": watch, "source_urls": (url,), "poll_s": 0.02})
-    follower = Ingest(config.model_copy(update={"weights": weights}))
     publish(store, 1, steps[0], steps[1])
-    await follower.start()
-    try:
+    async with started(config.model_copy(update={"weights": weights})) as follower:
         await served(follower, 1)
         wrong = publish(store, 2, steps[2], steps[3])
         while follower.watcher.problem is None:
@@ -516,18 +498,14 @@ async def test_a_watched_store_is_followed(config, store, steps, model, how, url
         publish(store, 4, steps[3], steps[4])
         await served(follower, 4)
         await require(follower, 4, steps[4], model)
-    finally:
-        await follower.stop()
 
 
 @pytest.fixture
 async def remote(config: ServiceConfig, url: str) -> AsyncIterator[Ingest]:
     """An ingest that may read the web server, but not the folder."""
     weights = config.weights.model_copy(update={"source_roots": (), "source_urls": (url,)})
-    ingest = Ingest(config.model_copy(update={"weights": weights}))
-    await ingest.start()
-    yield ingest
-    await ingest.stop()
+    async with started(config.model_copy(update={"weights": weights})) as ingest:
+        yield ingest
 
 
 async def pull_url(ingest: Ingest, url: str, version: int) -> int:

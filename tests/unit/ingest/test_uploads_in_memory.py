@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.store.upload_record import STAGED_FILE
-from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, config_of, started, stream_of
 
 
 @pytest.fixture
@@ -51,26 +50,22 @@ async def test_the_next_upload_has_the_same_file_and_its_own_bytes(ingest, train
 
 
 async def test_what_a_crash_leaves_in_a_reused_file_is_no_part(config, weights, log):
-    before = Ingest(config)
-    await before.start()
-    await Trainer(before).push(1, weights)
-    await Trainer(before).upload(2, changed(weights, 0.5), order=[0])
-    parts = before.staged(2).parts
-    incoming = parts.begin(1, config.weights.part_bytes, lambda: None)
-    incoming.open()
-    assert incoming.memory is not None and any(incoming.memory)  # of version 1
-    await before.stop()
-    after = Ingest(config)
-    await after.start()
-    plan = await after.begin(begin_of(2, changed(weights, 0.5)))
-    assert set(plan.digests) == {0}
-    stream = stream_of(changed(weights, 0.5))
-    for part in plan.missing_parts:
-        data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
-        assert (await Trainer(after).put(2, part, data)).status_code == 200
-    committed = await after.commit(2, CommitUpload())
-    assert committed.digest == (await Trainer(after).push(3, changed(weights, 0.5))).digest
-    await after.stop()
+    async with started(config) as before:
+        await Trainer(before).push(1, weights)
+        await Trainer(before).upload(2, changed(weights, 0.5), order=[0])
+        parts = before.staged(2).parts
+        incoming = parts.begin(1, config.weights.part_bytes, lambda: None)
+        incoming.open()
+        assert incoming.memory is not None and any(incoming.memory)  # of version 1
+    async with started(config) as after:
+        plan = await after.begin(begin_of(2, changed(weights, 0.5)))
+        assert set(plan.digests) == {0}
+        stream = stream_of(changed(weights, 0.5))
+        for part in plan.missing_parts:
+            data = stream[part * plan.part_bytes : (part + 1) * plan.part_bytes]
+            assert (await Trainer(after).put(2, part, data)).status_code == 200
+        committed = await after.commit(2, CommitUpload())
+        assert committed.digest == (await Trainer(after).push(3, changed(weights, 0.5))).digest
 
 
 async def test_a_discarded_upload_leaves_its_file_to_the_next(ingest, trainer, weights, log):

@@ -24,7 +24,7 @@ from rollout_service.protocol.upload import CommitUpload
 from tests.support.gloo_trainer import GlooTrainer, update_info
 from tests.unit.ingest import expected
 from tests.unit.ingest.broadcasting import AS_BEFORE, join, push, receive_nothing, send
-from tests.unit.ingest.trainer import Trainer, changed, config_of
+from tests.unit.ingest.trainer import Trainer, changed, config_of, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -34,10 +34,8 @@ UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 async def ingest(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ingest]:
     """Nobody serves: a commit waits for no replica."""
     config = config_of(model, tmp_path_factory.mktemp("broadcasts") / "log", scaling={"min_replicas": 0})
-    ingest = Ingest(config)
-    await ingest.start()
-    yield ingest
-    await ingest.stop()
+    async with started(config) as ingest:
+        yield ingest
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -28,7 +28,7 @@ from tests.unit.ingest.broadcasting import (
     receiver_pid,
     send,
 )
-from tests.unit.ingest.trainer import config_of, folder_weights
+from tests.unit.ingest.trainer import config_of, folder_weights, started
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
 PROJECT = Path(__file__).parents[3]
@@ -51,25 +51,21 @@ async def joined(ingest: Ingest) -> GlooTrainer:
 
 class TestOtherModels:
     async def test_a_tied_model_may_broadcast_no_output_head(self, tied_model, tmp_path):
-        ingest = Ingest(config_of(tied_model, tmp_path / "log", scaling={"min_replicas": 0}))
-        await ingest.start()
-        sent = folder_weights(tied_model)
-        assert LM_HEAD not in sent
-        await another_trainer_pushes(ingest, sent)
-        digests = (await ingest.tensor_digests()).digests
-        assert digests[LM_HEAD] == digests[EMBEDDING]
-        await ingest.stop()
+        async with started(config_of(tied_model, tmp_path / "log", scaling={"min_replicas": 0})) as ingest:
+            sent = folder_weights(tied_model)
+            assert LM_HEAD not in sent
+            await another_trainer_pushes(ingest, sent)
+            digests = (await ingest.tensor_digests()).digests
+            assert digests[LM_HEAD] == digests[EMBEDDING]
 
     async def test_stacked_experts_are_taken_apart(self, moe_model, tmp_path):
-        ingest = Ingest(config_of(moe_model, tmp_path / "log", scaling={"min_replicas": 0}))
-        await ingest.start()
-        model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.bfloat16)
-        sent = {name: parameter.data for name, parameter in model.named_parameters()}
-        assert any(name.endswith("experts.gate_up_proj") for name in sent)
-        before = (await ingest.tensor_digests()).digests
-        await another_trainer_pushes(ingest, sent)
-        assert (await ingest.tensor_digests()).digests == before
-        await ingest.stop()
+        async with started(config_of(moe_model, tmp_path / "log", scaling={"min_replicas": 0})) as ingest:
+            model = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.bfloat16)
+            sent = {name: parameter.data for name, parameter in model.named_parameters()}
+            assert any(name.endswith("experts.gate_up_proj") for name in sent)
+            before = (await ingest.tensor_digests()).digests
+            await another_trainer_pushes(ingest, sent)
+            assert (await ingest.tensor_digests()).digests == before
 
 
 class TestNoGroup:
@@ -244,9 +240,7 @@ if __name__ == "__main__":
         await ingest.transfer.start()
         await send(ingest, joined, weights)
         await ingest.stop()
-        successor = Ingest(config)
-        await successor.start()
-        with pytest.raises(NotFound, match="what a trainer broadcasts cannot be read again"):
-            await successor.status(1)
-        await another_trainer_pushes(successor, weights)
-        await successor.stop()
+        async with started(config) as successor:
+            with pytest.raises(NotFound, match="what a trainer broadcasts cannot be read again"):
+                await successor.status(1)
+            await another_trainer_pushes(successor, weights)

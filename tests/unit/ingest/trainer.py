@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -29,6 +29,21 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.upload_record import JOURNAL
 
 Weights = Mapping[str, torch.Tensor]
+
+
+Restart = Callable[..., Awaitable[Ingest]]
+"""Ends an ingest and starts another on the same log; see the fixture ``restarted``."""
+
+
+@asynccontextmanager
+async def started(config: ServiceConfig) -> AsyncIterator[Ingest]:
+    """Run an ingest until the block ends."""
+    ingest = Ingest(config)
+    await ingest.start()
+    try:
+        yield ingest
+    finally:
+        await ingest.stop()
 
 
 def config_of(model: Path, root: Path, **sections: dict[str, object]) -> ServiceConfig:

@@ -5,25 +5,18 @@ import pytest
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import InvalidManifest, VersionConflict
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.kv_scales import KVScales, LayerScales
 from rollout_service.protocol.upload import CommitUpload, upload_digest, with_kv_scales
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.upload_record import read_record
 from tests.unit.client.real_ingest import real_ingest
-from tests.unit.ingest.trainer import Trainer, begin_of, changed, stream_of
+from tests.unit.ingest.trainer import Trainer, begin_of, changed, started, stream_of
 
 LAYER = "model.layers.0.self_attn"
 SCALES = {f"{LAYER}.q_scale": 0.5, f"{LAYER}.k_scale": 2.5, f"{LAYER}.v_scale": 0.125}
 """For the model of one layer."""
 OTHERS = {**SCALES, f"{LAYER}.k_scale": 2.75}
 K, V = f"{LAYER}.k_scale", f"{LAYER}.v_scale"
-
-
-async def start(config: ServiceConfig) -> Ingest:
-    ingest = Ingest(config)
-    await ingest.start()
-    return ingest
 
 
 def came(manifest: Manifest) -> tuple[object, str]:
@@ -79,26 +72,22 @@ class TestCommit:
         ]
 
     async def test_without_any_it_has_those_of_before_after_a_restart_too(self, config, weights, log):
-        ingest = await start(config)
-        await Trainer(ingest).push(1, weights, SCALES)
-        await Trainer(ingest).push(2, changed(weights, 1.0))
-        await ingest.stop()
-        again = await start(config)
-        await Trainer(again).push(3, changed(weights, 2.0))
-        assert came(log.manifest(2)) == came(log.manifest(3)) == (SCALES, "reuse")
-        await again.stop()
+        async with started(config) as ingest:
+            await Trainer(ingest).push(1, weights, SCALES)
+            await Trainer(ingest).push(2, changed(weights, 1.0))
+        async with started(config) as again:
+            await Trainer(again).push(3, changed(weights, 2.0))
+            assert came(log.manifest(2)) == came(log.manifest(3)) == (SCALES, "reuse")
 
     @pytest.mark.parametrize(
         "later", [{"kv_cache": {"scales_policy": "unit"}}, {"kv_cache": {"dtype": "bfloat16"}}], ids=["unit", "bf16"]
     )
     async def test_without_any_it_has_none_by_policy_or_with_a_bf16_cache(self, config, weights, log, later):
-        ingest = await start(config)
-        await Trainer(ingest).push(1, weights, SCALES)
-        await ingest.stop()
-        again = await start(ServiceConfig.model_validate({**config.model_dump(), **later}))
-        await Trainer(again).push(2, weights)
-        assert came(log.manifest(2)) == (None, "unit")
-        await again.stop()
+        async with started(config) as ingest:
+            await Trainer(ingest).push(1, weights, SCALES)
+        async with started(ServiceConfig.model_validate({**config.model_dump(), **later})) as again:
+            await Trainer(again).push(2, weights)
+            assert came(log.manifest(2)) == (None, "unit")
 
 
 class TestAgain:
@@ -122,17 +111,16 @@ class TestAgain:
             await ingest.commit(1, CommitUpload(upload_digest=of_parts))
 
     async def test_an_upload_keeps_its_scales_over_a_restart(self, config, weights, log):
-        before = await start(config)
-        plan = await Trainer(before).upload(1, weights, order=[0, 2], kv_scales=SCALES)
-        await before.stop()
-        again, stream = await start(config), stream_of(weights)
-        for part in (await again.status(1)).missing_parts:
-            await Trainer(again).put(1, part, stream[part * plan.part_bytes : (part + 1) * plan.part_bytes])
-        await again.commit(1, CommitUpload())
-        assert came(log.manifest(1)) == (SCALES, "trainer")
-        record = read_record(log.folder(1))
-        assert record is not None and record.begin.kv_scales == SCALES
-        await again.stop()
+        async with started(config) as before:
+            plan = await Trainer(before).upload(1, weights, order=[0, 2], kv_scales=SCALES)
+        stream = stream_of(weights)
+        async with started(config) as again:
+            for part in (await again.status(1)).missing_parts:
+                await Trainer(again).put(1, part, stream[part * plan.part_bytes : (part + 1) * plan.part_bytes])
+            await again.commit(1, CommitUpload())
+            assert came(log.manifest(1)) == (SCALES, "trainer")
+            record = read_record(log.folder(1))
+            assert record is not None and record.begin.kv_scales == SCALES
 
 
 def observed(**scales: float) -> KVScales:

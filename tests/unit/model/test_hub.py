@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from rollout_service.config import ServiceConfig
 from rollout_service.config.service import ModelConfig
-from rollout_service.ingest.ingest import Ingest
 from rollout_service.model import hub as hub_module
 from rollout_service.model.served_model import ServedModel
 from rollout_service.store.log import WeightLog
 from tests.support.hub_server import HubServer, hub_server
-from tests.unit.ingest.trainer import config_of
+from tests.unit.ingest.trainer import config_of, started
 
 REPO = "some-org/tiny-qwen3"
 WEIGHTS = "model.safetensors"
@@ -120,10 +119,8 @@ class TestFiles:
         fetched = node.fetch({"path": REPO}, "--weights")
         here = {"path": Path(fetched["path"]), "revision": fetched["revision"], "served_name": REPO}
         config = config_of(sharded_model, node.cwd / "log")
-        ingest = Ingest(config.model_copy(update={"model": config.model.model_copy(update=here)}))
-        await ingest.start()
-        assert (await ingest.status(0)).state == "committed"
-        await ingest.stop()
+        async with started(config.model_copy(update={"model": config.model.model_copy(update=here)})) as ingest:
+            assert (await ingest.status(0)).state == "committed"
         fingerprint = WeightLog(node.cwd / "log").manifest(0).fingerprint
         assert fingerprint == f"{ServedModel.load(sharded_model).fingerprint}@{fetched['revision']}"
 

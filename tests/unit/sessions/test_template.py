@@ -18,7 +18,7 @@ CALLED: Message = {
     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
 }
 RESULT: Message = {"role": "tool", "tool_call_id": "c1", "content": "2"}
-ENDS = END, OTHER_END = "<|im_end|>", "<|endoftext|>"
+END, OTHER_END = "<|im_end|>", "<|endoftext|>"
 
 # reasoning stays behind the last message of the user alone, as Qwen3, Qwen3.5 and gpt-oss have it
 CHATML = (
