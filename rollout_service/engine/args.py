@@ -4,10 +4,10 @@ import logging
 import re
 
 from vllm import AsyncEngineArgs
-from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.config import KVTransferConfig, LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
+from rollout_service.compat.vllm_internals import CallableInductorPass
 from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, KeepingOffloadingConnector, keeping_scheduler
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.attention.choice import (
