@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 
 from vllm import AsyncEngineArgs
 from vllm.config import KVTransferConfig, LoggingConfig, WeightTransferConfig
@@ -36,6 +37,7 @@ from rollout_service.model.served_model import EXPERT_COUNTS, ServedModel
 from rollout_service.protocol.mismatch import FIRST_KV_AGE
 from rollout_service.quant.blockwise import BLOCK
 from rollout_service.quant.formats import WEIGHT_FORMATS, WeightFormat
+from rollout_service.store.log_place import SHARED_MEMORY
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 """vLLM's serialized block-FP8 format. It loads our codes and scales unchanged, and keeps KV scales loadable. The online
@@ -158,6 +160,11 @@ def _offloading(config: ServiceConfig, on_cpu: bool) -> KVTransferConfig | None:
         raise ValueError(
             f"engine.kv_offload_gib is {gib:g}, and vLLM offloads the KV cache of GPUs alone: leave it out, and raise "
             "engine.cpu_kv_cache_gib"
+        )
+    if (free := shutil.disk_usage(SHARED_MEMORY).free / 2**30) < gib:
+        raise ValueError(
+            f"engine.kv_offload_gib is {gib:g}, and {SHARED_MEMORY} has {free:.1f} GiB free: set less, or give the "
+            "container more (--shm-size)"
         )
     return KVTransferConfig(
         kv_connector=KeepingOffloadingConnector.__qualname__,

@@ -233,14 +233,19 @@ def test_routed_experts_are_passed_to_vllm_but_refused_without_experts_and_on_th
 
 def test_offloading_has_our_connector_and_is_refused_on_the_cpu(tmp_path, monkeypatch):
     make_model(tmp_path, "llama")
-    config = _config(tmp_path, engine={"kv_offload_gib": 0.5}, weights={"kv_cache_on_update": "keep"})
-    with pytest.raises(ValueError, match=r"engine.kv_offload_gib is 0.5, and vLLM offloads the KV cache of GPUs alone"):
+    keep = {"kv_cache_on_update": "keep"}
+    config = _config(tmp_path, engine={"kv_offload_gib": 2**-7}, weights=keep)
+    with pytest.raises(
+        ValueError, match=r"engine.kv_offload_gib is 0.0078125, and vLLM offloads the KV cache of GPUs alone"
+    ):
         engine_args(config, (), has_tokenizer=False)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     offloading = engine_args(config, (), has_tokenizer=False).kv_transfer_config
     assert KVConnectorFactory.get_connector_class(offloading) is KeepingOffloadingConnector
-    assert offloading.kv_connector_extra_config == {"cpu_bytes_to_use": 2**29, "offload_prompt_only": False}
+    assert offloading.kv_connector_extra_config == {"cpu_bytes_to_use": 2**23, "offload_prompt_only": False}
     assert engine_args(_config(tmp_path), (), has_tokenizer=False).kv_transfer_config is None
+    with pytest.raises(ValueError, match=r"kv_offload_gib is 1e\+06, and /dev/shm has .* GiB free: set less"):
+        engine_args(_config(tmp_path, engine={"kv_offload_gib": 1e6}, weights=keep), (), has_tokenizer=False)
 
 
 def test_engines_have_lora_layers_only_where_adapters_are_served(tmp_path):
