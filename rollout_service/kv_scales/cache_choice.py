@@ -13,7 +13,7 @@ from typing import Protocol
 from rollout_service.config import ServiceConfig
 from rollout_service.errors import EngineFailed, InsufficientStorage, InvalidRequest, KVCacheUnfit, NotReady
 from rollout_service.kv_scales.fp8_error import unfit_layers, why_unfit, worst_errors
-from rollout_service.kv_scales.scales import largest_of_ranks, scales_from_amax
+from rollout_service.kv_scales.scales import scales_from_amax
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.fleet import KVCacheChoice, KVCacheStatus
 from rollout_service.protocol.kv_scales import KVMeasurement, LayerError
@@ -84,13 +84,12 @@ class CacheChooser:
     async def _judge(self, version: int, ranks: Ranks) -> KVCacheChoice:
         """Decide if FP8 is accurate enough. Raises KVCacheUnfit."""
         judged_by = f"{self._replica_id}, version {version}"
-        observed = [rank.amax for rank in ranks]
         try:
-            largest_of_ranks(observed)  # raises if no scales can be computed
+            best = scales_from_amax([rank.amax for rank in ranks])
         except InvalidRequest as error:
             return await self._choose(_choose_unmeasured(error.message))
         if not self._falls_back:
-            ranks = await self._engine.measure_kv(self._sequences, scales_from_amax(observed).named())
+            ranks = await self._engine.measure_kv(self._sequences, best.named())
         errors = worst_errors(ranks)
         if unfit := unfit_layers(errors):
             raise KVCacheUnfit(why_unfit(unfit, len(errors)), {"layers": unfit, "judged_by": judged_by})
