@@ -10,12 +10,15 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 
 import httpx
 import uvicorn
 from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from rollout_service.compat.ray_internals import http_options
 from rollout_service.serve_callbacks import HEALTH_PATH
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.25
 ANSWER_S = 1.0
 """Timeout of the proxy's health check in seconds. Taking over without need does no harm."""
+BACKLOG = 2048
 MARK = "X-Rollout-Standby"
 """Header that distinguishes a standby's answer from the proxy's."""
 
@@ -46,8 +50,7 @@ class Standby:
             sleep: waits for the given seconds.
         """
         self._app, self._options_of, self._sleep = app, options, sleep
-        self._server: uvicorn.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
+        self._stop: Callable[[], None] | None = None
         self._closed = False
 
     async def watch(self) -> None:
@@ -69,7 +72,7 @@ class Standby:
                     has_answered = True
                     self._stop_listening()
                 elif has_answered and not self._closed:
-                    self._listen(options)
+                    await self._listen(options)
                 await self._sleep(PERIOD_S)
 
     def close(self) -> None:
@@ -77,47 +80,76 @@ class Standby:
         self._closed = True
         self._stop_listening()
 
-    def _listen(self, options: HTTPOptions) -> None:
-        if self._server is not None:
+    async def _listen(self, options: HTTPOptions) -> None:
+        if self._stop is not None:
             return
-        address = (options.host or "", options.port)
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
-            listener = socket.create_server(address, family=family, backlog=2048, reuse_port=True)
+            self._stop = await _listen(self._answer, options)
         except OSError as error:
             logger.warning("Serve's proxy does not answer, and this gateway cannot listen in its place: %s", error)
             return
         logger.warning("Serve's proxy does not answer at port %d: this gateway answers there meanwhile", options.port)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._answer,
-                interface="asgi3",  # uvicorn takes a bound method for an ASGI 2 app
-                root_path=options.root_path,
-                timeout_keep_alive=options.keep_alive_timeout_s,
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                ssl_keyfile=options.ssl_keyfile,
-                ssl_certfile=options.ssl_certfile,
-                ssl_keyfile_password=options.ssl_keyfile_password,
-            )
-        )
-        task = asyncio.create_task(self._server.serve([listener]))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        if self._closed:  # meanwhile
+            self._stop_listening()
 
     def _stop_listening(self) -> None:
-        """Close the listener. Open requests are still answered."""
-        if self._server is not None:
+        if self._stop is not None:
             logger.info("Serve's proxy answers again, or this gateway ends: no request comes here directly any more")
-            self._server.should_exit = True
-            self._server = None
+            self._stop()
+            self._stop = None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == HEALTH_PATH:  # load balancers call the health route, too
             await PlainTextResponse("success", headers={MARK: "1"})(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+async def _listen(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
+    """Answer at Serve's HTTP port, one request per connection.
+
+    Returns:
+        A function that closes the listener and no connection, so that every request is still answered.
+
+    Raises:
+        OSError: the port or the certificate cannot be used.
+    """
+    config = uvicorn.Config(
+        app,
+        interface="asgi3",  # uvicorn takes a bound method for an ASGI 2 app
+        root_path=options.root_path,
+        timeout_keep_alive=options.keep_alive_timeout_s,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile_password=options.ssl_keyfile_password,
+    )
+    config.load()
+    state = ServerState()
+    # a kept connection would stay here when the proxy is back, and be lost if this process ends
+    state.default_headers = [(b"connection", b"close")]
+    # uvicorn annotates its protocols as asyncio's base class
+    protocol = partial(config.http_protocol_class, config=config, server_state=state, app_state={})  # type: ignore[call-arg]
+    host = options.host or ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, options.port), family=family, backlog=BACKLOG, reuse_port=True)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(protocol, sock=listener, ssl=config.ssl, backlog=BACKLOG)
+    accepted: set[asyncio.Task[object]] = set()
+
+    def close() -> None:
+        with suppress(BlockingIOError):
+            while True:  # the kernel resets the connections that wait at a listener when it is closed
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                task = loop.create_task(loop.connect_accepted_socket(protocol, connection, ssl=config.ssl))
+                accepted.add(task)
+                task.add_done_callback(accepted.discard)
+        server.close()
+
+    return close
 
 
 async def _proxy_answers(http: httpx.AsyncClient, url: str) -> bool:

@@ -12,9 +12,11 @@ from ray.serve.schema import ApplicationStatus
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
+from rollout_service.gateway.standby import MARK
 from rollout_service.local import LocalService
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Rollout
+from rollout_service.serve_callbacks import HEALTH_PATH
 from tests.support.processes import descendants
 from tests.support.telltale import assert_pure, canary_weights
 
@@ -83,7 +85,8 @@ async def test_a_dead_controller_is_restarted_and_keeps_every_replica(how, servi
         assert_pure(rollout.completions[0])
 
 
-async def test_requests_are_answered_while_no_proxy_lives(service, client):
+async def test_requests_are_answered_while_no_proxy_lives(service, client, http):
+    await client.generate(PROMPT, max_tokens=4)  # the gateway asks the controller for the engines at its first request
     (controller,), (proxy,) = descendants("ray::ServeController"), descendants("ray::ProxyActor")
     controller.suspend()  # nobody starts another proxy
     try:
@@ -97,7 +100,7 @@ async def test_requests_are_answered_while_no_proxy_lives(service, client):
             pytest.fail("there is another proxy")
     finally:
         controller.resume()
-    while not descendants("ray::ProxyActor"):
+    while not (answer := await http.get(HEALTH_PATH)).is_success or MARK in answer.headers:
         await asyncio.sleep(0.1)
 
 

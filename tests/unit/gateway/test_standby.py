@@ -4,11 +4,12 @@ import asyncio
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import httpx
 import pytest
 import uvicorn
+import uvloop
 from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -100,6 +101,40 @@ async def test_the_gateway_answers_while_the_proxy_is_away(port):
         async with proxy(port):
             await until("proxy", lambda: answer(port))
         await until("gateway", lambda: answer(port))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_gateway_that_gives_way_loses_no_request(port, loop):
+    """Neither on new connections nor on kept ones, in both event loops that Ray's actors may have."""
+    url = f"http://127.0.0.1:{port}/v1/models"
+
+    async def ask(http: httpx.AsyncClient, first: asyncio.Barrier, done: asyncio.Event) -> None:
+        assert (await http.get(url)).text == "gateway"
+        await first.wait()
+        while not done.is_set():
+            assert (await http.get(url)).text in ("gateway", "proxy")
+        assert (await http.get(url)).text == "proxy"
+
+    async def give_way() -> None:
+        async with standby(HTTPOptions(host="127.0.0.1", port=port)), AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(httpx.AsyncClient(trust_env=False, limits=httpx.Limits(**limits)))
+                for limits in ({}, {"max_keepalive_connections": 0})
+            ]
+            async with proxy(port):
+                await until("proxy", lambda: answer(port))
+            for _ in range(3):
+                await until("gateway", lambda: answer(port))
+                first, done = asyncio.Barrier(41), asyncio.Event()
+                asking = asyncio.gather(*(ask(http, first, done) for http in clients for _ in range(20)))
+                await first.wait()
+                async with proxy(port):
+                    await until("proxy", lambda: answer(port))
+                    done.set()
+                    await asking
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(give_way())
 
 
 async def test_a_node_that_never_had_a_proxy_gets_no_standby(port):
