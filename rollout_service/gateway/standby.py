@@ -10,7 +10,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 
 import httpx
@@ -29,6 +28,7 @@ PERIOD_S = 0.25
 ANSWER_S = 1.0
 """Timeout of the proxy's health check in seconds. Taking over without need does no harm."""
 BACKLOG = 2048
+RETRY_S = 1.0
 MARK = "X-Rollout-Standby"
 """Header that distinguishes a standby's answer from the proxy's."""
 
@@ -72,7 +72,7 @@ class Standby:
                     has_answered = True
                     self._stop_listening()
                 elif has_answered and not self._closed:
-                    await self._listen(options)
+                    self._listen(options)
                 await self._sleep(PERIOD_S)
 
     def close(self) -> None:
@@ -80,17 +80,15 @@ class Standby:
         self._closed = True
         self._stop_listening()
 
-    async def _listen(self, options: HTTPOptions) -> None:
+    def _listen(self, options: HTTPOptions) -> None:
         if self._stop is not None:
             return
         try:
-            self._stop = await _listen(self._answer, options)
+            self._stop = _listen(self._answer, options)
         except OSError as error:
             logger.warning("Serve's proxy does not answer, and this gateway cannot listen in its place: %s", error)
             return
         logger.warning("Serve's proxy does not answer at port %d: this gateway answers there meanwhile", options.port)
-        if self._closed:  # meanwhile
-            self._stop_listening()
 
     def _stop_listening(self) -> None:
         if self._stop is not None:
@@ -105,11 +103,12 @@ class Standby:
             await self._app(scope, receive, send)
 
 
-async def _listen(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
+def _listen(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
     """Answer at Serve's HTTP port, one request per connection.
 
     Returns:
-        A function that closes the listener and no connection, so that every request is still answered.
+        A function that closes the listener and answers every connection that it has. asyncio's own server drops those
+        that it has just accepted when it is closed.
 
     Raises:
         OSError: the port or the certificate cannot be used.
@@ -135,20 +134,40 @@ async def _listen(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
     host = options.host or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, options.port), family=family, backlog=BACKLOG, reuse_port=True)
+    listener.setblocking(False)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(protocol, sock=listener, ssl=config.ssl, backlog=BACKLOG)
-    accepted: set[asyncio.Task[object]] = set()
+    connecting: set[asyncio.Task[object]] = set()
 
-    def close() -> None:
-        with suppress(BlockingIOError):
-            while True:  # the kernel resets the connections that wait at a listener when it is closed
+    def accept() -> None:
+        try:
+            while True:
                 connection, _ = listener.accept()
                 connection.setblocking(False)
                 task = loop.create_task(loop.connect_accepted_socket(protocol, connection, ssl=config.ssl))
-                accepted.add(task)
-                task.add_done_callback(accepted.discard)
-        server.close()
+                connecting.add(task)
+                task.add_done_callback(connected)
+        except BlockingIOError:  # no more of them
+            return
+        except OSError as error:  # no file descriptor is left
+            logger.warning("a connection to port %d has to wait: %s", options.port, error)
+            loop.remove_reader(listener)
+            loop.call_later(RETRY_S, listen)
 
+    def connected(task: asyncio.Task[object]) -> None:
+        connecting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # no TLS handshake, for example
+            logger.debug("a connection to port %d failed: %s", options.port, error)
+
+    def listen() -> None:
+        if listener.fileno() >= 0:
+            loop.add_reader(listener, accept)
+
+    def close() -> None:
+        loop.remove_reader(listener)
+        accept()  # the kernel resets connections that still wait when their listener is closed
+        listener.close()
+
+    listen()
     return close
 
 
