@@ -292,7 +292,7 @@ class TestFleet:
         result = run("fleet", "--url", free)
         assert result.exit_code == 1 and free in result.stderr
 
-    @pytest.mark.parametrize("content", [None, "", "\n"])
+    @pytest.mark.parametrize("content", [None, "", "\n", "clé\n", "two words"])
     def test_fleet_says_which_token_file_is_of_no_use(self, tmp_path, content):
         file = tmp_path / "token"
         if content is not None:
