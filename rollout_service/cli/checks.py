@@ -15,6 +15,7 @@ from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
 from rollout_service.config.service import AUTO
 from rollout_service.engine.hardware import why_unfit
+from rollout_service.errors import InvalidManifest, NotFound, RolloutServiceError
 from rollout_service.gpu import nvidia_smi
 from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.runtime.memory import Memory
@@ -108,9 +109,23 @@ def with_model(plan: Plan) -> tuple[Plan, list[Problem]]:
 
         engine = plan.config.engine
         report = inspect_model(model, plan.config.quant, engine.tensor_parallel_size, engine.expert_parallel)
-    except (OSError, ValueError) as error:
+        if model.revision is None:  # else the files that the hub's cache lacks are downloaded at the start
+            _require_weights(plan.config.model_copy(update={"model": model}))
+    except (OSError, ValueError, RolloutServiceError) as error:
         return plan, [Problem("model", str(error))]
     return replace(plan, version_bytes=report.stored_bytes), []
+
+
+def _require_weights(config: ServiceConfig) -> None:
+    """Raise NotFound or InvalidManifest if the log has no version, and the model's folder no weights for version 0."""
+    from rollout_service.ingest.sources.folder import safetensors_files
+    from rollout_service.store.log_place import log_place
+
+    try:
+        safetensors_files(config.model.path, None)
+    except (NotFound, InvalidManifest):
+        if not (log_place(config).root / "LATEST").is_file():
+            raise
 
 
 def problems(plan: Plan) -> Iterator[Problem]:

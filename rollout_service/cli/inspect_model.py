@@ -87,7 +87,8 @@ def inspect_model(
         )
     model = ServedModel.load(folder)
     plan = model.plan(quant, tensor_parallel_size, expert_parallel)
-    require_sound_checkpoint(folder, model, plan, config_alone=path.name == "config.json")
+    downloads = source.revision is not None  # the folder is in the hub's cache
+    require_sound_checkpoint(folder, model, plan, config_alone=path.name == "config.json", downloads=downloads)
     return ModelReport(
         model=source.repo_id or folder.absolute().name,
         model_type=model.config.model_type,

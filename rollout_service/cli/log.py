@@ -65,7 +65,7 @@ def verify(
 
     log, damaged = _open_log(path), 0
     try:
-        versions = log.versions()
+        versions, head = log.versions(), log.head()
     except (RolloutServiceError, OSError) as error:
         fail(error)
     if version is not None:
@@ -73,6 +73,8 @@ def verify(
             there = ", ".join(map(str, versions)) or "none"
             fail(f"version {version} is not in {path}, and nothing was verified; there are versions {there}")
         versions = [version]
+    elif head is not None:
+        versions = sorted({*versions, head.version})  # the newest one may be missing
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for number in versions:
             try:

@@ -38,6 +38,8 @@ def read_token(file: Path | None) -> str | None:
         fail(f"cannot read the token: {error}")
     if not token:
         fail(f"the token file {file} is empty")
+    if not all("!" <= character <= "~" for character in token):
+        fail(f"the token file {file} is not one word of printable ASCII: write the token alone into it")
     return token
 
 

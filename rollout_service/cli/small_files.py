@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollout_service.errors import InvalidManifest
+from rollout_service.errors import InvalidManifest, NotFound
 from rollout_service.ingest.sources.folder import FolderSource
 from rollout_service.model.quant_plan import QuantPlan
 from rollout_service.model.served_model import ServedModel
@@ -16,11 +16,14 @@ _SUFFIXES = tuple(form.scale_suffix for form in WEIGHT_FORMATS.values())
 _INSTEAD = "name the checkpoint in BF16 that it was made from, and the service quantizes it (quant.weights)"
 
 
-def require_sound_checkpoint(folder: Path, model: ServedModel, plan: QuantPlan, *, config_alone: bool) -> None:
+def require_sound_checkpoint(
+    folder: Path, model: ServedModel, plan: QuantPlan, *, config_alone: bool, downloads: bool
+) -> None:
     """Raise ValueError if version 0 could not be created from ``folder``, or its tokenizer.json is damaged.
 
     Reads config.json, and the headers of existing safetensors; without these the index, if there is one.
     ``config_alone``: other files of ``folder`` do not belong to it, or are incomplete.
+    ``downloads``: the service downloads the safetensors that ``folder`` lacks.
     """
     quantized = _foreign_quantization(folder)
     if config_alone:
@@ -28,10 +31,10 @@ def require_sound_checkpoint(folder: Path, model: ServedModel, plan: QuantPlan, 
             raise ValueError(f"{folder / 'config.json'}: {quantized}")
         return
     _ = model.tokenizer
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) and not (downloads and _lacks_shards(folder)):
         try:
             model.check_table(FolderSource(folder, ignored=model.ignored).table, plan)
-        except InvalidManifest as error:
+        except (InvalidManifest, NotFound) as error:
             raise ValueError(f"{error.message}{'; ' if quantized else ''}{quantized}") from error
         return
     if quantized:
@@ -40,6 +43,11 @@ def require_sound_checkpoint(folder: Path, model: ServedModel, plan: QuantPlan, 
         content = index.read_bytes()
         listed_files(content)
         _require_names({str(name) for name in json.loads(content)["weight_map"]}, model)
+
+
+def _lacks_shards(folder: Path) -> bool:
+    index = folder / INDEX_FILE
+    return index.is_file() and not all((folder / name).is_file() for name in listed_files(index.read_bytes()))
 
 
 def _foreign_quantization(folder: Path) -> str:

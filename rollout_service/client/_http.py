@@ -40,6 +40,8 @@ class Http:
     ) -> None:
         """Create the pool. ``tls``: the trusted certificates. None: the CAs of this machine."""
         self.url = _checked_url(url)
+        if token and not all("!" <= character <= "~" for character in token):
+            raise ValueError("the token is not one word of printable ASCII, as HTTP headers need: send the token alone")
         self.retries = retries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client = httpx.AsyncClient(
@@ -139,7 +141,10 @@ def parse(kind: type[Model], response: httpx.Response) -> Model:
 
 
 def _checked_url(url: str) -> str:
-    parsed = httpx.URL(url)
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL()
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"url={url!r} is not the address of a service: write it like http://127.0.0.1:8000")
     return url.rstrip("/")

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import os
+import time
 import uuid
 import weakref
 from collections import deque
@@ -55,6 +56,8 @@ _MOST_TENSORS = 10_000
 
 MIN_SHARED_BYTES = 256 << 20
 """Minimum size of a version that uses shared memory. Sockets are as fast for a smaller one."""
+RETRY_S = 600.0
+"""Time in seconds after which ``auto`` tries a kind of memory again that could not be shared."""
 
 
 class TrainersMemory(Protocol):
@@ -188,8 +191,12 @@ class SharedMemoryPushes:
         ``http``."""
         self._http, self._begin, self._listener, self._kind = http, begin, listener, kind
         self._memory: TrainersMemory | None = None
-        self.reached = True
-        """False if the ingest is known not to reach this process's memory."""
+        self._retry_at = 0.0
+
+    @property
+    def reached(self) -> bool:
+        """Return False if the ingest lately did not reach this process's memory, or there was none to share."""
+        return time.monotonic() >= self._retry_at
 
     def is_worth_trying(self, table: tuple[UploadTensor, ...]) -> bool:
         """Return True if a version of these tensors should try this kind of memory first."""
@@ -229,12 +236,12 @@ class SharedMemoryPushes:
             plan = await self._announced(memory, announced)
         except (NotShared, OSError) as error:
             self.close()
-            self.reached = False
+            self._retry_at = time.monotonic() + RETRY_S
             if not otherwise and not isinstance(error, NotShared):
                 raise NotShared(f"there is no memory to share: {error}") from error
             if not otherwise:
                 raise
-            logger.info("weights do not go through memory of this kind: %s", error)
+            logger.info("weights do not go through memory of this kind for %g s: %s", RETRY_S, error)
             return None
         try:
             listener = await self._listener(plan)

@@ -15,6 +15,7 @@ _OF_SERVE = (
     *("proxy_location", "http_options", "grpc_options", "controller_options"),
     *("logging_config", "tracing_config"),
 )
+_LARGEST_PORT = 65535
 Document = dict[str, Any]
 """A complete Serve config."""
 Sections = dict[str, dict[str, Any]]
@@ -39,7 +40,7 @@ def read_document(path: Path) -> Document:
         raise ValueError(f"{path} has {len(ours)} applications with `import_path: {BUILDER}`; it must have one")
     if not isinstance(ours[0].get("args", {}), dict):
         raise ValueError(f"{path}: `args` of the application must be a mapping of sections, not {ours[0]['args']!r}")
-    _require_certificate_and_key(path, document.get("http_options"))
+    _require_http_options(path, document.get("http_options"))
     read: Document = document
     return read
 
@@ -61,9 +62,14 @@ def start_options(document: Document) -> Document:
     return {name: document[name] for name in _OF_SERVE if document.get(name) is not None}
 
 
-def _require_certificate_and_key(path: Path, http_options: object) -> None:
-    """Raise ValueError for only one of the two: Serve silently ignores a key without a certificate (Ray 2.60.0)."""
-    given = http_options if isinstance(http_options, dict) else {}
+def _require_http_options(path: Path, http_options: object) -> None:
+    """Raise ValueError for a port that is none, or a key without a certificate, which Serve ignores (Ray 2.60.0)."""
+    given = {} if http_options is None else http_options
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: http_options must be a mapping of settings, not {http_options!r}")
+    port = str(given.get("port", 0))
+    if not (port.isascii() and port.isdecimal() and int(port) <= _LARGEST_PORT):
+        raise ValueError(f"{path}: http_options.port is {port}: set it to a number up to {_LARGEST_PORT}")
     names = ("ssl_certfile", "ssl_keyfile")
     missing = [name for name in names if given.get(name) is None]
     if len(missing) == 1:

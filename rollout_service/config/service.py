@@ -60,6 +60,7 @@ def expanded(setting: str, path: Path) -> Path:
 
 
 def _require_ascii(path: Path) -> None:
+    # the path is a label of vLLM's metrics, which Ray takes in ASCII alone
     if not str(path).isascii():
         raise ValueError(
             f"model.path={path} has characters beyond ASCII, with which engines do not start: rename the folder, or "
@@ -559,10 +560,15 @@ class ServiceConfig(Config):
         )
 
     def resolved(self) -> "ServiceConfig":
-        """Return the configuration with absolute paths, to be sent to other processes."""
+        """Return the configuration with absolute paths, to be sent to other processes.
+
+        Raises ValueError if the model's path has characters beyond ASCII, as the current directory may.
+        """
         root, disk = self.weights.root, self.weights.disk_root
         of_node = self.model.repo_id is not None or str(self.model.path).startswith("$")
         model = self.model.path if of_node else self.model.path.absolute()
+        if not of_node:
+            _require_ascii(model)
         template = self.chat.chat_template and self.chat.chat_template.absolute()
         certfile, keyfile = self.weights.upload_ssl_certfile, self.weights.upload_ssl_keyfile
         return self.model_copy(

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 """Time in seconds after which a version that could not be loaded is tried again."""
+_READ_AGAIN_S = 1.0
+"""Time in seconds after which files that could not be read once are read again."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class ReplicaAdapters:
         self._served, self._ingest = served, ingest
         self._held: dict[AdapterVersion, _Held] = {}
         self._failed: dict[AdapterVersion, tuple[str, float]] = {}
+        self._unread: set[AdapterVersion] = set()
+        """Versions whose files could not be read once. That is not reported yet: a caller would give them up."""
         self._wanted: tuple[AdapterVersion, ...] = ()
         self._woken, self._moved = asyncio.Event(), asyncio.Condition()
         self._next_number = 1
@@ -172,9 +176,14 @@ class ReplicaAdapters:
             if lock >= 0:
                 os.close(lock)
             logger.error("adapter %s is not loaded: %s", adapter, error)
+            if isinstance(error, OSError) and adapter not in self._unread:
+                self._unread.add(adapter)
+                asyncio.get_running_loop().call_later(_READ_AGAIN_S, self._woken.set)
+                return
             self._failed[adapter] = str(error), time.monotonic() + RETRY_S
             return
         self._failed.pop(adapter, None)
+        self._unread.discard(adapter)
         self._held[adapter] = _Held(loaded, lock)
         logger.info("adapter %s is live after %.3f s", adapter, time.perf_counter() - started)
         async with self._moved:

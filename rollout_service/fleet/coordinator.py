@@ -49,6 +49,9 @@ class FleetCoordinator:
         self._control = Control()
         self._abort = 0
         """Number of the last abort."""
+        self._brief_pause: str | None = None
+        """Order of the pause in which replicas drop their KV cache; None: there is none."""
+        self._dropping = asyncio.Lock()
         self._origin: Origin
         self._noted: frozenset[str] = frozenset()
         self._controlling, self._shielded = ClosableLock(), ShieldedTasks()
@@ -76,6 +79,8 @@ class FleetCoordinator:
     def follow(self, head: Head) -> None:
         """Set the desired state to the newest version and the operator's last request; notifies no waiter."""
         self._head, control = head, self._control
+        if self._brief_pause is not None and not control.paused:
+            control = Control(paused=True, order=self._brief_pause)
         self.table.compare_with(head, self._origin.log)
         self._desired = DesiredState(
             version=head.version,
@@ -184,14 +189,22 @@ class FleetCoordinator:
         """Make every replica drop its KV cache, so that running rollouts recompute theirs; returns once all live ones
         have.
 
-        Engines that are not paused are paused and resumed. Raises the errors of ``set_paused``.
+        Engines that are not paused are paused and resumed. That pause ends with this call, and the log does not note
+        it. Raises the errors of ``set_paused``.
         """
         if self._control.paused:
             cleared = {"clear_cache": True}
             await self._all_obey(lambda control: control.model_copy(update=cleared), "cleared", timeout_s)
-        else:
-            await self.set_paused(True, "keep", timeout_s)
-            await self.set_paused(False, "keep", timeout_s)
+            return
+        self._require_desired()
+        async with self._dropping:
+            order = uuid.uuid4().hex
+            try:
+                await self._pause_briefly(order)
+                await self._until_obeyed(order, "cleared", timeout_s)
+            finally:
+                await self._pause_briefly(None)
+        await self._until_obeyed(self._control.order, "resumed", timeout_s)
 
     async def abort_running(self, timeout_s: float) -> None:
         """Make every replica abort and return what it runs; returns once all live ones have. Nothing is paused.
@@ -324,7 +337,9 @@ class FleetCoordinator:
 
     async def _all_obey(self, changed: Callable[[Control], Control], asked: str, timeout_s: float) -> None:
         """Change the request to the fleet; returns once all live replicas are ``asked``, a word for messages."""
-        order = await self._shielded.run(self._set_control(changed))
+        await self._until_obeyed(await self._shielded.run(self._set_control(changed)), asked, timeout_s)
+
+    async def _until_obeyed(self, order: str, asked: str, timeout_s: float) -> None:
         reached = await self._changes.wait(lambda: self._overtaken(order) or self.table.all_obey(order), timeout_s)
         if self._overtaken(order):
             raise Overtaken(
@@ -378,6 +393,12 @@ class FleetCoordinator:
             "the engines go on, which could not be noted in %s (%s): an ingest that restarts pauses them again",
             self._log.root, error,
         )  # fmt: skip
+
+    async def _pause_briefly(self, order: str | None) -> None:
+        self._brief_pause = order
+        if self._head is not None:
+            self.follow(self._head)
+        await self._changes.notify()
 
     async def _want_abort(self, number: int) -> None:
         self._desired = self._require_desired().model_copy(update={"abort": number})

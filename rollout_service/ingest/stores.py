@@ -23,6 +23,8 @@ from rollout_service.store.durable_io import make_private, no_room, remove_tree
 
 _RANGE_BYTES = 16 << 20
 _CONFIG = "config.json"
+_STAMP = "stamp"
+"""File with a hash of the index and of what the store says about each file: sizes, times, ETags."""
 _NUMBERED = re.compile(r"weight_v(\d{1,15})")
 
 
@@ -61,12 +63,14 @@ class Stores:
         with open_store(store) as (files, path):
             return next(iter(published_numbers(files, path)), None)
 
-    def fetch(self, folder: Path) -> None:
+    def fetch(self, folder: Path, *, again: bool = False) -> None:
         """Read a version into ``folder``, if it belongs to a store and is not there yet.
 
         A missing version stays missing. Raises NotReady, InvalidManifest, InsufficientStorage.
+
+        ``again``: read it anew if the store has other files under its number now.
         """
-        if folder.parent not in self._urls or folder.is_dir():
+        if folder.parent not in self._urls or (folder.is_dir() and not again):
             return
         with open_store(self._urls[folder.parent]) as (files, path):
             remote = f"{path}/{folder.name}"
@@ -77,7 +81,13 @@ class Stores:
             names = _listed(index, remote)
             if files.exists(f"{remote}/{_CONFIG}"):
                 names.append(_CONFIG)
-            sizes = {name: int(files.info(f"{remote}/{name}")["size"]) for name in names}
+            found = {name: files.info(f"{remote}/{name}") for name in names}
+            stamp = xxhash.xxh3_128_hexdigest(repr([index, *found.values()]).encode())
+            if folder.is_dir():
+                if (folder / _STAMP).is_file() and (folder / _STAMP).read_text() == stamp:
+                    return
+                remove_tree(folder)
+            sizes = {name: int(info["size"]) for name, info in found.items()}
             make_private(self._root)
             if shutil.disk_usage(self._root).free < sum(sizes.values()):
                 raise no_room(f"{remote}", self._root, sum(sizes.values()))
@@ -86,6 +96,7 @@ class Stores:
             unfinished.mkdir(parents=True)
             _read_all(files.cat_file, remote, unfinished, sizes)
             (unfinished / INDEX_FILE).write_bytes(index)
+            (unfinished / _STAMP).write_text(stamp)
             unfinished.rename(folder)
 
     def keep_only(self, folder: Path) -> None:

@@ -57,6 +57,8 @@ class _State(Frozen):
     source: str
     """The store of the version."""
     version: str
+    stamp: str | None = None
+    """The stamp of the delta that made it; None: a whole folder was kept."""
     generation: int
     boot: str
     """The host's boot: the files are not synced, so they do not outlive it."""
@@ -126,7 +128,7 @@ class TrainerWeights:
         with self._lock:
             parent = self._stores.folder(store) if is_url(store) else Path(store)
             folder = parent / name if is_url(store) else allowed_path(parent / name, self._roots)
-            self._stores.fetch(folder)
+            self._stores.fetch(folder, again=True)
             if folder.is_dir() and is_url(store):
                 self._load()
                 self._plan(folder)  # reads older versions that it needs, while other weights may still be pushed
@@ -230,7 +232,7 @@ class TrainerWeights:
         if not is_delta(folder):
             return _Plan(source, _version_of(folder), folder, check=self._check_of(folder))
         newest = DeltaFolder(folder, self._roots_of(folder))
-        if self._is_kept(source, newest.version):
+        if self._is_kept(source, newest.version) and self._state is not None and self._state.stamp == newest.stamp:
             return _Plan(source, newest.version, None, (), newest.stamp)
         links, seed = self._chain(newest)
         check = None if seed in (None, self._model) else self._check_of(seed)
@@ -340,7 +342,13 @@ class TrainerWeights:
 
     def _next(self, plan: _Plan) -> _State:
         generation = 1 if self._state is None else self._state.generation + 1
-        return _State(source=plan.source, version=plan.version, generation=generation, boot=_BOOT_ID.read_text())
+        return _State(
+            source=plan.source,
+            version=plan.version,
+            stamp=plan.stamp,
+            generation=generation,
+            boot=_BOOT_ID.read_text(),
+        )
 
     def _become(self, state: _State) -> None:
         replace_synced(self._root / "STATE", state.model_dump_json())

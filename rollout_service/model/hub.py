@@ -161,6 +161,11 @@ def _download(model: ModelConfig, commit: str, patterns: tuple[str, ...], nbytes
         )
     if not (Path(folder) / constants.CONFIG_NAME).is_file():
         raise ModelNotDownloaded(f"{model.repo_id} at {commit} has no {constants.CONFIG_NAME}: it is no model to serve")
+    if not folder.isascii():
+        raise ModelNotDownloaded(
+            f"{constants.HF_HUB_CACHE} on {os.uname().nodename} has characters beyond ASCII, with which engines do not "
+            "start: set HF_HOME to another folder where Ray is started"
+        )
     return Path(folder)
 
 

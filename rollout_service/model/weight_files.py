@@ -22,6 +22,8 @@ def weight_files(there: Collection[str], index: bytes | None) -> list[str]:
     """
     found = sorted(name for name in there if name.endswith(".safetensors") and "/" not in name)
     if index is None:
+        if SINGLE_FILE in found:
+            return [SINGLE_FILE]  # others are an adapter, another precision, or the same under other names
         return [name for name in found if not name.startswith(OTHER_FORMAT)] or found
     listed = listed_files(index)
     missing = [name for name in listed if name not in there]

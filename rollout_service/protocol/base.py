@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 MAX_VERSION = 2**53 - 1
 """The largest weight version. JSON readers and metrics hold numbers as doubles, which are exact up to here (RFC 8259,
@@ -57,6 +57,12 @@ KnownVersion = WeightVersion | VersionLabel
 def is_label(text: str) -> bool:
     """Return True if ``text`` is a valid ``VersionLabel``."""
     return len(text) <= _LONGEST_LABEL and text != NEXT and re.fullmatch(_LABEL, text) is not None
+
+
+def wrong_fields(error: ValidationError) -> str:
+    """Return the first wrong fields and what is wrong with each, in one line."""
+    problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors(include_url=False)]
+    return "; ".join(f"{field}: {what}" if field else what for field, what in problems[:4])
 
 
 class Failure(Frozen):

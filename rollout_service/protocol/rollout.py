@@ -27,14 +27,14 @@ class Span(Frozen):
     """
     start: int = Field(ge=0)
     end: int
-    replica_id: str | None = None
+    replica_id: str | None = Field(default=None, max_length=256)
     """The replica that sampled them; None: the rollout's."""
-    label: str | None = None
+    label: str | None = Field(default=None, max_length=256)
     """The trainer's label of that version, if it was pushed with one."""
     kv_from: Annotated[WeightVersion | None, WithJsonSchema(_NUMBER_OR_TEXT, mode="serialization")] = None
     """A bound with ``weights.kv_cache_on_update: keep``: the tokens read no keys and values of older versions. None:
     all are of ``version``. Written like ``version``, and left out if None."""
-    adapter: str | None = None
+    adapter: str | None = Field(default=None, max_length=256)
     """The adapter that sampled them, beside the weights of ``version``; None: none."""
     adapter_version: int | None = None
 

@@ -8,6 +8,7 @@ A version exists if ADAPTERS names it. The ingest writes; replicas read and comp
 the folders of its copies at the same place below the root of its copies.
 """
 
+import logging
 import os
 import shutil
 import uuid
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt
 from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterVersion
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import Frozen, wrong_fields
 from rollout_service.store.durable_io import (
     is_unlocked,
     lock_shared,
@@ -28,6 +29,8 @@ from rollout_service.store.durable_io import (
     sync_folder,
     write_synced,
 )
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE)
 _PIECE_BYTES = 1 << 20
@@ -53,7 +56,7 @@ class AdapterStore:
         except FileNotFoundError:
             return ()
         except ValidationError as error:
-            raise LogCorrupt(f"{self._index} does not parse: {error}") from error
+            raise LogCorrupt(f"{self._index} does not parse: {wrong_fields(error)}") from error
 
     def set(self, versions: Iterable[AdapterVersion]) -> None:
         """Replace the list of committed versions. Raises OSError."""
@@ -89,15 +92,19 @@ class AdapterStore:
     def sweep(self, needed: Collection[AdapterVersion], held: Collection[str] = ()) -> None:
         """Remove the folders of all other versions, unless a process of this machine holds them (``hold``).
 
-        ``held``: digests of versions that processes of other machines hold.
+        What cannot be removed now is left for the next call. ``held``: digests of versions that processes of other
+        machines hold.
         """
         kept = {self.folder(adapter) for adapter in needed}
-        for folder in self._folder.glob("*/*"):
-            if folder not in kept and folder.name.partition("-")[2] not in held and is_unlocked(folder):
-                remove_tree(folder)
-        for named in self._folder.glob("*"):
-            if not any(named.iterdir()):
-                named.rmdir()
+        try:
+            for folder in self._folder.glob("*/*"):
+                if folder not in kept and folder.name.partition("-")[2] not in held and is_unlocked(folder):
+                    remove_tree(folder)
+            for named in self._folder.glob("*"):
+                if not any(named.iterdir()):
+                    named.rmdir()
+        except OSError as error:  # another replica of the node may remove the same copies
+            logger.warning("some files of adapters are removed later: %s", error)
 
     def hold(self, adapter: AdapterVersion) -> int:
         """Lock a folder against ``sweep`` until the returned descriptor is closed. Raises OSError."""

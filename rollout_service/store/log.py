@@ -31,7 +31,7 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import Frozen, wrong_fields
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.runtime.threads import in_threads
@@ -330,7 +330,7 @@ class WeightLog:
         try:
             return model.model_validate_json(text)
         except ValidationError as error:
-            raise LogCorrupt(f"{self.root / name} does not parse: {error}") from error
+            raise LogCorrupt(f"{self.root / name} does not parse: {wrong_fields(error)}") from error
 
     def _set_head(self, head: Head) -> OSError | None:
         make_private(self.root)

@@ -14,7 +14,7 @@ import xxhash
 from pydantic import ValidationError
 
 from rollout_service.errors import LogCorrupt, VersionConflict
-from rollout_service.protocol.base import NEXT, Frozen
+from rollout_service.protocol.base import NEXT, Frozen, wrong_fields
 from rollout_service.protocol.upload import BeginUpload, Slot, upload_digest, with_kv_scales
 from rollout_service.protocol.weights import UploadTimings
 from rollout_service.store.durable_io import read_sealed, write_sealed
@@ -109,7 +109,7 @@ def read_record(folder: Path) -> UploadRecord | None:
     try:
         return None if text is None else UploadRecord.model_validate_json(text)
     except ValidationError as error:
-        raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {error}") from error
+        raise LogCorrupt(f"{folder / RECORD_FILE} does not parse: {wrong_fields(error)}") from error
 
 
 class ReceivedPart(NamedTuple):

@@ -1,5 +1,6 @@
 """What the facts of machines that are not at hand mean for a deployment."""
 
+import json
 import shutil
 import socket
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import CPU, GPU, args_of, read_document
 from rollout_service.gpu.nvidia_smi import Gpu
 from rollout_service.local import free_port
+from rollout_service.model.weight_files import INDEX_FILE
 from rollout_service.runtime.memory import Memory
 from tests.support.certificates import make_certificate
-from tests.support.models import make_model
+from tests.support.models import make_model, stored_shapes
 
 GB = 10**9
 WITH_CUDA = TorchCuda(built_for="13.0", devices=8)
@@ -74,6 +76,20 @@ class TestPlan:
         four = {"engine": {"tensor_parallel_size": 4}, "scaling": {"num_gpus": 4}}
         _, [problem] = checks.with_model(plan(model={"path": path}, **four))
         assert "128" in problem.found
+
+    def test_a_folder_without_weights_is_told_unless_there_is_a_log(self, tmp_path):
+        folder, log = make_model(tmp_path / "qwen3", "qwen3"), tmp_path / "log"
+        names = dict.fromkeys(stored_shapes(folder), "a.safetensors")
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        without = plan(model={"path": folder}, weights={"root": log})
+        _, [problem] = checks.with_model(without)
+        assert "must hold *.safetensors, but it holds pickles (pytorch_model.bin)" in problem.found
+        (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+        _, [problem] = checks.with_model(without)
+        assert "missing: a.safetensors" in problem.found
+        log.mkdir()
+        (log / "LATEST").touch()
+        assert checks.with_model(without)[1] == []
 
     def test_a_model_that_is_not_here_is_fetched_or_made(self, tmp_path):
         for model in ({"path": "Qwen/Qwen3-8B"}, {"path": tmp_path / "made", "create": "tiny-qwen3"}):

@@ -1,5 +1,6 @@
 """``rollout-service log`` on a log on disk."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_verify_of_a_missing_version_says_which_there_are(log):
     result = run("verify", log.root, "--version", 9)
     assert result.exit_code == 1 and "version 9 is not in" in result.stderr and "0, 1, 2, 3" in result.stderr
     assert "damaged" not in result.stderr
+
+
+def test_verify_fails_if_the_newest_version_is_gone(log):
+    shutil.rmtree(log.folder(3))
+    result = run("verify", log.root)
+    assert result.exit_code == 1 and "version 3 is not in the log" in result.stderr
+    assert "1 of 4 versions" in result.stderr and run("verify", log.root, "--version", 2).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_damaged_log_is_told_in_plain_words(log, command):
+    (log.root / "LATEST").write_text('{"version": -1}')
+    result = run(command, log.root)
+    assert result.exit_code == 1 and "LATEST does not parse: digest: Field required" in result.stderr
+    assert "pydantic" not in result.stderr and "validation error" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ FLEET = Fleet(
     ),
 )
 TOKEN = "a-token"
+APPLICATION = "applications: [{import_path: 'rollout_service.app:build', args: {}}]\n"
 COMMAND = str(Path(sys.executable).with_name("rollout-service"))
 
 
@@ -182,6 +183,9 @@ class TestConfig:
             ("applications: []", "0 applications with `import_path: rollout_service.app:build`"),
             ("applications: [{import_path: other:build}]", "0 applications"),
             ("applications: [{import_path: 'rollout_service.app:build', args: [1]}]", "must be a mapping"),
+            (f"{APPLICATION}http_options: [1]", "http_options must be a mapping"),
+            (f"{APPLICATION}http_options: {{port: many}}", "http_options.port is many"),
+            (f"{APPLICATION}http_options: {{port: 70000}}", "http_options.port is 70000"),
         ],
     )
     def test_config_says_why_a_file_is_not_a_deployment(self, tmp_path, text, message):
@@ -292,7 +296,7 @@ class TestFleet:
         result = run("fleet", "--url", free)
         assert result.exit_code == 1 and free in result.stderr
 
-    @pytest.mark.parametrize("content", [None, "", "\n"])
+    @pytest.mark.parametrize("content", [None, "", "\n", "clé\n", "two words"])
     def test_fleet_says_which_token_file_is_of_no_use(self, tmp_path, content):
         file = tmp_path / "token"
         if content is not None:

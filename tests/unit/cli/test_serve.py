@@ -15,6 +15,7 @@ import ray
 import yaml
 from click.testing import Result
 from ray.serve.schema import ServeDeploySchema
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rollout_service.cli import machine
@@ -148,6 +149,17 @@ class TestOfTheHub:
         commit = hub.repositories[REPO].revisions["main"]
         assert args_of(yaml.safe_load(printed))["model"] == {"path": REPO, "revision": commit}
         assert "config.json" in hub.downloaded() and "model.safetensors" not in hub.downloaded()
+
+    def test_a_download_that_was_cut_short_is_not_refused(self, hub, tiny_model, tmp_path):
+        folder, environment = tmp_path / "sharded", hub.env(tmp_path / "hf")
+        AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(folder, max_shard_size="3MB")
+        hub.publish(REPO, folder)
+        first = min(path.name for path in folder.glob("*.safetensors"))
+        fetch = f"import huggingface_hub as hf; hf.snapshot_download({REPO!r}, allow_patterns={['config.json', first]})"
+        subprocess.run([*environment, sys.executable, "-c", fetch], cwd=tmp_path, check=True)
+        command = [*environment, COMMAND, "serve", REPO, "--print-config"]
+        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert "would not start" not in printed.stderr
 
 
 class TestGpus:

@@ -297,10 +297,15 @@ class TestAddress:
             await with_token.generate([1])
             assert await with_token.weights() == []
 
-    @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://"])
+    @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", "http://", "http://[::1"])
     def test_an_address_that_is_none_is_refused(self, url):
         with pytest.raises(ValueError, match="not the address of a service"):
             RolloutClient(url)
+
+    @pytest.mark.parametrize("token", ["clé", "two words"])
+    def test_a_token_that_no_header_takes_is_refused(self, token):
+        with pytest.raises(ValueError, match="the token is not one word of printable ASCII"):
+            RolloutClient("http://service", token=token)
 
     async def test_a_service_below_a_path_is_reached(self):
         def at_prefix(request: httpx.Request) -> httpx.Response:

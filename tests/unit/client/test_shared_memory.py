@@ -1,6 +1,7 @@
 """Versions through memory that trainer and ingest share, into the real ingest behind its real gateway."""
 
 import asyncio
+import errno
 import mmap
 import os
 import subprocess
@@ -219,6 +220,18 @@ class TestTheWayThatIsTaken:
         assert await how_it_came(service, 1) == "parts"
         with pytest.raises(NotShared, match="another machine"):
             await client.push_weights(2, dict(weights), transport="shared_memory", wait="none")
+
+    @pytest.mark.usefixtures("worth_sharing")
+    async def test_memory_that_could_not_be_shared_once_is_tried_again(self, service, client, weights, monkeypatch):
+        def create(nbytes: int) -> SharedMemory:
+            raise OSError(errno.ENOSPC, "no room")
+
+        monkeypatch.setattr(_shared_memory, "RETRY_S", 0.0)
+        with monkeypatch.context() as full:
+            full.setattr(SharedMemory, "create", create)
+            await client.push_weights(1, dict(weights), wait="none")
+        await client.push_weights(2, dict(weights), wait="none")
+        assert [await how_it_came(service, version) for version in (1, 2)] == ["parts", "SharedMemorySource"]
 
     @pytest.mark.usefixtures("worth_sharing")
     async def test_a_version_that_the_service_dropped_is_sent_in_parts(self, service, client, weights):

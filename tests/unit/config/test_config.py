@@ -33,6 +33,13 @@ def test_a_variable_with_a_path_beyond_ascii_is_refused(monkeypatch):
         model.here()
 
 
+def test_a_current_directory_beyond_ascii_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "modèles").mkdir()
+    monkeypatch.chdir(tmp_path / "modèles")
+    with pytest.raises(ValueError, match=r"model\.path=.*/modèles/tiny has characters"):
+        ServiceConfig.model_validate({"model": {"path": "tiny"}}).resolved()
+
+
 class TestSections:
     @pytest.mark.parametrize("section", SECTIONS)
     def test_a_configuration_cannot_be_changed(self, section):

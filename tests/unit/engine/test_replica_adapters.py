@@ -1,6 +1,7 @@
 """The adapters that a replica holds: loading, publishing, removal, and failures. The engine records its calls."""
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rollout_service.engine.adapters import LoadedAdapter, ReplicaAdapters
 from rollout_service.errors import InvalidManifest, NotReady, TooEarly
 from rollout_service.protocol.adapters import TENSORS_FILE, AdapterVersion, WantedAdapter
+from rollout_service.store import adapters as adapters_module
 from rollout_service.store.adapters import ADAPTER_FILES, AdapterStore, digest_of
 
 BASE = "digest of the base"
@@ -126,6 +128,38 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path):
     errors = {each.version: each.error for each in replica.adapters.status()}
     assert errors[1] is None and "hashes to" in str(errors[2]) and errors[3] == "vLLM cannot load it"
     assert replica.newest("a") == "a@1"
+
+
+async def test_files_that_cannot_be_read_once_are_no_failure(tmp_path, monkeypatch):
+    replica = Replica(tmp_path)
+    adapter = replica.commit("a", 1)
+
+    def verify(self: AdapterStore, adapter: AdapterVersion) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(AdapterStore, "verify", verify)
+        await replica.settle()
+        assert replica.adapters.status() == ()
+    monkeypatch.setattr(AdapterStore, "verify", verify)
+    await replica.settle()
+    assert [str(each.error) for each in replica.adapters.status()] == ["[Errno 5] Input/output error"]
+    replica.committed.remove(adapter)
+    monkeypatch.undo()
+    replica.commit("a", 2)
+    await replica.settle()
+    assert replica.newest("a") == "a@2"
+
+
+async def test_copies_that_another_replica_removes_are_no_error(tmp_path, monkeypatch):
+    store = AdapterStore(tmp_path)
+    committed(store, "a", 1)
+
+    def is_unlocked(folder: Path) -> bool:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
+
+    monkeypatch.setattr(adapters_module, "is_unlocked", is_unlocked)
+    store.sweep(())
 
 
 async def test_an_adapter_of_another_base_is_not_used(tmp_path):

@@ -183,6 +183,30 @@ class TestPausing:
         await asyncio.wait_for(drop, LONG_S)
         assert seen == [(True, "keep", True), (False, "keep", True)]
 
+    async def test_dropping_the_cache_leaves_no_pause_behind(self, ingest, log):
+        await ingest.report(replica("deaf", 0))
+        before = await told(ingest)
+        drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
+        while not (await told(ingest)).paused:
+            await asyncio.sleep(0)
+        assert log.control() == Control()  # an ingest that restarts pauses nothing
+        drop.cancel()
+        await asyncio.wait([drop])
+        assert await told(ingest) == before
+        with pytest.raises(NotReady, match="not every replica is cleared"):
+            await ingest.drop_kv_cache(timeout_s=0.01)
+        assert await told(ingest) == before and log.control() == Control()
+
+    async def test_a_pause_outlives_a_cache_that_is_dropped(self, ingest):
+        await ingest.report(replica("a", 0))
+        drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
+        while not (await told(ingest)).paused:
+            await asyncio.sleep(0)
+        await order(ingest, True, "keep")
+        with pytest.raises(Overtaken):
+            await asyncio.wait_for(drop, LONG_S)
+        assert await ingest.is_paused()
+
     async def test_a_pause_that_times_out_says_so_and_stays_in_effect(self, ingest):
         await ingest.report(replica("deaf", 0))
         with pytest.raises(NotReady, match=r"not every replica is paused after 0\.01 s") as late:

@@ -202,6 +202,21 @@ async def test_a_repeated_pull_applies_nothing_twice(ingest, store, steps, model
     assert [status.version for status in await ingest.versions()] == [1, 2]
 
 
+async def test_a_delta_rewritten_under_its_number_is_read_anew(ingest, store, steps, model):
+    for version in (1, 2):
+        publish(store, version, steps[version - 1], steps[version])
+        await pull(ingest, store, version)
+    shutil.rmtree(store / "weight_v000002")
+    publish(store, 2, steps[1], steps[3])
+    assert await pull(ingest, store, 2) == 3
+    await require(ingest, 3, steps[3], model)
+    shutil.rmtree(store / "weight_v000001")
+    shutil.rmtree(store / "weight_v000002")
+    publish(store, 2, steps[1], steps[4])
+    with pytest.raises(InvalidDelta, match="needs version 1, which is neither kept"):
+        await pull(ingest, store, 2)
+
+
 async def test_another_run_begins_with_the_served_model(ingest, store, steps, model):
     publish(store, 1, steps[0], steps[1])
     await pull(ingest, store, 1)
@@ -525,6 +540,17 @@ async def test_versions_come_from_a_url_in_ranges(remote, url, store, steps, mod
     assert await pull_url(remote, url, 4) == 4
     assert await pull_url(remote, url, 4) == 4
     await require(remote, 4, steps[3], model)
+
+
+async def test_a_version_rewritten_behind_its_url_is_read_anew(remote, url, store, steps, model):
+    for version in (1, 2):
+        publish(store, version, steps[version - 1], steps[version])
+        await pull_url(remote, url, version)
+    shutil.rmtree(store / "weight_v000002")
+    folder = publish(store, 2, steps[1], steps[3])
+    os.utime(folder / "model-00000-of-00001.safetensors", (0, 0))
+    assert await pull_url(remote, url, 2) == 3
+    await require(remote, 3, steps[3], model)
 
 
 async def test_a_damaged_transfer_leaves_the_version_before(remote, url, store, steps, model):

@@ -259,6 +259,11 @@ class TestRefusals:
         hub.publish(REPO, folder)
         assert "has no config.json: it is no model to serve" in node.refused({"path": REPO})
 
+    def test_a_cache_beyond_ascii_is_refused(self, hub, node, tiny_model):
+        hub.publish(REPO, tiny_model)
+        node.cache = node.cwd / "modèles"
+        assert "has characters beyond ASCII" in node.refused({"path": REPO})
+
     def test_a_disk_that_is_too_small(self, monkeypatch, tmp_path):
         monkeypatch.setattr(hub_module.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
         free = hub_module.shutil.disk_usage(tmp_path).free

@@ -24,8 +24,10 @@ def test_the_index_of_an_older_save_is_passed_over():
     assert weight_files(["model.safetensors", "consolidated.safetensors"], INDEX) == ["model.safetensors"]
 
 
-def test_without_an_index_consolidated_files_do_not_count():
+def test_without_an_index_other_formats_do_not_count():
     assert weight_files(["consolidated.safetensors", "model.safetensors"], None) == ["model.safetensors"]
+    others = ["adapter_model.safetensors", "model.fp16.safetensors"]
+    assert weight_files([*others, "model.safetensors"], None) == ["model.safetensors"]
     assert weight_files(["b.safetensors", "a.safetensors"], None) == ["a.safetensors", "b.safetensors"]
     assert weight_files(["consolidated.safetensors"], None) == ["consolidated.safetensors"]
     assert weight_files(["config.json"], None) == []

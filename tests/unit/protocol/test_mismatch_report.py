@@ -38,6 +38,8 @@ def test_spans_with_versions_as_text_are_accepted():
         ({"replica_id": "r", "completions": [{**FULL, "trainer_logprobs": ["-1", True]}]}, "valid number"),
         ({"replica_id": "r", "completions": [{**FULL, "trainer_logprobs": [None, -1.0]}]}, "valid number"),
         ({"replica_id": "r", "completions": [{**FULL, "logprobs": []}]}, "not permitted"),
+        ({"completions": [{**FULL, "spans": [{**SPAN, "replica_id": "r" * 257}]}]}, "at most 256 characters"),
+        ({"replica_id": "r", "completions": [{**FULL, "spans": [{**SPAN, "adapter": "a" * 257}]}]}, "at most 256"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(rollout, says):
