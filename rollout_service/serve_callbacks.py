@@ -10,6 +10,7 @@ import time
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_service.runtime.connections import SERVED_FILES, raise_open_files
 from rollout_service.runtime.drain import end_on_sigterm
 
 HEALTH_PATH = "/-/healthz"
@@ -27,6 +28,7 @@ def in_controller() -> None:
 def in_proxy() -> list[Middleware]:
     """End this process at SIGTERM; the controller starts another proxy. Return the middlewares that Serve adds."""
     end_on_sigterm()
+    raise_open_files(SERVED_FILES)
     return [Middleware(HoldUntilReady)]
 
 

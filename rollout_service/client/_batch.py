@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -61,6 +61,14 @@ class Failures:
         except (RolloutServiceError, httpx.TransportError) as error:
             if error not in self.errors.values():
                 raise
+
+    def batch_failed(
+        self, rollouts: Mapping[int, Rollout], partial: Mapping[int, PartialRollout], num_prompts: int
+    ) -> BatchFailed:
+        """Return the exception for these errors, caused by the first."""
+        failed = BatchFailed.of(rollouts, partial, self.errors, num_prompts)
+        failed.__cause__ = next(iter(self.errors.values()))
+        return failed
 
 
 class _StreamCut(Exception):
@@ -293,5 +301,5 @@ async def first_groups(
         if index not in done and not isinstance(failures.errors.get(index), InvalidRequest)
     }
     if failures.errors:
-        raise BatchFailed.of(done, partial, failures.errors, len(groups)) from next(iter(failures.errors.values()))
+        raise failures.batch_failed(done, partial, len(groups))
     return PartialBatch(done, partial)

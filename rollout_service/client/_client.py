@@ -17,7 +17,7 @@ from rollout_service.client._control import CONTROL_CONNECTIONS, CONTROL_READ_S,
 from rollout_service.client._generate import GenerateOptions, Prompt, body_of, request_from, rollout_of, split_options
 from rollout_service.client._http import Http
 from rollout_service.client._mismatch import MismatchCalls
-from rollout_service.client._partial import BatchFailed, PartialBatch, PartialRollout
+from rollout_service.client._partial import PartialBatch, PartialRollout
 from rollout_service.client._push_options import PushOptions, require_push_options
 from rollout_service.client._retry import Repeat
 from rollout_service.client._score import ScoreOptions, Scores, score_request, scores_of
@@ -299,7 +299,12 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         max_requests = min(concurrency or self._max_connections, self._max_connections)
         if until is None:
             return await self._generate_all(waiting, max_requests, progress, options)
-        groups = [Group(self._data, prompt, sampling, about) for prompt in waiting]
+        failures, groups = Failures(), list[Group]()
+        for index, prompt in enumerate(waiting):
+            with failures.of(index):
+                groups.append(Group(self._data, prompt, sampling, about))
+        if failures.errors:
+            raise failures.batch_failed({}, {}, len(waiting))
         return await first_groups(groups, until, max_requests, progress)
 
     async def _generate_all(
@@ -333,8 +338,7 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
                 for _ in range(min(max_requests, len(prompts))):
                     group.create_task(work())
         if failures.errors:
-            first = next(iter(failures.errors.values()))
-            raise BatchFailed.of(rollouts, {}, failures.errors, len(prompts)) from first
+            raise failures.batch_failed(rollouts, {}, len(prompts))
         return [rollouts[index] for index in range(len(prompts))]
 
     @overload

@@ -1,6 +1,7 @@
 """``POST /inference/v1/generate``: build the request from a call's arguments, and the rollout from the reply."""
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
@@ -50,6 +51,8 @@ class GenerateOptions(RequestOptions, total=False):
     add_special_tokens: bool | None
 
 
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""JSON cannot carry these. In Python's strings, a pair is one character."""
 _ABOUT_THE_REQUEST = (
     *RequestOptions.__annotations__,
     "on_abort",
@@ -92,6 +95,8 @@ def request_of(prompt: Prompt, sampling: Sampling, **options: object) -> Generat
     asked = (
         {"prompt": prompt, "output_mode": "text"} if isinstance(prompt, str) else {"token_ids": token_ids_of(prompt)}
     )
+    if isinstance(prompt, str) and (half := _HALF_CHARACTER.search(prompt)) is not None:
+        raise InvalidRequest(f"the prompt has half a surrogate pair at character {half.start()}: send Unicode text")
     try:
         return GenerateRequest.model_validate({**asked, "sampling_params": sampling, "flat_logprobs": True, **options})
     except ValidationError as error:

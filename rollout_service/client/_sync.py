@@ -13,6 +13,7 @@ import httpx
 
 from rollout_service.client._client import RolloutClient
 from rollout_service.client._generate import GenerateOptions, Prompt
+from rollout_service.client._partial import PartialRollout
 from rollout_service.client._sessions import AgentSession
 from rollout_service.client._stream import RolloutStream, StreamPiece
 from rollout_service.protocol.rollout import Rollout
@@ -179,6 +180,11 @@ class SyncRolloutStream:
     def rollout(self) -> Rollout:
         """The complete rollout. Raises RuntimeError before the last piece was read."""
         return self._stream.rollout
+
+    @property
+    def partial(self) -> PartialRollout:
+        """The tokens read so far, in a form that ``generate_batch`` can continue after the block has ended."""
+        return self._stream.partial
 
     def __enter__(self) -> Self:
         self._client._wait(lambda _: self._stream.open())

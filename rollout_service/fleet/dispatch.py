@@ -291,6 +291,7 @@ class Dispatcher:
                     if "is_given_up" in refusal.detail or progress.not_sent >= self._limits.max_attempts:
                         raise
                     return refusals
+                progress.not_sent = 0
                 if replica_id in refused:
                     return refusals
                 refused.add(replica_id)
@@ -362,7 +363,7 @@ class Dispatcher:
         """Export the queue's length, in an endless loop: Ray drops a gauge that is not set for 20 s. ``sleep``: in
         seconds."""
         while True:
-            record(table.QUEUE_SEQUENCES, self.queue.sequences)
+            record(table.QUEUE_SEQUENCES, sum(each.queue.sequences for each in (self, *self._groups)))
             await sleep(_SHOW_QUEUE_S)
 
     def _room(self) -> int:

@@ -172,7 +172,7 @@ class CallProgress:
     base: Completion | None = None
     """The interrupted completion that the call continues; None: the call is the rollout's first."""
     not_sent: int = 0
-    """Number of times that Serve could not send the call to any replica."""
+    """Number of times in a row that Serve could not send the call to any replica."""
     number: int = 0
     """Number of the call in this gateway, another one each time that it is sent."""
     replica_id: str | None = None

@@ -34,6 +34,7 @@ from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.sglang import routers as sglang
 from rollout_service.gateway.standby import Standby
 from rollout_service.model.hub import with_model_here
+from rollout_service.runtime.connections import SERVED_FILES, raise_open_files
 from rollout_service.runtime.drain import Drain
 from rollout_service.runtime.logs import log_with_serve
 from rollout_service.web.errors import install_error_handlers
@@ -73,6 +74,7 @@ class GatewayReplica:
         log_with_serve()
         self._drain = Drain(config.scaling.drain_timeout_s)
         self._drain.begin_on_sigterm()
+        raise_open_files(SERVED_FILES)  # it may stand in for Serve's proxy
         if config.auth.trusted_networks:
             logger.warning(
                 "auth.trusted_networks: whoever can open a connection from %s needs no token, and can replace the "

@@ -81,7 +81,7 @@ async def _chunks(
     wanted, common = body.stream_options or StreamOptions(), dict[str, object]()
     common |= {"request_id": options.request_id, "output_mode": body.output_mode}
     sampling = body.sampling_params
-    texts = [TextStream(prompt, sampling, services.tokenizer, body.partial_token_ids) for _ in range(sampling.n)]
+    texts: dict[int, TextStream] = {}
     gathered = [Spans() for _ in range(sampling.n)]
     of_the_prompt: dict[str, object] = {}
     if body.return_token_ids or body.prompt is not None:
@@ -93,6 +93,8 @@ async def _chunks(
                 made = gathered[piece.made.index].of(piece)
                 choice = _choice(made, body) | {"finish_reason": made.finish_reason if piece.is_last else None}
                 if body.output_mode == "text":
+                    if made.index not in texts:  # not earlier: the prompt's ids are checked by now
+                        texts[made.index] = TextStream(prompt, sampling, services.tokenizer, partial)
                     choice["text"] = texts[made.index].add(made, piece.is_last)
                 chunk = common | of_the_prompt | {"choices": [choice]}
                 if wanted.continuous_usage_stats:

@@ -13,7 +13,8 @@ from rollout_service.web.errors import validation_error
 MAX_SAMPLES = 4096
 """Maximum number of samples that are kept. The SDK sends at most 2000 at once."""
 KEPT_S = 120.0
-"""Time in seconds for which a result is kept, so that a lost reply can be fetched again."""
+"""Time in seconds for which a result is kept, so that a lost reply can be fetched again, and for which a sample runs
+without a poll."""
 POLL_S = 20.0
 """Maximum time in seconds that a poll waits. The SDK gives up after 45 s, and polls again."""
 
@@ -21,6 +22,7 @@ POLL_S = 20.0
 @dataclass
 class _Sample:
     task: "asyncio.Task[bytes | dict[str, str]]"
+    polled_at: float
     ended_at: float | None = None
 
 
@@ -39,7 +41,7 @@ class Samples:
         self._drop()
         if len(self._samples) >= MAX_SAMPLES:
             raise TooManySamples(f"{MAX_SAMPLES} samples are open: send it again", {"limit": MAX_SAMPLES})
-        sample = self._samples[request_id] = _Sample(asyncio.create_task(_result(make())))
+        sample = self._samples[request_id] = _Sample(asyncio.create_task(_result(make())), self.clock())
 
         def end(_: object) -> None:
             sample.ended_at = self.clock()
@@ -51,6 +53,7 @@ class Samples:
         sample = self._samples.get(request_id)
         if sample is None:
             raise SampleGone(f"sample {request_id} is not known: it was fetched long ago, or another gateway has it")
+        sample.polled_at = self.clock()
         await asyncio.wait([sample.task], timeout=POLL_S)
         return sample.task.result() if sample.task.done() and not sample.task.cancelled() else None
 
@@ -60,8 +63,13 @@ class Samples:
             sample.task.cancel()
 
     def _drop(self) -> None:
-        """Forget results that nobody will fetch again; the oldest first if there are too many."""
+        """Forget results that nobody will fetch again; the oldest first if there are too many. Cancel samples whose
+        client no longer polls: they would keep their places in the queue."""
         now = self.clock()
+        running = [(name, each.polled_at) for name, each in self._samples.items() if each.ended_at is None]
+        for name, polled_at in running:
+            if now - polled_at > KEPT_S:
+                self.cancel(name)
         ended = [(name, each.ended_at) for name, each in self._samples.items() if each.ended_at is not None]
         too_many = len(self._samples) - MAX_SAMPLES + 1
         for number, (name, ended_at) in enumerate(ended):

@@ -21,6 +21,9 @@ while a request is sent."""
 
 OTHER_FILES = 256
 """Number of open files left for the rest of a process."""
+SERVED_FILES = 65536
+"""Number of open files of a process that answers HTTP: one for each connection. Ray raises a driver's limit to it, but
+processes of ``ray start`` have the shell's."""
 _OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -30,11 +33,8 @@ def affordable_connections(wanted: int) -> int:
     Raises the process's soft limit of open files towards its hard limit if necessary.
     """
     others = OTHER_FILES + (len(os.listdir(_OPEN_FILES)) if _OPEN_FILES.exists() else 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = others + wanted
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft = raise_open_files(needed)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     affordable = max(1, soft - others)
@@ -46,6 +46,15 @@ def affordable_connections(wanted: int) -> int:
         soft,
     )
     return affordable
+
+
+def raise_open_files(wanted: int) -> int:
+    """Raise this process's soft limit of open files to ``wanted``, or as far as the hard limit allows. Return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 def too_many_open_files(error: BaseException | None) -> str | None:
@@ -86,14 +95,24 @@ class ManyConnections(httpx.AsyncBaseTransport):
         return len(self._idle)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send over an idle connection or a new one. It becomes idle when the reply was read to its end and closed."""
-        await self._free.acquire()
-        transport = self._idle.pop() if self._idle else self._open()
-        try:
-            response = await transport.handle_async_request(request)
-        except BaseException:
-            await self._give_back(transport, False)
-            raise
+        """Send over an idle connection or a new one. It becomes idle when the reply was read to its end and closed.
+
+        If the process may open no more files, waits for one of the connections that there are.
+        """
+        while True:
+            await self._free.acquire()
+            transport = self._idle.pop() if self._idle else self._open()
+            try:
+                response = await transport.handle_async_request(request)
+                break
+            except BaseException as error:
+                cannot_open = isinstance(error, httpx.ConnectError) and too_many_open_files(error) is not None
+                if cannot_open and len(self._all) > 1:
+                    self._all.remove(transport)  # its place in ``_free`` is gone for good, too
+                    await transport.aclose()
+                    continue
+                await self._give_back(transport, False)
+                raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
         response.stream = _Stream(response.stream, functools.partial(self._give_back, transport))
         return response

@@ -91,7 +91,13 @@ def _key_fields(message: Message) -> Message:
     """
     content = _text(message.get("content"))
     if message.get("role") != "assistant":
-        return {name: value for name, value in message.items() if value is not None} | {"content": content}
+        texts = _texts(message.get("content"))
+        if len(texts) > 1:  # vLLM or the template writes something between them
+            content = texts
+        said = {name: value for name, value in message.items() if value is not None} | {"content": content}
+        if said.get("type") == "message":  # the Responses API's, which it does not require
+            del said["type"]
+        return said
     calls = [
         {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))}
         for call in message.get("tool_calls") or ()
@@ -100,11 +106,16 @@ def _key_fields(message: Message) -> Message:
 
 
 def _text(content: object) -> object:
-    if not content:
-        return ""
+    """Return the joined text of content parts, or ``content`` if it has other parts or none."""
+    texts = _texts(content)
+    return "".join(texts) if texts else content or ""
+
+
+def _texts(content: object) -> list[str]:
+    """Return the text of each content part; nothing if ``content`` has other parts or none."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _TEXTS for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content
+        return [str(part.get("text", "")) for part in content]
+    return []
 
 
 def _json(value: object) -> bytes:
@@ -113,10 +124,17 @@ def _json(value: object) -> bytes:
 
 def _arguments(arguments: object) -> object:
     """Return tool-call arguments as parsed JSON, so that JSON text and the equal object have one key."""
-    if not isinstance(arguments, str) or arguments.count("[") + arguments.count("{") > _MAX_DEPTH:
+    text = arguments if isinstance(arguments, str) else _json(arguments).decode()
+    if text.count("[") + text.count("{") > _MAX_DEPTH:
         # nesting this deep raises RecursionError in ``json.loads``, or when the value is serialized again
         return arguments
     try:
-        return json.loads(arguments)
+        return json.loads(text, parse_float=_number)
     except ValueError:
         return arguments
+
+
+def _number(text: str) -> int | float:
+    """Return a number with a fraction or an exponent; agents in JavaScript send 2.0 back as 2."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -1,5 +1,6 @@
 """The open sessions, in memory. Their number, their bytes and their idle time are bounded."""
 
+import asyncio
 import time
 import uuid
 from array import array
@@ -16,6 +17,10 @@ MAX_SESSIONS = 65536
 MAX_BYTES = 4 << 30
 """Maximum bytes of all turns. A turn with 8000 new prompt tokens and 1000 reply tokens takes about 50 KB."""
 _EXPIRE_EVERY_S = 1.0
+_MAX_TURN_S = 24 * 3600.0
+"""Time in seconds for which a running turn keeps its session at most, in case its gateway was killed."""
+_EXPIRE_IDLE_S = 60.0
+"""Time in seconds after which expired sessions are dropped if no call comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,12 @@ class _Open:
     by_conversation: dict[str, int] = field(default_factory=dict)
     """The key of the conversation up to and including a turn's reply, mapped to the turn's index."""
     nbytes: int = 0
+    running: int = 0
+    """Number of running turns."""
+
+    def is_expired(self, now: float) -> bool:
+        """Return True if the last turn ended ``ttl_s`` ago. A turn may wait and run for longer than that."""
+        return now - self.touched > (max(self.ttl_s, _MAX_TURN_S) if self.running else self.ttl_s)
 
     def kept(self, turn: Turn) -> _Kept:
         """Return the turn in compact form."""
@@ -95,6 +106,8 @@ class SessionStore:
         self._open: dict[str, _Open] = {}
         self._nbytes = 0
         self._expired_at = clock()
+        self._timer: asyncio.TimerHandle | None = None
+        """Runs while sessions are open."""
 
     async def open(self, wanted: OpenSession) -> str:
         """Open a session and return its id. Raises VersionConflict if the id is in use, Overloaded at the limit."""
@@ -107,21 +120,27 @@ class SessionStore:
                 f"{len(self._open)} sessions are open, which is the limit: DELETE sessions that you have read"
             )
         self._open[session_id] = _Open(wanted.ttl_s, self._clock())
+        if self._timer is None:
+            self._expire_later()
         return session_id
 
     async def num_turns(self, session_id: str) -> int:
         """Return the number of turns of a session. Raises NotFound."""
         return len(self._session(session_id).turns)
 
-    async def prefix(self, session_id: str, messages: Sequence[Message], context: object) -> Prefix | None:
+    async def prefix(
+        self, session_id: str, messages: Sequence[Message], context: object, *, begins_turn: bool = False
+    ) -> Prefix | None:
         """Return the longest prefix of ``messages`` that ends with a recorded reply, or None if there is none.
 
         Raises NotFound. Raises Overloaded before sampling if the store could not take another turn.
 
         Args:
             context: see ``keys_of``.
+            begins_turn: keep the session open until ``end_turn``.
         """
         found = self._session(session_id)
+        found.running += begins_turn
         self._require_room(1)
         longest = None
         for count, key in keys_of(messages, context) if found.turns else ():
@@ -133,6 +152,11 @@ class SessionStore:
         kept = found.turns[index]
         tokens = tuple(found.tokens_before(index) + kept.token_ids)
         return Prefix(turn=index, messages=count, token_ids=tokens, stop_reason=kept.stop_reason)
+
+    async def end_turn(self, session_id: str) -> None:
+        """End a turn that ``prefix`` has begun, whether it was recorded or failed. Raises NotFound."""
+        found = self._session(session_id)
+        found.running = max(0, found.running - 1)
 
     async def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
         """Record the choices of one reply to ``messages``. Raises NotFound, or Overloaded if they exceed the limit."""
@@ -148,8 +172,11 @@ class SessionStore:
 
     async def get(self, session_id: str) -> Session:
         """Return the session with all its turns. Raises NotFound."""
-        found = self._session(session_id)
-        return Session.of(session_id, [found.turn(index) for index in range(len(found.turns))])
+        found, turns = self._session(session_id), list[Turn]()
+        for index in range(len(found.turns)):
+            turns.append(found.turn(index))
+            await asyncio.sleep(0)  # each has its whole prompt: together they may hold up other requests for seconds
+        return Session.of(session_id, turns)
 
     async def close(self, session_id: str) -> None:
         """Delete a session. Raises NotFound."""
@@ -170,7 +197,7 @@ class SessionStore:
         found, now = self._open.get(session_id), self._clock()
         if now - self._expired_at >= _EXPIRE_EVERY_S:
             self._expire()
-        if found is None or now - found.touched > found.ttl_s:
+        if found is None or found.is_expired(now):
             raise NotFound(
                 f"there is no session {session_id}: it was deleted, or ttl_s passed without a turn; open a new one"
             )
@@ -187,9 +214,14 @@ class SessionStore:
 
     def _expire(self) -> None:
         self._expired_at = now = self._clock()
-        late = [name for name, session in self._open.items() if now - session.touched > session.ttl_s]
+        late = [name for name, session in self._open.items() if session.is_expired(now)]
         for name in late:
             self._nbytes -= self._open.pop(name).nbytes
+
+    def _expire_later(self) -> None:
+        self._expire()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_EXPIRE_IDLE_S, self._expire_later) if self._open else None
 
 
 if TYPE_CHECKING:

@@ -1,6 +1,8 @@
 """A proxy that has just started holds requests until it has its routes."""
 
 import asyncio
+import subprocess
+import sys
 
 import httpx
 from starlette.responses import PlainTextResponse
@@ -23,6 +25,19 @@ class Proxy:
         elif self.has_routes:
             self.bodies.append((await receive())["body"])
         await PlainTextResponse(str(status), status)(scope, receive, send)
+
+
+FEW_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+from rollout_service.serve_callbacks import in_proxy
+in_proxy()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_a_proxy_may_open_as_many_files_as_the_hard_limit_allows():
+    assert subprocess.check_output([sys.executable, "-c", FEW_FILES], text=True) == "4096\n"
 
 
 async def test_requests_wait_for_routes_and_are_then_answered_whole():

@@ -1,6 +1,7 @@
 """Per-request state that bypasses vLLM's server classes, between the HTTP route and the dispatcher."""
 
 import logging
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -70,6 +71,8 @@ class SessionTurn:
     parent: int | None = None
     branch: Branch | None = None
     """The reason why the turn continues no earlier turn. None: it continues one, or is the first."""
+    is_begun: bool = False
+    """True from ``find`` until ``leave``."""
 
     @classmethod
     async def of(cls, session_id: str, sessions: SessionCalls) -> "SessionTurn":
@@ -78,12 +81,19 @@ class SessionTurn:
 
     async def find(self, messages: list[Message], context: object) -> Prefix | None:
         """Return the turn that ``messages`` continue, or None. Remembers ``messages`` and ``context``."""
-        self.messages, self.context = messages, context
-        found = await self.sessions.prefix(self.session_id, messages, context)
+        self.messages, self.context, self.is_begun = messages, context, True
+        found = await self.sessions.prefix(self.session_id, messages, context, begins_turn=True)
         self.parent = None if found is None else found.turn
         if found is None and self.num_turns:
             self.begin_branch("other_history")
         return found
+
+    async def leave(self) -> None:
+        """Let the session expire again, whether the turn was recorded or failed."""
+        if self.is_begun:
+            self.is_begun = False
+            with suppress(RolloutServiceError):
+                await self.sessions.end_turn(self.session_id)
 
     def begin_branch(self, why: Branch) -> None:
         """Mark the turn as the start of a branch, and log the reason once."""

@@ -119,7 +119,7 @@ class ContinuingRenderer(OnlineRenderer):
 
     def _context(self, params: ChatParams) -> dict[str, Any]:
         """Return all inputs of the prompt besides the messages: tools, documents and other template arguments."""
-        given = {name: value for name, value in params.chat_template_kwargs.items() if value not in (None, False)}
+        given = {name: value for name, value in params.chat_template_kwargs.items() if value is not None}
         context = {"arguments": given, "template": params.chat_template}
         # these renderers, such as Kimi K3's, write both fields into the prompt
         if not isinstance(self.renderer, HfRenderer):

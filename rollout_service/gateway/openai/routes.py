@@ -7,8 +7,8 @@ This service adds fields to each reply: ``weight_versions`` of each choice in vL
 """
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Protocol, cast
 
 from fastapi import APIRouter, Body, Depends, Request
@@ -111,8 +111,14 @@ def add_routes(
         async def endpoint(
             request: Request, services: Here, exchange: Annotated[Exchange, Depends(begin)], body: JsonObject = Body()
         ) -> Response:
-            reply = await answer(request, services, body, exchange)
-            return reply if exchange.session is None else exchange.session.add_header(reply)
+            if (turn := exchange.session) is None:
+                return await answer(request, services, body, exchange)
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(turn.leave)
+                reply = turn.add_header(await answer(request, services, body, exchange))
+                if isinstance(reply, StreamingResponse):
+                    reply.body_iterator = _until_its_end(reply.body_iterator, stack.pop_all())
+            return reply
 
         router.post(prefix + path, responses=errors, name=answer.__name__, description=answer.__doc__)(endpoint)
 
@@ -438,6 +444,13 @@ async def _stream(lines: AsyncIterator[str], exchange: Exchange) -> Response:
             yield line
 
     return StreamingResponse(all_of_them(), media_type="text/event-stream")
+
+
+async def _until_its_end(body: AsyncIterable[Any], stack: AsyncExitStack) -> AsyncIterator[Any]:
+    """Yield the parts of ``body``, then close ``stack``."""
+    async with stack:
+        async for part in body:
+            yield part
 
 
 async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:

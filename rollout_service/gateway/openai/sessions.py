@@ -1,8 +1,11 @@
 """Session routes: an agent chats at its own URL, and a trainer reads the tokens that the model read and sampled."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Path, Request, Response
+from fastapi.responses import StreamingResponse
 
 from rollout_service.errors import BadRequest, InvalidRequest, NotFound, Overloaded, VersionConflict
 from rollout_service.gateway import models
@@ -30,10 +33,21 @@ async def open_session(services: Here, body: OpenSession | None = None) -> Sessi
     )
 
 
-@router.get("/{session_id}", responses=_ERRORS)
-async def read_session(session_id: SessionName, services: Here) -> Session:
+@router.get("/{session_id}", response_model=None, responses={200: {"model": Session}, **_ERRORS})
+async def read_session(session_id: SessionName, services: Here) -> Response:
     """Return the turns so far, with exact prompt and completion ids, logprobs and versions."""
-    return await services.sessions.get(session_id)
+    session = await services.sessions.get(session_id)
+
+    async def parts() -> AsyncIterator[str]:
+        # turn by turn: a long session as a whole would hold up other requests for seconds
+        about = session.model_dump_json(exclude={"turns"})
+        yield f'{about[:-1]},"turns":['
+        for turn in session.turns:
+            yield turn.model_dump_json() if turn.index == 0 else f",{turn.model_dump_json()}"
+            await asyncio.sleep(0)
+        yield "]}"
+
+    return StreamingResponse(parts(), media_type="application/json")
 
 
 @router.delete("/{session_id}", status_code=204, responses=_ERRORS)

@@ -221,6 +221,18 @@ async def test_what_cannot_be_carried_on_is_refused_by_name_before_anything_is_s
     assert not scripted.bodies
 
 
+@pytest.mark.parametrize("until", [None, 2])
+@pytest.mark.parametrize(
+    ("bad", "why"), [([1.5], "integer token ids"), ("a\ud800", "half a surrogate pair at character 1")]
+)
+async def test_a_prompt_that_cannot_be_sent_is_named(bad, why, until):
+    scripted = Scripted(lambda body: [choice(0, 0, 7, end="stop"), LAST])
+    async with RolloutClient(URL, transport=scripted) as client:
+        with pytest.raises(BatchFailed, match=f"prompt 1 of 2, counted from 0: .*{why}") as failed:
+            await client.generate_batch([PartialRollout(request_id="r", prompt_token_ids=(1,)), bad], until=until)
+    assert isinstance(failed.value, InvalidRequest) and list(failed.value.errors) == [1]
+
+
 @pytest.mark.parametrize(("asked", "wanted"), [(None, 3), (1, 3), (5, 5), ("step-2", "step-2")])
 async def test_a_rest_asks_for_weights_no_older_than_its_own(asked, wanted):
     scripted = Scripted(lambda body: [choice(0, 0, 8, end="stop"), LAST])
@@ -268,6 +280,9 @@ def test_the_blocking_client_does_the_same():
     with SyncRolloutClient(URL, transport=Scripted(script)) as client:
         batch = client.generate_batch([[1], [2]], until=2)
         assert [r.completions[0].token_ids for r in batch.rollouts.values()] == [(6,), (6,)]
+        with client.generate_stream([1]) as stream:
+            assert next(iter(stream)).token_ids == (6,)
+        assert [each.token_ids for each in stream.partial.completions] == [(6,)]
 
 
 async def test_a_stream_that_is_left_early_hands_back_what_was_read(scripted):

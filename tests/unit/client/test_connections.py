@@ -109,6 +109,28 @@ async def test_a_connection_whose_reply_was_not_read_is_not_used_again(service):
         assert transport.num_idle == 1
 
 
+async def test_requests_without_a_file_wait_for_a_connection(service, monkeypatch):
+    tried = []
+
+    class NoFile(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            tried.append(request)
+            raise httpx.ConnectError("no") from OSError(errno.EMFILE, "too many")
+
+    transport = ManyConnections(8)
+    async with httpx.AsyncClient(transport=transport) as client:
+        async with client.stream("GET", f"{service.url}/v1/weights") as reply:
+            monkeypatch.setattr(httpx, "AsyncHTTPTransport", NoFile)
+            waiting = [asyncio.create_task(client.get(f"{service.url}/v1/weights")) for _ in range(3)]
+            while len(tried) < 3:
+                await asyncio.sleep(0)
+            await reply.aread()
+        assert [(await task).status_code for task in waiting] == [200] * 3
+    async with httpx.AsyncClient(transport=ManyConnections(8)) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{service.url}/v1/weights")
+
+
 async def test_a_refused_connection_makes_room_for_the_next(service):
     transport = ManyConnections(1)
     async with httpx.AsyncClient(transport=transport) as client:

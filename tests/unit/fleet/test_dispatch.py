@@ -258,6 +258,11 @@ class TestRefusal:
         with pytest.raises(NotReady, match="did not take this call"):
             await dispatcher(Script([RayServeException("broken")] * 3)).complete(call())
 
+    async def test_sends_that_fail_between_refusals_end_no_call(self):
+        failed, full = RayServeException("broken"), refusal(Overloaded, "a")
+        engine = Script([failed, full, full, failed, full, full, failed, full, full, failed, made(9)])
+        assert (await dispatcher(engine).complete(call())).attempts == 1
+
     async def test_a_missing_version_is_awaited_and_refused_with_live_ones(self):
         steps = [refusal(TooEarly, "a"), refusal(TooEarly, "b"), refusal(TooEarly, "a")]
         with pytest.raises(TooEarly, match=r"min_weight_version=7 .* \(live: {'a': 3, 'b': 4}\)") as refused:
@@ -412,7 +417,8 @@ class TestFleet:
         await settle()
         assert engine.cancelled == 1
 
-    async def test_the_length_of_the_queue_is_exported(self, monkeypatch):
+    @pytest.mark.parametrize("of_a_group", [False, True])
+    async def test_the_length_of_the_queue_is_exported(self, monkeypatch, of_a_group):
         counts, shown = Counts(), asyncio.Event()
         monkeypatch.setattr(process, "sink", counts)
         engine = Starting()
@@ -424,7 +430,8 @@ class TestFleet:
             shown.set()
             await asyncio.Event().wait()
 
-        showing = asyncio.create_task(dispatch.show_queue(sleep))
+        shows = Dispatcher(engine, Ingest(), EngineConfig(), groups=[dispatch]) if of_a_group else dispatch
+        showing = asyncio.create_task(shows.show_queue(sleep))
         await shown.wait()
         assert counts.values[(table.QUEUE_SEQUENCES.name,)] == [6]
         for task in (*calls, showing):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.generate import generate, spans, usage
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout, Span
@@ -130,6 +131,12 @@ async def test_a_prompt_as_text_comes_back_as_the_ids_it_became(services):
     reply = await generate(GenerateRequest(prompt="ab", output_mode="text"), services)
     assert len(reply["prompt_token_ids"]) == 2
     assert reply["choices"][0]["text"] == "ba"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_token_id_beyond_any_number_is_refused(services, stream):
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        await generate(GenerateRequest(token_ids=(2**70,), output_mode="text", stream=stream), services)
 
 
 async def test_the_prompts_ids_are_repeated_when_asked_for(services):

@@ -193,6 +193,18 @@ async def test_a_prompt_that_is_no_whole_begins_a_branch(speaking, options, why)
         assert reply.headers[exchange.BRANCH_HEADER] == why
 
 
+@pytest.mark.parametrize("argument", [{"enable_thinking": False}, {"thinking_budget": 0}])
+async def test_false_and_zero_are_template_arguments(speaking, argument):
+    async with speaking("{{ enable_thinking }}{{ thinking_budget }}" + CHATML, ("<|im_end|>",)) as agent:
+        await agent.say("hello<|im_end|>", MORE)
+        reply = await agent.say("hello<|im_end|>", MORE, chat_template_kwargs=argument)
+        assert reply.headers[exchange.BRANCH_HEADER] == "other_history"
+        reply = await agent.say("hello<|im_end|>", chat_template_kwargs=argument)
+        assert exchange.BRANCH_HEADER not in reply.headers
+    [_, prompt, _] = agent.prompts()
+    assert prompt.startswith(*map(str, argument.values()))
+
+
 async def test_replies_without_an_end_token_continue(speaking):
     async with speaking("{% for m in messages %}{{ m.content }}|{% endfor %}", ("<|im_end|>",)) as agent:
         await agent.say("hello", MORE)

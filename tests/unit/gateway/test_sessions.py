@@ -1,6 +1,7 @@
 """Sessions over HTTP: agents with unchanged SDKs, and the tokens that a trainer reads afterwards."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -13,6 +14,11 @@ from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.gateway.deployment import create_app
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
+from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.sampling import GenerateCall
+from rollout_service.protocol.sessions import OpenSession
+from rollout_service.sessions.store import SessionStore
+from tests.support.clock import Clock
 from tests.unit.client.service import Service, serving_in_a_thread
 from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ids
 
@@ -208,6 +214,34 @@ async def test_the_header_names_an_open_session_or_only_a_replica(chat_http, ses
     assert [call.session_id for call in scripted.calls] == [session["session_id"], "another"]
     assert len((await turns(chat_http, session))[0]) == 1
     assert (await chat_http.get("/v1/sessions/another")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_may_take_longer_than_its_session_lives(chatting, scripted, monkeypatch, stream):
+    clock, asked, goes_on = Clock(), asyncio.Event(), asyncio.Event()
+    sessions = SessionStore(clock.monotonic)
+    generate = scripted.generate
+
+    async def wait(call: GenerateCall) -> Rollout:
+        asked.set()
+        await goes_on.wait()
+        return await generate(call)
+
+    monkeypatch.setattr(scripted, "generate", wait)
+    transport = httpx.ASGITransport(app=create_app(replace(chatting, sessions=sessions)))
+    async with httpx.AsyncClient(transport=transport, base_url=URL) as http:
+        name = await sessions.open(OpenSession(ttl_s=10.0))
+        path, body = f"/v1/sessions/{name}/v1/chat/completions", {"model": "tiny", "messages": HELLO, "stream": stream}
+        asking = asyncio.create_task(http.post(path, json=body))
+        await asked.wait()
+        clock.go_on(100.0)
+        goes_on.set()
+        assert (await asking).status_code == 200 and await sessions.num_turns(name) == 1
+        scripted.error = Overloaded("full")
+        clock.go_on(9.0)
+        assert (await http.post(path, json=body)).status_code == 503
+        clock.go_on(11.0)
+        assert (await http.post(path, json=body)).status_code == 404
 
 
 async def test_a_session_ends_when_it_is_deleted(chat_http, session):

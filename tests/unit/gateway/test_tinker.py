@@ -131,6 +131,28 @@ async def test_repeated_sample_runs_once_and_results_expire():
         await samples.result("a")
 
 
+async def test_samples_that_nobody_polls_are_cancelled(monkeypatch):
+    monkeypatch.setattr(tinker_samples, "POLL_S", 0.0)
+    now, cancelled = 0.0, list[str]()
+    samples = Samples(clock=lambda: now)
+
+    async def wait(name: str) -> bytes:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(name)
+        return b""
+
+    for name in ("left", "polled"):
+        samples.start(name, lambda name=name: wait(name))
+    now = KEPT_S / 2
+    assert await samples.result("polled") is None
+    now = KEPT_S + 1
+    samples.start("next", lambda: wait("next"))
+    await asyncio.sleep(0)
+    assert cancelled == ["left"] and await samples.result("polled") is None
+
+
 async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):
     monkeypatch.setattr(tinker_samples, "MAX_SAMPLES", 2)
     monkeypatch.setattr(tinker_samples, "POLL_S", 0.0)

@@ -25,14 +25,24 @@ class TestKeys:
                 "role": "assistant",
                 "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": {"b": 2, "a": 1}}}],
             },
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": {"b": 2.0, "a": 1}}}],
+            },
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": '{"a":1.0,"b":0.2e1}'}}],
+            },
         ],
     )
     def test_a_reply_sent_back_in_another_form_is_the_same(self, sent_back):
         assert key_of([ASKED, sent_back], None) == key_of([ASKED, CALLED], None)
 
     def test_parts_of_text_are_their_text(self):
-        parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "dd"}]}
-        assert key_of([parts], None) == key_of([ASKED], None)
+        parts = [{"type": "text", "text": "add"}]
+        for fields in ({}, {"type": "message", "name": None}):
+            assert key_of([{"role": "user", "content": parts, **fields}], None) == key_of([ASKED], None)
+        assert key_of([{"role": "assistant", "content": parts}], None) == key_of([{**ASKED, "role": "assistant"}], None)
 
     def test_a_reply_in_several_messages_is_one(self):
         parts: list[Message] = [{"role": "assistant", "content": "so "}, {"role": "assistant", "content": "on"}, CALLED]
@@ -64,6 +74,7 @@ class TestKeys:
             [ASKED, ASKED],
             [{"role": "tool", "content": "add", "tool_call_id": "c1"}],
             [{"role": "user", "content": "add", "name": "Ada"}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "dd"}]}],
             [{"role": "user", "content": "add", "tools": [{"name": "add"}]}],
             [{"role": "assistant", "content": "add"}],
         ],

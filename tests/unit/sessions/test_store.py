@@ -1,5 +1,6 @@
 """Open sessions: the tree of their turns, their bounds and their end."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from rollout_service.protocol.rollout import Span
 from rollout_service.protocol.sessions import Message, OpenSession, Turn
 from rollout_service.sessions.store import SessionStore
 from tests.support.clock import Clock
+from tests.support.virtual_time import run_in_virtual_time
 
 USER: Message = {"role": "user", "content": "hi"}
 
@@ -134,6 +136,33 @@ async def test_turns_of_expired_sessions_make_room():
     clock.go_on(11.0)
     await sessions.get("s")  # any call drops what has expired
     assert sessions.num_open == 1
+
+
+def test_sessions_expire_though_no_call_comes():
+    async def program() -> None:
+        sessions = SessionStore(asyncio.get_running_loop().time)
+        for name, ttl_s in (("s", 10.0), ("t", 100.0)):
+            await sessions.open(OpenSession(session_id=name, ttl_s=ttl_s))
+            await sessions.add(name, [USER], None, [turn("ab")])
+        for num_open in (2, 1, 0):
+            assert (sessions.num_open, sessions.nbytes) == (num_open, num_open * turn("ab").nbytes)
+            await asyncio.sleep(61.0)
+        await sessions.open(OpenSession(ttl_s=10.0))
+        await asyncio.sleep(61.0)
+        assert sessions.num_open == 0
+
+    run_in_virtual_time(program())
+
+
+async def test_other_requests_are_answered_while_a_session_is_read():
+    sessions, ticks = await store(), 0
+    for text in "abc":
+        await sessions.add("s", [USER], None, [turn(text)])
+    reading = asyncio.create_task(sessions.get("s"))
+    while not reading.done():
+        await asyncio.sleep(0)
+        ticks += 1
+    assert ticks >= len(reading.result().turns) == 3
 
 
 async def test_a_long_conversation_is_hashed_once():
