@@ -186,7 +186,7 @@ class _Forgiving(Parser):
         try:
             reasoning, content, calls = super().parse(model_output, *arguments, **options)
             for call in calls or ():
-                call.arguments.encode()  # JSON can spell a lone surrogate, which a reply cannot encode
+                (call.name + call.arguments).encode()  # JSON can spell a lone surrogate, which a reply cannot encode
             return reasoning, content, calls
         except Exception as error:  # noqa: BLE001 - of any parser of vLLM's, on any text
             self._note(error)
@@ -228,6 +228,8 @@ class _KeepsTurns(OpenAIServingChat):
             if completion.finish_reason != "stop":  # vLLM says "tool_calls" even if the reply was cut off after a call
                 choice.finish_reason = completion.finish_reason
             self._fit(choice, text)
+            if choice.finish_reason == "tool_calls" and not choice.message.tool_calls:
+                choice.finish_reason = "stop"  # vLLM says "tool_calls" of any text if a call is required
         exchange.replies = [choice.message.model_dump(mode="json", exclude_none=True) for choice in reply.choices]
         return reply
 
@@ -290,7 +292,6 @@ class RecordedMessages(_KeepsTurns, AnthropicServingMessages):
         Anthropic lacks."""
         if not all(_is_object(call.function.arguments) for call in choice.message.tool_calls or ()):
             choice.message.content, choice.message.tool_calls, choice.message.reasoning = text, [], None
-            choice.finish_reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason
         choice.finish_reason = _ANTHROPIC_ENDS.get(choice.finish_reason, choice.finish_reason)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -358,9 +359,18 @@ class RecordedResponses(OpenAIServingResponses):
         return reply
 
     async def responses_stream_generator(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        """Call vLLM's method. Add the events for the message of a reply without text."""
-        has_items = False
+        """Call vLLM's method. Add the events for the message of a reply without text, and tell which item was cut
+        short."""
+        has_items, ended = False, None
         async for event in super().responses_stream_generator(*arguments, **options):
+            if ended is not None:
+                is_cut = event.type == "response.completed" and event.response.status == "incomplete"
+                if is_cut and hasattr(ended.item, "status"):
+                    ended.item.status = "incomplete"
+                yield ended
+            ended = event if event.type == "response.output_item.done" else None
+            if ended is not None:
+                continue
             has_items = has_items or event.type == "response.output_item.added"
             if event.type == "response.completed" and not has_items:
                 for index, item in enumerate(event.response.output):
