@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from openai.types.responses import ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent, ResponseOutputMessage
@@ -179,7 +179,13 @@ class _Forgiving(Parser):
     must see these samples, because an error would bias the selection.
     """
 
-    _has_failed = False
+    _has_failed = _has_calls = _has_reasoning = False
+    _said = _told = ""
+    """The model's text in a stream so far, and the content that the stream has told of it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._again = partial(type(self), *arguments, **options)
 
     def parse(self, model_output: str, *arguments: Any, **options: Any) -> Any:
         """Call vLLM's method. Return the output as plain text after an error."""
@@ -193,14 +199,29 @@ class _Forgiving(Parser):
             return None, model_output, []
 
     def parse_delta(self, delta_text: str, *arguments: Any, **options: Any) -> Any:
-        """Call vLLM's method. After an error, return all further text unparsed."""
+        """Call vLLM's method. After an error, return all further text unparsed.
+
+        vLLM's parsers hold text back that may become a call. If none comes, the stream ends with that text.
+        """
+        self._said += delta_text
         if self._has_failed:
             return DeltaMessage(content=delta_text)
         try:
-            return super().parse_delta(delta_text, *arguments, **options)
+            message = super().parse_delta(delta_text, *arguments, **options)
         except Exception as error:  # noqa: BLE001
             self._note(error)
-            return DeltaMessage(content=delta_text)
+            is_text = not self._has_calls and not self._has_reasoning and self._said.startswith(self._told)
+            return DeltaMessage(content=self._said[len(self._told) :] if is_text else delta_text)
+        if message is not None:
+            self._told += message.content or ""
+            self._has_calls = self._has_calls or bool(message.tool_calls)
+            self._has_reasoning = self._has_reasoning or bool(message.reasoning)
+        if options["finished"] and not self._has_calls and self._told != self._said:
+            _, content, calls = self._again().parse(self._said, options["request"], enable_auto_tools=True)
+            if content and not calls and content != self._told and content.startswith(self._told):
+                message = message or DeltaMessage()
+                message.content = (message.content or "") + content[len(self._told) :]
+        return message
 
     def _note(self, error: Exception) -> None:
         self._has_failed = True

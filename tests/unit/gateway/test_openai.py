@@ -19,7 +19,7 @@ from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.routes import MAX_PARTS
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
-from rollout_service.protocol.rollout import Completion, Span
+from rollout_service.protocol.rollout import Completion, Rollout, Span
 from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, config_of, ids
 
 
@@ -170,6 +170,7 @@ class TestRefusals:
 
 CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
 MALFORMED = [CALL % "546", CALL % '["x"]', CALL % '"x"', CALL % '{"a": ', CALL % ("[" * 9), CALL % "null"]
+MALFORMED += ["<tool_call>\n[1]\n</tool_call>", CALL.replace("add", "5") % '{"a": ']
 MALFORMED += [CALL % '{"a": NaN}', CALL % '{"a": 1e999}', CALL % r'{"a": "\ud800"}']  # of these no JSON can be made
 A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
 
@@ -193,7 +194,9 @@ class TestWhatTheModelSaid:
         assert reply.status_code == 200 and len(scripted.calls) == 1, reply.text
         [turn] = (await chat_http.get(f"/v1/sessions/{session['session_id']}")).json()["turns"]
         assert tuple(turn["token_ids"]) == (*ids(said), 2)
-        if not stream:
+        if stream:
+            assert turn["message"]["content"] or turn["message"]["tool_calls"]
+        else:
             assert reply.json()["content"] == [{"type": "text", "text": said}]
             assert reply.json()["stop_reason"] == "end_turn" and turn["message"]["content"] == said
 
@@ -277,6 +280,24 @@ class TestWhatTheModelSaid:
         reply = await chat_http.post(f"/v1/{path}", json=body)
         assert reply.status_code == 200 and "hello" in _all_text(reply.text), reply.text
         assert "too deep" not in reply.text
+
+    async def test_a_failing_parser_loses_no_text_of_a_stream(self, chat_http, chatting, monkeypatch):
+        async def in_two(*_: object, **__: object) -> AsyncIterator[CompletionDelta | Rollout]:
+            for start, text in enumerate("hi"):
+                made = Completion(index=0, token_ids=ids(text), logprobs=(-0.5,), finish_reason="stop", spans=ONE_TOKEN)
+                yield CompletionDelta(made, start, is_last=start == 1)
+            whole = Completion(index=0, token_ids=(), logprobs=(), finish_reason="stop", spans=())
+            yield Rollout(request_id="r", prompt_token_ids=(5,), completions=(whole,), replica_id="a")
+
+        def fail(self: object, delta_text: str, *_: object, finished: bool, **__: object) -> None:
+            if finished:
+                raise ValueError("no call")
+
+        serving = await chatting.chats.get(chatting)
+        monkeypatch.setattr(serving.chat.parser_cls.__mro__[2], "parse_delta", fail)
+        monkeypatch.setattr("rollout_service.gateway.openai.engine.live_pieces", in_two)
+        body = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "stream": True, "include_stop_str_in_output": True}
+        assert _all_text((await chat_http.post("/v1/chat/completions", json=body)).text) == "hi"
 
     async def test_a_reply_that_cannot_be_sent_is_no_turn(self, chat_http, scripted, monkeypatch):
         session = (await chat_http.post("/v1/sessions")).json()
