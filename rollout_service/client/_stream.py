@@ -73,6 +73,8 @@ class RolloutStream:
     def completions(self) -> tuple[Completion, ...]:
         """The tokens read so far of each completion. ``finish_reason`` is "abort" for an unfinished completion."""
         most = self._request.sampling_params.max_tokens
+        if most is not None:  # it counts the tokens that the request carries on, too
+            most -= len(self._request.partial_token_ids)
         return tuple(_so_far(index, pieces, most) for index, pieces in enumerate(self._pieces))
 
     @property
@@ -208,6 +210,7 @@ def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) ->
     num_tokens = sum(len(piece.token_ids) for piece in pieces)
     so_far = merge_spans(span for piece in pieces for span in piece.weight_versions)
     texts = [piece.text for piece in pieces if piece.text is not None]
+    likeliest = [row for piece in pieces for row in piece.top_logprobs or ()]
     masks = [chunk for piece in pieces for chunk in piece.packed_sampling_mask or ()]
     return Completion(
         index=index,
@@ -217,5 +220,6 @@ def _so_far(index: int, pieces: list[StreamedChoice], max_tokens: int | None) ->
         stop_reason=last.stop_reason,
         spans=so_far if last.finish_reason is None else last.weight_versions,
         text="".join(texts) if texts else None,
+        top_logprobs=tuple(likeliest) if likeliest else None,
         packed_sampling_mask=tuple(masks) if masks else None,
     )

@@ -19,11 +19,14 @@ would be decoded with all of them."""
 def decoder_of(tokenizer: Any) -> Decode:
     """Return the tokenizer's ``decode``, without transformers' changes to the text afterwards, as vLLM uses it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # the tokenizer is not of the tokenizers library
-        backend = tokenizer
+    if backend is not None:
+        return lambda token_ids, skip: str(backend.decode(list(token_ids), skip_special_tokens=skip))
+    size = len(tokenizer)
 
     def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # models may sample ids beyond the vocabulary, which have no text; the tokenizers library leaves them out itself
+        known = [token for token in token_ids if token < size]
+        return str(tokenizer.decode(known, skip_special_tokens, clean_up_tokenization_spaces=False))
 
     return decode
 

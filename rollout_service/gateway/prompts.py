@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import TypeVar
 
 from rollout_service.errors import (
@@ -108,13 +109,17 @@ async def tokenize(
         made = [tuple(tokenizer.encode(text, add_special_tokens=add)) for text in texts]
         if add_special_tokens is not None:
             return made
-        bos, begins = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "bos_token", None)
-        return [
-            ids[1:] if begins and text.startswith(begins) and ids[:2] == (bos, bos) else ids
-            for text, ids in zip(texts, made, strict=True)
-        ]
+        special = set(tokenizer.all_special_ids)
+        added = [token for token in tokenizer.encode("") if token in special]
+        return [_without_repeated_start(ids, added) for ids in made]
 
     return await asyncio.get_running_loop().run_in_executor(_tokenizing, encode)
+
+
+def _without_repeated_start(ids: tuple[int, ...], added: Sequence[int]) -> tuple[int, ...]:
+    """Return ``ids`` without the tokens of ``added`` at their start if the text begins with the same tokens."""
+    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, added, strict=False)))
+    return ids[count:] if ids[count : 2 * count] == ids[:count] else ids
 
 
 def text_of(completion: Completion, sampling: Sampling, services: Services, prompt: Sequence[int] = ()) -> str | None:

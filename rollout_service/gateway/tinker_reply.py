@@ -42,7 +42,8 @@ def sample_response(rollout: Rollout, asked: Sample) -> bytes:
 
 
 def _sequence(completion: Completion, top: int) -> Iterator[bytes]:
-    yield _number(1, _LENGTH if completion.finish_reason == "length" else _STOP)
+    # Tinker has no other reason for a completion that was cut short
+    yield _number(1, _STOP if completion.finish_reason == "stop" else _LENGTH)
     yield _bytes(2, np.asarray(completion.token_ids, "<i4").tobytes())
     yield _bytes(3, np.asarray(completion.logprobs, "<f4").tobytes())
     if top and completion.top_logprobs is not None:

@@ -53,6 +53,14 @@ class StructuredOutputs(Frozen):
     structural_tag: str | None = Field(default=None, min_length=1, max_length=LONGEST_GRAMMAR)
     """xgrammar's structural tags, as JSON text."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_options(cls, data: object) -> object:
+        # clients that send vLLM's own class send the defaults of options that are not implemented here
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None and value is not False}
+
     @model_validator(mode="after")
     def _one_and_not_too_long(self) -> Self:
         given = list(self.model_dump(exclude_none=True))

@@ -1,9 +1,12 @@
 """Tokenizers of the two kinds that language models have, small enough to be made by a test."""
 
 import string
+from pathlib import Path
 
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 _TEXTS = [
     "User: say hi\n\nAssistant: well, hello there, this is a long answer",
@@ -43,6 +46,22 @@ def metaspace() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return tokenizer
+
+
+class _InPython(SentencePieceBackend):
+    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012
+    model_input_names = ["input_ids"]  # noqa: RUF012
+
+
+def in_python(folder: Path) -> PreTrainedTokenizerBase:
+    """Return a tokenizer without the tokenizers library, whose ``decode`` removes spaces before punctuation."""
+    path = folder / "tokenizer.model"
+    with path.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["Hello Paris , stop ."]), model_writer=file, vocab_size=99, hard_vocab_limit=False
+        )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return _InPython(vocab_file=str(path), clean_up_tokenization_spaces=True, **tokens)
 
 
 TOKENIZERS = {"byte-level": byte_level, "sentencepiece": sentence_piece, "metaspace": metaspace}

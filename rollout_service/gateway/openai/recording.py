@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from openai.types.responses import ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent, ResponseOutputMessage
@@ -179,28 +179,49 @@ class _Forgiving(Parser):
     must see these samples, because an error would bias the selection.
     """
 
-    _has_failed = False
+    _has_failed = _has_calls = _has_reasoning = False
+    _said = _told = ""
+    """The model's text in a stream so far, and the content that the stream has told of it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._again = partial(type(self), *arguments, **options)
 
     def parse(self, model_output: str, *arguments: Any, **options: Any) -> Any:
         """Call vLLM's method. Return the output as plain text after an error."""
         try:
             reasoning, content, calls = super().parse(model_output, *arguments, **options)
             for call in calls or ():
-                call.arguments.encode()  # JSON can spell a lone surrogate, which a reply cannot encode
+                (call.name + call.arguments).encode()  # JSON can spell a lone surrogate, which a reply cannot encode
             return reasoning, content, calls
         except Exception as error:  # noqa: BLE001 - of any parser of vLLM's, on any text
             self._note(error)
             return None, model_output, []
 
     def parse_delta(self, delta_text: str, *arguments: Any, **options: Any) -> Any:
-        """Call vLLM's method. After an error, return all further text unparsed."""
+        """Call vLLM's method. After an error, return all further text unparsed.
+
+        vLLM's parsers hold text back that may become a call. If none comes, the stream ends with that text.
+        """
+        self._said += delta_text
         if self._has_failed:
             return DeltaMessage(content=delta_text)
         try:
-            return super().parse_delta(delta_text, *arguments, **options)
+            message = super().parse_delta(delta_text, *arguments, **options)
         except Exception as error:  # noqa: BLE001
             self._note(error)
-            return DeltaMessage(content=delta_text)
+            is_text = not self._has_calls and not self._has_reasoning and self._said.startswith(self._told)
+            return DeltaMessage(content=self._said[len(self._told) :] if is_text else delta_text)
+        if message is not None:
+            self._told += message.content or ""
+            self._has_calls = self._has_calls or bool(message.tool_calls)
+            self._has_reasoning = self._has_reasoning or bool(message.reasoning)
+        if options["finished"] and not self._has_calls and self._told != self._said:
+            _, content, calls = self._again().parse(self._said, options["request"], enable_auto_tools=True)
+            if content and not calls and content != self._told and content.startswith(self._told):
+                message = message or DeltaMessage()
+                message.content = (message.content or "") + content[len(self._told) :]
+        return message
 
     def _note(self, error: Exception) -> None:
         self._has_failed = True
@@ -228,6 +249,8 @@ class _KeepsTurns(OpenAIServingChat):
             if completion.finish_reason != "stop":  # vLLM says "tool_calls" even if the reply was cut off after a call
                 choice.finish_reason = completion.finish_reason
             self._fit(choice, text)
+            if choice.finish_reason == "tool_calls" and not choice.message.tool_calls:
+                choice.finish_reason = "stop"  # vLLM says "tool_calls" of any text if a call is required
         exchange.replies = [choice.message.model_dump(mode="json", exclude_none=True) for choice in reply.choices]
         return reply
 
@@ -290,7 +313,6 @@ class RecordedMessages(_KeepsTurns, AnthropicServingMessages):
         Anthropic lacks."""
         if not all(_is_object(call.function.arguments) for call in choice.message.tool_calls or ()):
             choice.message.content, choice.message.tool_calls, choice.message.reasoning = text, [], None
-            choice.finish_reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason
         choice.finish_reason = _ANTHROPIC_ENDS.get(choice.finish_reason, choice.finish_reason)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -358,9 +380,18 @@ class RecordedResponses(OpenAIServingResponses):
         return reply
 
     async def responses_stream_generator(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        """Call vLLM's method. Add the events for the message of a reply without text."""
-        has_items = False
+        """Call vLLM's method. Add the events for the message of a reply without text, and tell which item was cut
+        short."""
+        has_items, ended = False, None
         async for event in super().responses_stream_generator(*arguments, **options):
+            if ended is not None:
+                is_cut = event.type == "response.completed" and event.response.status == "incomplete"
+                if is_cut and hasattr(ended.item, "status"):
+                    ended.item.status = "incomplete"
+                yield ended
+            ended = event if event.type == "response.output_item.done" else None
+            if ended is not None:
+                continue
             has_items = has_items or event.type == "response.output_item.added"
             if event.type == "response.completed" and not has_items:
                 for index, item in enumerate(event.response.output):

@@ -276,7 +276,6 @@ class _Bounded(RolloutOptions, CommonSampling):
 
     max_tokens: Any = None
     logprobs: Any = None
-    structured_outputs: Any = None
     stop: StopStrings | StopString | None = None
     stop_sequences: StopStrings | None = None
     """Anthropic's name of ``stop``."""
@@ -469,11 +468,14 @@ async def _chunks(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterato
 
 async def _events(events: AsyncIterator[Any], exchange: Exchange) -> AsyncIterator[str]:
     """Yield the events of OpenAI's Responses API, with weight versions in the last event."""
-    async for event in events:
-        data = event.model_dump(mode="json", by_alias=True)
-        if event.type == "response.completed":
-            _with_the_only_choice(data["response"], exchange)
-        yield f"event: {event.type}\ndata: {json.dumps(data)}\n\n"
+    try:
+        async for event in events:
+            data = event.model_dump(mode="json", by_alias=True)
+            if event.type == "response.completed":
+                _with_the_only_choice(data["response"], exchange)
+            yield f"event: {event.type}\ndata: {json.dumps(data)}\n\n"
+    except RolloutServiceError as error:  # vLLM's other streams tell it themselves
+        yield _error_event(error)
 
 
 async def _message_events(lines: AsyncIterator[str], exchange: Exchange) -> AsyncIterator[str]:
@@ -483,5 +485,13 @@ async def _message_events(lines: AsyncIterator[str], exchange: Exchange) -> Asyn
         if line.startswith(ends):
             data = _with_the_only_choice(json.loads(line.removeprefix(ends)), exchange)
             yield f"{ends}{json.dumps(data)}\n\n"
+        elif (
+            line.startswith("event: error\n") and exchange.error is not None
+        ):  # vLLM says that it cannot parse the error
+            yield _error_event(exchange.error)
         else:
             yield line
+
+
+def _error_event(error: RolloutServiceError) -> str:
+    return f"event: error\ndata: {json.dumps({'type': 'error', 'message': error.message, **error.to_wire()})}\n\n"

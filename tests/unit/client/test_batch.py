@@ -301,3 +301,28 @@ async def test_a_stream_can_be_asked_after_its_end():
     async with RolloutClient(URL, transport=scripted) as client, client.generate_stream([1]) as stream:
         assert [piece.token_ids async for piece in stream] == [(6,)]
         assert await stream.next() is None and [piece async for piece in stream] == []
+
+
+async def test_a_stream_has_the_likeliest_tokens_of_all_pieces():
+    likeliest = [[[7, -0.7, 1], [8, -2.0, 2]], [[9, -0.9, 1], [8, -2.0, 2]]]
+    pieces = [choice(0, 0, 7), choice(0, 1, 9), choice(0, 2, end="stop")]
+    for piece, row in zip(pieces, [*likeliest, []], strict=True):
+        piece["choices"][0]["top_logprobs"] = [row] if row else []
+    pieces[-1]["choices"][0]["weight_versions"] = [{"version": "3", "start": 0, "end": 2}]
+    async with RolloutClient(URL, transport=Scripted(lambda _: [*pieces, LAST])) as client:
+        batch = await client.generate_batch([[1]], until=1, logprobs=2)
+        [completion] = batch.rollouts[0].completions
+    assert [[list(each) for each in row] for row in completion.top_logprobs or ()] == likeliest
+
+
+async def test_a_rest_that_breaks_after_its_last_token_has_ended():
+    def script(body: Body) -> list[Step]:
+        start = len(body.get("partial_token_ids", ()))
+        return [choice(0, 0, *range(start + 1, 5 if start else 3)), httpx.ReadError("gone")]
+
+    transport = Scripted(script)
+    async with RolloutClient(URL, transport=transport) as client:
+        batch = await client.generate_batch([[1]], until=1, max_tokens=4)
+    [completion] = batch.rollouts[0].completions
+    assert (completion.token_ids, completion.finish_reason) == ((1, 2, 3, 4), "length")
+    assert [body.get("partial_token_ids") for body in transport.bodies] == [None, [1, 2]]

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
@@ -17,7 +17,7 @@ from rollout_service.fleet.dispatch import Dispatcher
 from rollout_service.gateway.text import TextStream
 from rollout_service.protocol.rollout import Completion, FinishReason, Span
 from rollout_service.protocol.sampling import GenerateCall, Sampling
-from tests.support.tokenizers import TOKENIZERS, byte_level, sentence_piece
+from tests.support.tokenizers import TOKENIZERS, byte_level, in_python, sentence_piece
 
 TEXTS = [
     " Paris",
@@ -39,7 +39,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 def vllm_detokenizer(
-    tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], sampling: Sampling
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], sampling: Sampling
 ) -> IncrementalDetokenizer:
     """Return vLLM's, for one request."""
     params = SamplingParams(
@@ -56,7 +56,7 @@ def vllm_detokenizer(
 
 
 def generate(
-    tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
 ) -> tuple[Completion, str]:
     """Return what an engine makes of ``tokens``, which are sampled one after the other, and vLLM's text of it."""
     detokenizer = vllm_detokenizer(tokenizer, prompt, sampling)
@@ -76,7 +76,7 @@ def made(tokens: Sequence[int], end: FinishReason, stop: str | None = None) -> C
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str, after: str = "") -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, after: str = "") -> list[int]:
     """Return the tokens that ``text`` adds to those of ``after``."""
     return tokenizer.encode(after + text, add_special_tokens=False)[
         len(tokenizer.encode(after, add_special_tokens=False)) :
@@ -84,7 +84,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str, after: str = "") -> li
 
 
 def streamed(
-    tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], completion: Completion, sampling: Sampling, *cuts: int
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], completion: Completion, sampling: Sampling, *cuts: int
 ) -> str:
     """Return the text of a completion that is read in pieces."""
     text, ends = TextStream(prompt, sampling, tokenizer), [*cuts, len(completion.token_ids)]
@@ -115,6 +115,15 @@ class TestText:
         for wanted in ("    return x", " Paris", "Paris"):
             completion = made(encode(tokenizer, wanted, after="def f(x):\n"), "length")
             assert streamed(tokenizer, prompt, completion, text) == wanted
+
+    def test_a_tokenizer_in_python_says_what_vllm_says(self, tmp_path):
+        tokenizer = in_python(tmp_path)
+        prompt, sampling = tokenizer.encode("Hello", add_special_tokens=False), Sampling(max_tokens=100, stop=(" .",))
+        tokens = [len(tokenizer) + 3, *encode(tokenizer, " Paris , stop .", after="Hello")]  # the first one is padding
+        completion, wanted = generate(tokenizer, prompt, tokens, sampling)
+        assert wanted == " Paris , stop" and completion.finish_reason == "stop"
+        assert streamed(tokenizer, prompt, completion, sampling) == wanted
+        assert streamed(tokenizer, prompt, completion, sampling, *range(1, len(tokens))) == wanted
 
     @pytest.mark.parametrize("include", [False, True])
     def test_stop_strings_cut_text_where_vllm_cuts_it(self, tokenizer, include):
@@ -174,7 +183,7 @@ class TestSeam:
     """Completions that are cut short anywhere, and go on in an engine that has their beginning in its prompt."""
 
     def _continued(
-        self, tokenizer: PreTrainedTokenizerFast, call: GenerateCall, tokens: list[int], seams: list[int]
+        self, tokenizer: PreTrainedTokenizerBase, call: GenerateCall, tokens: list[int], seams: list[int]
     ) -> Completion:
         """Return the completion after generations that end at the seams, or at what their detokenizer says."""
         dispatcher = Dispatcher(None, None, EngineConfig(), decoder_of(tokenizer))

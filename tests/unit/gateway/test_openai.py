@@ -1,6 +1,7 @@
 """Chats: vLLM's server classes over our dispatcher, with an engine in this process that says what it is told to."""
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ import pydantic
 import pytest
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 
-from rollout_service.errors import Overloaded
+from rollout_service.errors import NonFiniteLogprob, Overloaded
+from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.routes import MAX_PARTS
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
+from rollout_service.protocol.rollout import Completion, Rollout, Span
 from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, config_of, ids
 
 
@@ -104,6 +107,7 @@ class TestRefusals:
             ("messages", "hi", "messages"),
             ("chat_template", "{{ 1 }}", "Chat template"),
             ("logprob_token_ids", [1], "logprob_token_ids"),
+            ("structured_outputs", {"regex": "a", "whitespace_pattern": "x"}, "structured_outputs.whitespace_pattern"),
             ("messages", [], "conversation"),
             ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
         ],
@@ -166,6 +170,7 @@ class TestRefusals:
 
 CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
 MALFORMED = [CALL % "546", CALL % '["x"]', CALL % '"x"', CALL % '{"a": ', CALL % ("[" * 9), CALL % "null"]
+MALFORMED += ["<tool_call>\n[1]\n</tool_call>", CALL.replace("add", "5") % '{"a": ']
 MALFORMED += [CALL % '{"a": NaN}', CALL % '{"a": 1e999}', CALL % r'{"a": "\ud800"}']  # of these no JSON can be made
 A_TOOL = {"name": "add", "input_schema": {"type": "object"}}
 
@@ -189,7 +194,9 @@ class TestWhatTheModelSaid:
         assert reply.status_code == 200 and len(scripted.calls) == 1, reply.text
         [turn] = (await chat_http.get(f"/v1/sessions/{session['session_id']}")).json()["turns"]
         assert tuple(turn["token_ids"]) == (*ids(said), 2)
-        if not stream:
+        if stream:
+            assert turn["message"]["content"] or turn["message"]["tool_calls"]
+        else:
             assert reply.json()["content"] == [{"type": "text", "text": said}]
             assert reply.json()["stop_reason"] == "end_turn" and turn["message"]["content"] == said
 
@@ -222,14 +229,37 @@ class TestWhatTheModelSaid:
             kept = (await http.get(f"/v1/sessions/{session['session_id']}")).json()
         assert len(kept["turns"]) == 2
 
-    @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+    @pytest.mark.parametrize("said", [CALL % r'{"a": "\ud800"}', (CALL % "{}").replace("add", r"\ud800")])
+    @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_half_a_character_in_a_call_is_a_reply(self, chat_http, scripted, path, stream):
-        scripted.text = CALL % r'{"a": "\ud800"}'
-        tool = TOOL if path.startswith("chat") else {**TOOL["function"], "type": "function"}
-        asked = {"input": "hi"} if path == "responses" else {"messages": HELLO}
+    async def test_half_a_character_in_a_call_is_a_reply(self, chat_http, scripted, said, path, stream):
+        scripted.text = said
+        tool = {"messages": A_TOOL, "responses": {**TOOL["function"], "type": "function"}}.get(path, TOOL)
+        asked = {"input": "hi"} if path == "responses" else {"messages": HELLO, "model": "tiny", "max_tokens": 200}
         reply = await chat_http.post(f"/v1/{path}", json={**asked, "tools": [tool], "stream": stream})
-        assert reply.status_code == 200 and r"\\ud800" in reply.text, reply.text
+        assert reply.status_code == 200 and r"\ud800" in reply.text, reply.text
+
+    @pytest.mark.parametrize("path", ["chat/completions", "messages"])
+    async def test_a_required_call_that_is_none_ends_as_text(self, chat_http, path):
+        asked = {"tools": [TOOL], "tool_choice": "required"}
+        if path == "messages":
+            asked = {"tools": [A_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 9}
+        told = (await chat_http.post(f"/v1/{path}", json={"model": "tiny", "messages": HELLO, **asked})).json()
+        end = told["stop_reason"] if path == "messages" else told["choices"][0]["finish_reason"]
+        assert "hello" in str(told) and end in ("stop", "end_turn")
+
+    @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+    async def test_an_error_after_the_first_tokens_is_told(self, chat_http, path, monkeypatch):
+        async def fail(*_: object, **__: object) -> AsyncIterator[CompletionDelta]:
+            made = Completion(index=0, token_ids=(5,), logprobs=(-0.5,), finish_reason="abort", spans=ONE_TOKEN)
+            yield CompletionDelta(made, 0, is_last=False)
+            raise NonFiniteLogprob("token 1 has no logprob")
+
+        monkeypatch.setattr("rollout_service.gateway.openai.engine.live_pieces", fail)
+        asked: dict[str, Any] = {"input": "hi"} if path == "responses" else {"messages": HELLO, "max_tokens": 9}
+        reply = await chat_http.post(f"/v1/{path}", json={"model": "tiny", "stream": True, **asked})
+        errors = [each for line in reply.text.splitlines() if (each := _data(line)).get("error")]
+        assert [each["error"]["message"] for each in errors] == ["token 1 has no logprob"], reply.text
 
     @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
     @pytest.mark.parametrize("stream", [False, True])
@@ -251,6 +281,24 @@ class TestWhatTheModelSaid:
         assert reply.status_code == 200 and "hello" in _all_text(reply.text), reply.text
         assert "too deep" not in reply.text
 
+    async def test_a_failing_parser_loses_no_text_of_a_stream(self, chat_http, chatting, monkeypatch):
+        async def in_two(*_: object, **__: object) -> AsyncIterator[CompletionDelta | Rollout]:
+            for start, text in enumerate("hi"):
+                made = Completion(index=0, token_ids=ids(text), logprobs=(-0.5,), finish_reason="stop", spans=ONE_TOKEN)
+                yield CompletionDelta(made, start, is_last=start == 1)
+            whole = Completion(index=0, token_ids=(), logprobs=(), finish_reason="stop", spans=())
+            yield Rollout(request_id="r", prompt_token_ids=(5,), completions=(whole,), replica_id="a")
+
+        def fail(self: object, delta_text: str, *_: object, finished: bool, **__: object) -> None:
+            if finished:
+                raise ValueError("no call")
+
+        serving = await chatting.chats.get(chatting)
+        monkeypatch.setattr(serving.chat.parser_cls.__mro__[2], "parse_delta", fail)
+        monkeypatch.setattr("rollout_service.gateway.openai.engine.live_pieces", in_two)
+        body = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "stream": True, "include_stop_str_in_output": True}
+        assert _all_text((await chat_http.post("/v1/chat/completions", json=body)).text) == "hi"
+
     async def test_a_reply_that_cannot_be_sent_is_no_turn(self, chat_http, scripted, monkeypatch):
         session = (await chat_http.post("/v1/sessions")).json()
 
@@ -264,14 +312,19 @@ class TestWhatTheModelSaid:
         assert not (await chat_http.get(f"/v1/sessions/{session['session_id']}")).json()["turns"]
 
 
+ONE_TOKEN = (Span(version=3, start=0, end=1),)
+
+
+def _data(line: str) -> dict[str, Any]:
+    """The data of a line of a stream."""
+    data = line.removeprefix("data: ")
+    return dict(json.loads(data)) if data.startswith("{") else {}
+
+
 def _all_text(events: str) -> str:
     """The text of a reply, or of a stream's events that bring more of it."""
     found = []
-    for line in events.splitlines():
-        data = line.removeprefix("data: ")
-        if not data.startswith("{"):
-            continue
-        event = json.loads(data)
+    for event in map(_data, events.splitlines()):
         delta = event.get("delta")
         found.append(delta if isinstance(delta, str) else (delta or {}).get("text") or "")
         found += [choice.get("delta", {}).get("content") or "" for choice in event.get("choices", ())]
@@ -311,6 +364,18 @@ class TestCutShort:
         assert response["status"] == "incomplete" and response["incomplete_details"]["reason"] == "max_output_tokens"
         assert message["finish_reason"] == response["finish_reason"] == "abort"
         assert all(item["status"] == "incomplete" for item in response["output"])
+
+    async def test_a_stream_says_which_item_was_cut(self, chat_http, scripted):
+        whole = CALL % '{"a": 1}'
+        scripted.text = f"{whole}\n{whole}"
+        scripted.cut_after = len(whole) + 50
+        tools = [{"type": "function", **TOOL["function"]}]
+        body = {"model": "tiny", "input": "hi", "tools": tools, "stream": True}
+        reply = await chat_http.post("/v1/responses", json=body)
+        events = [each for line in reply.text.splitlines() if (each := _data(line))]
+        ended = [each["item"]["status"] for each in events if each["type"] == "response.output_item.done"]
+        assert ended == ["completed", "incomplete"]
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
 
     @pytest.mark.parametrize("stream", [False, True])
     async def test_a_reply_cut_after_a_call_is_no_call(self, chat_http, scripted, stream):

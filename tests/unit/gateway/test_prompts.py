@@ -101,6 +101,23 @@ class TestText:
                 completions = (await http.post("/v1/completions", json=asked)).json()
                 assert completions["choices"][0]["prompt_token_ids"].count(1) == number
 
+    @pytest.mark.parametrize(
+        ("added", "text", "wanted"),
+        [
+            ("<bos> <eos> $A", "<bos><eos>ab", [1, 2]),  # GLM's texts begin with two tokens
+            ("<bos> <eos> $A", "ab", [1, 2]),
+            ("<bos> $A <eos>", "<bos>ab", [1, 2]),
+            ("$A", "<bos><bos>ab", [1, 1]),  # the tokenizer adds none
+        ],
+    )
+    async def test_text_gets_no_second_start(self, services, added, text, wanted):
+        assert services.tokenizer is not None
+        services.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=added, pair=f"{added} $B", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+        )
+        [ids] = await tokenize([text], services)
+        assert [token for token in ids if token in (1, 2)] == wanted
+
     async def test_special_tokens_are_left_out_of_text_unless_asked_for(self, services):
         assert services.tokenizer is not None
         [ab] = await tokenize(["ab"], services)

@@ -10,10 +10,12 @@ import pytest
 from rollout_service.errors import InvalidRequest, SampleGone, TooManySamples
 from rollout_service.gateway import tinker_samples
 from rollout_service.gateway.dependencies import Services
+from rollout_service.gateway.tinker_reply import sample_response
 from rollout_service.gateway.tinker_samples import KEPT_S, Samples
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
+from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import Scoring
-from rollout_service.protocol.tinker import Tensor
+from rollout_service.protocol.tinker import Sample, Tensor
 from tests.unit.gateway.fakes import http_to
 
 PROMPT = [5, 6, 7]
@@ -56,6 +58,16 @@ async def test_stop_reaches_the_engine(post, engine, stop, expected):
     [call] = engine.calls
     assert (call.sampling.stop, call.sampling.stop_token_ids, call.sampling.ignore_eos) == expected
     assert (call.sampling.n, call.sampling.seed, call.prompt_token_ids) == (2, 4, (5, 6, 7))
+
+
+@pytest.mark.parametrize(("end", "told"), [("stop", 0), ("length", 1), ("abort", 1)])
+def test_a_sample_cut_short_is_not_told_as_complete(end, told):
+    completion = Completion(index=0, token_ids=(), logprobs=(), finish_reason=end, spans=())
+    rollout = Rollout(request_id="r", prompt_token_ids=(5,), completions=(completion,), replica_id="a")
+    asked = Sample.model_validate(
+        {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}
+    )
+    assert sample_response(rollout, asked)[2:4] == bytes([8, told])
 
 
 async def test_target_tokens_are_scored_beside_the_prompt(post, engine):
