@@ -35,14 +35,6 @@ async def codes(ingest: Ingest, weights: Weights) -> dict[str, torch.Tensor]:
     return await quantized(ingest, weights)
 
 
-def with_a_nan_code(sent: dict[str, torch.Tensor]) -> None:
-    sent[UP_PROJ].view(torch.uint8)[3, 5] = 0xFF
-
-
-def with_a_scale_of_zero(sent: dict[str, torch.Tensor]) -> None:
-    sent[UP_SCALES][2, 1] = 0.0
-
-
 class TestCodes:
     async def test_the_recipe_names_what_is_quantized(self, ingest, weights):
         recipe = await ingest.recipe()
@@ -122,22 +114,6 @@ async def started(model: Path, root: Path) -> Ingest:
 async def stored(ingest: Ingest, log: WeightLog) -> dict[str, torch.Tensor]:
     """What version 0 consists of, as its own file has it."""
     return load_file(log.folder(0) / "weights-00001.safetensors")
-
-
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("mistake", "complaint"),
-        [
-            (with_a_nan_code, rf"{UP_PROJ}\[3, 5\] is nan, a code for NaN"),
-            (with_a_scale_of_zero, rf"{UP_SCALES}\[2, 1\] is 0, a block scale that is not a positive number"),
-        ],
-    )
-    async def test_invalid_codes_or_scales_fail_the_version(self, ingest, trainer, codes, mistake, complaint):
-        mistake(codes)
-        await trainer.upload(1, codes)
-        with pytest.raises(QuantizationError, match=f"{complaint}: the version is refused; the one before stays live"):
-            await trainer.push(2, codes)
-        assert (await ingest.fleet()).latest_version == 0
 
 
 class TestPublished:
