@@ -14,7 +14,6 @@ import pytest
 from msgspec.structs import replace
 
 from rollout_service.errors import LogCorrupt, LogLocked, LogUnreadable, NotFound
-from rollout_service.protocol.fleet import KVCacheChoice
 from rollout_service.protocol.upload import BeginUpload, PathSource
 from rollout_service.protocol.weight_log import Control, Head
 from rollout_service.store import durable_io
@@ -59,13 +58,6 @@ class TestCommit:
             commit(log, 3),
         ]
         assert [head.rolled_back_at for head in heads] == [None, None, 2, 2]
-
-    def test_a_commit_moves_the_staged_files(self, log):
-        for version in (0, 9, 10, 100):
-            commit(log, version)
-        assert log.versions() == [0, 9, 10, 100]
-        assert not log.staging(0).exists()
-        assert {path.name for path in log.folder(0).iterdir()} == {MANIFEST_FILE, "weights-00001.safetensors"}
 
     def test_a_staged_version_is_not_committed(self, log):
         commit(log, 0)
@@ -245,17 +237,6 @@ class TestControl:
         (log.root / "CONTROL").write_text('{"paused": ')
         with pytest.raises(LogCorrupt, match="CONTROL does not parse"):
             log.control()
-
-    def test_the_kv_cache_choice_survives_and_a_bad_one_is_corrupt(self, log):
-        assert log.kv_cache() is None
-        choice = KVCacheChoice(
-            dtype="bfloat16", why="FP8 is not accurate enough for 2 layers", judged_by="r1, version 0"
-        )
-        log.set_kv_cache(choice)
-        assert WeightLog(log.root).kv_cache() == choice
-        (log.root / "KV_CACHE").write_text('{"dtype": "int8", "why": ""}')
-        with pytest.raises(LogCorrupt, match="KV_CACHE does not parse"):
-            log.kv_cache()
 
 
 @pytest.fixture

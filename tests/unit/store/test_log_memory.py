@@ -89,13 +89,6 @@ def test_a_log_on_a_disk_has_no_memory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_version_is_the_same_in_memory_and_on_disk(log, memory, tmp_path):
-    in_memory, on_disk = commit(log, memory, 1), commit(WeightLog(tmp_path), None, 1)
-    assert in_memory == on_disk
-    for name in in_memory.files():
-        assert (log.folder(1) / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
-
-
 def test_rooms_of_neighbours_in_a_file_are_one(log, memory):
     log.staging(1).mkdir(parents=True)
     writer = VersionWriter(

@@ -32,15 +32,6 @@ def roll_back(log: WeightLog, source: int, version: int) -> None:
 
 
 class TestFiles:
-    def test_a_rollback_shares_files_and_has_the_digest(self, log):
-        roll_back(log, 1, 4)
-        head, first, again = log.head(), log.manifest(1), log.manifest(4)
-        assert head is not None and (head.version, head.label, head.digest) == (4, "run/step-1", first.digest)
-        assert (again.rollback_of, again.label, again.tensors) == (1, "run/step-1", first.tensors)
-        for file in first.files():
-            assert os.path.samefile(log.folder(1) / file, log.folder(4) / file)
-        log.verify(again)
-
     @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP])
     def test_without_hard_links_the_files_are_copied(self, log, monkeypatch, code):
         def no_links(*_: object) -> None:
@@ -78,14 +69,6 @@ class TestFiles:
 
 
 class TestLabels:
-    def test_of_several_versions_the_newest_is_meant(self, log):
-        known = VersionLabels(log)
-        known.load()
-        assert [known.number_of(name) for name in ("run/step-1", "run/step-3", 7)] == [1, 3, 7]
-        known.note(4, "run/step-1")
-        known.note(5, None)
-        assert known.number_of("run/step-1") == 4
-
     def test_labels_outlive_their_versions_and_the_process(self, log):
         first = VersionLabels(log)
         first.load()

@@ -1,7 +1,5 @@
 """Versions whose tensors lie at the same places share what follows from that."""
 
-import json
-
 import pytest
 from msgspec.structs import replace
 
@@ -56,16 +54,6 @@ def test_versions_of_other_places_do_not(other):
     assert version(*stored(PLACE)).places is not version(*stored(other)).places
 
 
-def test_a_copy_with_other_tensors_has_other_places():
-    first = version(*stored(PLACE))
-    assert first.places is not first.replace(tensors=stored(PLACE, OTHERS[0]._replace(offset=20))).places
-
-
-def test_a_name_that_is_there_twice_is_refused():
-    with pytest.raises(ValueError, match="tensor a occurs twice"):
-        TensorPlaces([PLACE, PLACE._replace(offset=20)])
-
-
 def test_few_are_kept():
     first = TensorPlaces.of([PLACE])
     assert TensorPlaces.of([PLACE]) is first
@@ -92,11 +80,3 @@ def test_files_and_headers_are_those_of_the_layout(changed):
         header = places.headers[file.name]
         assert (header.text, len(header.text) + header.data_bytes) == (file.header, file.nbytes)
     assert (places.nbytes, list(places.files)) == (24, [file.name for file in layout.files])
-
-
-def test_digests_are_written_with_what_they_are_of_sorted_by_name():
-    places = TensorPlaces([OTHERS[0], PLACE])
-    assert json.loads(places.with_digests_as_json(["bb", "aa"])) == [
-        ["a", "int8", [4, 3], "aa"],
-        ["b", "int8", [4, 3], "bb"],
-    ]

@@ -111,17 +111,6 @@ def test_a_tensor_without_a_slot_is_refused(tmp_path):
     writer.close()
 
 
-def test_finishing_and_closing_leave_no_file_open(tmp_path):
-    before = open_files()
-    writer = VersionWriter(tmp_path, Layout(slots_of(1, 1, 1), 4))
-    assert open_files() == before + 3
-    for name in ("t0", "t1", "t2"):
-        writer.write(name, memoryview(bytes(4)))
-    writer.finish()
-    writer.close()
-    assert open_files() == before
-
-
 @pytest.fixture
 def little_room() -> Iterator[int]:
     """No file can grow beyond so many bytes: what a full disk is to the writer."""
