@@ -38,9 +38,6 @@ from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Weights, changed, config_of, started
 
-UP_PROJ = "model.layers.0.mlp.up_proj.weight"
-NORM = "model.norm.weight"
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
@@ -130,14 +127,6 @@ async def test_twenty_steps_have_a_whole_push_s_digests(ingest, store, weights, 
         assert status.version == version
         await require(ingest, version, new, model)
         old = new
-
-
-async def test_missed_versions_are_replayed(ingest, store, steps, model):
-    for version in range(1, 5):
-        publish(store, version, steps[version - 1], steps[version])
-    assert await pull(ingest, store, 2) == 2
-    assert await pull(ingest, store, 4) == 4
-    await require(ingest, 4, steps[4], model)
 
 
 async def test_more_links_than_allowed_are_refused(ingest, store, steps, monkeypatch):
