@@ -10,7 +10,7 @@ from rollout_service.errors import InvalidRequest
 from rollout_service.gateway.generate import generate, spans, usage
 from rollout_service.protocol.generate import GenerateRequest
 from rollout_service.protocol.rollout import Completion, Rollout, Span
-from rollout_service.protocol.sampling import Sampling
+from rollout_service.protocol.sampling import LARGEST_SEED, Sampling
 
 SPLIT = Completion(
     index=0,
@@ -24,22 +24,22 @@ REFUSED_SAMPLING: dict[str, Any] = {
     "n": [0, -1, 4097, 1.5],
     "max_tokens": [0, -1],
     "min_tokens": [-1],
-    "temperature": [-0.1, 100.1, math.nan, math.inf],
+    "temperature": [-0.1, 2.1, 1e-300, math.nan, math.inf],
     "top_p": [0, 1.1, math.nan],
-    "top_k": [-2],
+    "top_k": [-2, 2**64],
     "min_p": [-0.1, 1.1],
-    "repetition_penalty": [0, math.inf],
+    "repetition_penalty": [0, 1e-300, 1e300, math.inf],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
-    "seed": [2**63, -(2**63) - 1],
+    "seed": [LARGEST_SEED + 1, 2**63, -(2**63) - 1],
     "logprobs": [-1],
     "prompt_logprobs": [-1],
     "extra_args": [{"prl_compact_logprob": True}, 5],
     "logit_bias": [{"5": 101}, {"x": 1}, {5: math.inf}, dict.fromkeys(range(301), 1.0)],
     "structured_outputs": [{}, {"json": {}, "regex": "x"}, {"regex": "x" * 70_000}, {"json": {"x": "x" * 70_000}}],
     "output_kind": [0, 1],
-    "stop": [[1]],
-    "stop_token_ids": [["x"]],
+    "stop": [[1], [""], ["\ud800"], ["x"] * 65],
+    "stop_token_ids": [["x"], range(65)],
     "beams": [1],
     "best_of": [2],
     "allowed_token_ids": [[1]],
