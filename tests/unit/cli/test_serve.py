@@ -86,13 +86,6 @@ class TestDeployment:
         assert (config.scaling.min_replicas, config.scaling.max_replicas) == (0, 4)
         assert config.engine.tensor_parallel_size == 2 and Plan.of(made).port == 9000
 
-    def test_replicas_of_several_gpus_have_whole_ones(self):
-        config = Plan.of(deployment(QWEN, on_gpus=True, tensor_parallel_size=4)).config
-        assert config.scaling.num_gpus == 4 and config.weights.ingest_num_gpus == 0
-        alone = Plan.of(deployment(QWEN, on_gpus=True)).config
-        assert alone.scaling.num_gpus + alone.weights.ingest_num_gpus == 1
-        assert Plan.of(deployment(QWEN, on_gpus=False, tensor_parallel_size=4)).config.scaling.num_gpus == 0
-
     def test_experts_are_left_whole_where_that_is_asked_for(self):
         made = deployment(QWEN, on_gpus=True, tensor_parallel_size=4, expert_parallel=True)
         assert Plan.of(made).config.engine.expert_parallel

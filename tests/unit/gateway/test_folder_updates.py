@@ -10,7 +10,6 @@ from rollout_service.errors import (
     CommitTimeout,
     DeploymentFailed,
     InsufficientStorage,
-    InvalidRequest,
     NotReady,
     VersionConflict,
 )
@@ -72,11 +71,6 @@ async def test_a_version_is_labelled_by_its_folder(services, folder, label, told
     ingest = FolderIngest()
     await update_from_folder(replace(services, ingest=ingest), folder, label=label)
     assert ingest.labels == [told]
-
-
-async def test_a_relative_path_is_refused(services):
-    with pytest.raises(InvalidRequest, match="send an absolute one"):
-        await update_from_folder(replace(services, ingest=None), "out/step_7")
 
 
 async def test_the_wait_for_a_conversion_ends(services):

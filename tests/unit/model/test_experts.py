@@ -47,12 +47,6 @@ def test_pieces_are_the_tensors_that_transformers_saves(family, tmp_path):
     assert [name for name in saved if not torch.equal(taken[name], saved[name])] == []
 
 
-def test_gate_lies_above_up():
-    gate, up = pieces(f"{LAYER}mlp.experts.gate_up_proj", (1, 6, 2), QWEN)
-    assert gate == Piece(f"{LAYER}mlp.experts.0.gate_proj.weight", (3, 2), (0, slice(0, 3)))
-    assert up == Piece(f"{LAYER}mlp.experts.0.up_proj.weight", (3, 2), (0, slice(3, 6)))
-
-
 @pytest.mark.parametrize(
     ("name", "naming"),
     [
@@ -66,12 +60,6 @@ def test_gate_lies_above_up():
 )
 def test_what_has_its_name_on_disk_already_is_stored_as_it_is(name, naming):
     assert pieces(name, (2, 4), naming) == (Piece(name, (2, 4)),)
-
-
-def test_mixtral_s_router_is_renamed_only():
-    assert pieces(f"{LAYER}mlp.gate.weight", (8, 4), MIXTRAL) == (
-        Piece(f"{LAYER}block_sparse_moe.gate.weight", (8, 4)),
-    )
 
 
 def test_stacked_experts_that_do_not_split_are_refused_by_name():

@@ -37,12 +37,6 @@ def test_the_first_bad_weight_is_named_with_its_index():
         Quantizer(device="cpu").quantize([*WEIGHTS, ("down", bad), ("other", bad)])
 
 
-def test_weights_of_a_parameter_that_needs_a_gradient_are_taken():
-    weight = torch.nn.Parameter(torch.randn(128, 128))
-    codes, scales = Quantizer(device="cpu").quantize([("w", weight)])[0]
-    assert not codes.requires_grad and not scales.requires_grad
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_a_gpu_where_there_is_none_is_an_error():
     with pytest.raises(ValueError, match=r"device is cuda, but torch sees no GPU"):
