@@ -68,7 +68,7 @@ from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.rollback import require_kept, stage_again
 from rollout_service.store.upload_record import UploadRecord
-from rollout_service.store.version_summary import VersionSummary, unconfirmed
+from rollout_service.store.version_summary import summary_of, unconfirmed
 
 logger = logging.getLogger(__name__)
 _INTEGER = re.compile("[0-9]{1,16}")
@@ -121,7 +121,7 @@ class Ingest:
         self._kv_scales = VersionScales(config, self._model)
         self._preparing: asyncio.Task[None] | None = None
         self._stopped = threading.Event()
-        self._summaries: dict[int, VersionSummary] = {}
+        self._summaries: dict[int, WeightStatus] = {}
         self.upload_address: UploadAddress | None = None
         """Address of the listener for parts; set by the code that opens the listener."""
         self.transfer = WeightTransfer(self)
@@ -380,20 +380,12 @@ class Ingest:
         if why is not None and version not in self._log.versions():
             raise NotFound(f"version {version} is neither committed nor staged any more: {why}", {"version": version})
         summary = await self._summary(version)
-        return WeightStatus(
-            version=version,
-            label=summary.label,
-            rollback_of=summary.rollback_of,
-            delta_of=summary.delta_of,
-            uploaded_bytes=summary.uploaded_bytes,
-            state="live" if self._fleet.table.all_serve(version, summary.digest) else "committed",
-            digest=summary.digest,
-            total_bytes=summary.total_bytes,
-            kv_scales_from=summary.kv_scales_from,
-            error=unconfirmed(self._log.unconfirmed.get(version)),
-            timings=summary.timings,
-            replicas=self._fleet.table.live(),
-        )
+        changing = {
+            "state": "live" if self._fleet.table.all_serve(version, summary.digest) else "committed",
+            "error": unconfirmed(self._log.unconfirmed.get(version)),
+            "replicas": self._fleet.table.live(),
+        }
+        return summary.model_copy(update=changing)
 
     async def versions(self) -> list[WeightStatus]:
         """Return all staged and committed versions, oldest first."""
@@ -435,6 +427,7 @@ class Ingest:
         if version is None:
             return None
         summary = await self._summary(version)
+        assert summary.digest is not None, "it is committed"
         return Head(version=version, digest=summary.digest, label=summary.label)
 
     async def files(self, version: int) -> tuple[LogFile, ...]:
@@ -447,12 +440,12 @@ class Ingest:
 
     # --- inside
 
-    async def _summary(self, version: int) -> VersionSummary:
+    async def _summary(self, version: int) -> WeightStatus:
         """Return the summary of a committed version. It is parsed once, in a thread: a mixture of experts has 40 000
         entries."""
         if version not in self._summaries:
             manifest = await asyncio.to_thread(self._log.manifest, version)
-            self._summaries[version] = VersionSummary.of(manifest, manifest.digest, await self._record(version))
+            self._summaries[version] = summary_of(manifest, manifest.digest, await self._record(version))
         return self._summaries[version]
 
     def _pins(self) -> dict[str, Pin]:
@@ -543,7 +536,7 @@ class Ingest:
             ) from error
         await asyncio.to_thread(self._labels.note, manifest.version, manifest.label)
         self._kv_scales.committed(manifest)
-        self._summaries[head.version] = VersionSummary.of(manifest, head.digest, record)
+        self._summaries[head.version] = summary_of(manifest, head.digest, record)
         logger.info(
             "version %d committed: %.1f MB, digest %s, KV scales: %s",
             head.version, manifest.total_bytes / 1e6, head.digest, manifest.kv_scales_from,

@@ -1,41 +1,30 @@
 """Summaries of committed versions, which the ingest keeps in memory."""
 
-from typing import NamedTuple
-
 from rollout_service.protocol.base import Failure
-from rollout_service.protocol.weights import KVScalesFrom, UploadTimings
+from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.manifest import Manifest
 from rollout_service.store.upload_record import UploadRecord
 
 
-class VersionSummary(NamedTuple):
-    """The part of a manifest that statuses and metrics need, without its tensors, which may be 40 000."""
+def summary_of(manifest: Manifest, digest: str, record: UploadRecord | None) -> WeightStatus:
+    """Return the constant part of a committed version's status, without its tensors, which may be 40 000.
 
-    digest: str
-    """Digest in LATEST, by which replicas identify the version."""
-    total_bytes: int
-    kv_scales_from: KVScalesFrom
-    label: str | None
-    rollback_of: int | None
-    delta_of: int | None
-    uploaded_bytes: int | None
-    timings: UploadTimings | None
-
-    @classmethod
-    def of(cls, manifest: Manifest, digest: str, record: UploadRecord | None) -> "VersionSummary":
-        """Summarize a version. ``digest``: as committed; computing it takes long. ``record``: of its upload."""
-        pushed = None if manifest.rollback_of is not None else record
-        begin = None if pushed is None else pushed.begin
-        return cls(
-            digest,
-            manifest.total_bytes,
-            manifest.kv_scales_from,
-            manifest.label,
-            manifest.rollback_of,
-            None if begin is None or begin.delta is None else begin.delta.base,
-            None if pushed is None else pushed.uploaded_bytes,
-            None if pushed is None else pushed.timings,
-        )
+    ``digest``: as committed; computing it takes long. ``record``: of its upload.
+    """
+    pushed = None if manifest.rollback_of is not None else record
+    begin = None if pushed is None else pushed.begin
+    return WeightStatus(
+        version=manifest.version,
+        state="committed",
+        digest=digest,
+        total_bytes=manifest.total_bytes,
+        kv_scales_from=manifest.kv_scales_from,
+        label=manifest.label,
+        rollback_of=manifest.rollback_of,
+        delta_of=None if begin is None or begin.delta is None else begin.delta.base,
+        uploaded_bytes=None if pushed is None else pushed.uploaded_bytes,
+        timings=None if pushed is None else pushed.timings,
+    )
 
 
 def unconfirmed(error: OSError | None) -> Failure | None:
