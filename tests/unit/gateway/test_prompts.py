@@ -176,6 +176,7 @@ class GatedTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.entered, self.gate = tokenizer, threading.Event(), threading.Event()
+        self.all_special_ids = tokenizer.all_special_ids
 
     def encode(self, text: str, **kwargs: Any) -> Any:
         self.entered.set()
