@@ -30,6 +30,8 @@ def fail(message: object) -> NoReturn:
 
 def read_token(file: Path | None) -> str | None:
     """Return the bearer token in a file; None without one. Ends the command if it cannot be read."""
+    from rollout_service.protocol.base import is_token
+
     if file is None:
         return None
     try:
@@ -38,7 +40,7 @@ def read_token(file: Path | None) -> str | None:
         fail(f"cannot read the token: {error}")
     if not token:
         fail(f"the token file {file} is empty")
-    if not all("!" <= character <= "~" for character in token):
+    if not is_token(token):
         fail(f"the token file {file} is not one word of printable ASCII: write the token alone into it")
     return token
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollout_service.client._retry import Repeat, error_of, retrying
 from rollout_service.errors import RolloutServiceError
+from rollout_service.protocol.base import is_token
 from rollout_service.runtime.connections import ManyConnections, too_many_open_files
 from rollout_service.runtime.tls import certificate_error
 
@@ -40,7 +41,7 @@ class Http:
     ) -> None:
         """Create the pool. ``tls``: the trusted certificates. None: the CAs of this machine."""
         self.url = _checked_url(url)
-        if token and not all("!" <= character <= "~" for character in token):
+        if token and not is_token(token):
             raise ValueError("the token is not one word of printable ASCII, as HTTP headers need: send the token alone")
         self.retries = retries
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollout_service.config.engine import Config, EngineConfig, KVCacheConfig, QuantConfig
-from rollout_service.protocol.base import KnownVersion
+from rollout_service.protocol.base import KnownVersion, is_token
 from rollout_service.protocol.upload import LARGEST_PART_BYTES
 
 AUTO = Path("auto")
@@ -458,7 +458,7 @@ class AuthConfig(Config):
         token = self.token_file.read_text().strip()
         if not token:
             raise ValueError(f"auth.token_file {self.token_file} is empty: write the token into it")
-        if not all("!" <= character <= "~" for character in token):
+        if not is_token(token):
             raise ValueError(
                 f"auth.token_file {self.token_file} is not one word of printable ASCII, as HTTP headers need: write "
                 "the token alone into it"

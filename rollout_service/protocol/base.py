@@ -59,6 +59,11 @@ def is_label(text: str) -> bool:
     return len(text) <= _LONGEST_LABEL and text != NEXT and re.fullmatch(_LABEL, text) is not None
 
 
+def is_token(text: str) -> bool:
+    """Return True if ``text`` can be a bearer token: HTTP headers carry one word of printable ASCII."""
+    return all("!" <= character <= "~" for character in text)
+
+
 def wrong_fields(error: ValidationError) -> str:
     """Return the first wrong fields and what is wrong with each, in one line."""
     problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors(include_url=False)]
