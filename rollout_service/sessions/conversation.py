@@ -89,11 +89,10 @@ def _key_fields(message: Message) -> Message:
     name, with empty content as null, or with text as a list of parts. Any other message contributes every field that is
     set.
     """
-    content = _text(message.get("content"))
     if message.get("role") != "assistant":
         texts = _texts(message.get("content"))
-        if len(texts) > 1:  # vLLM or the template writes something between them
-            content = texts
+        # vLLM or the template writes something between several texts
+        content = texts if len(texts) > 1 else _text(message.get("content"))
         said = {name: value for name, value in message.items() if value is not None} | {"content": content}
         if said.get("type") == "message":  # the Responses API's, which it does not require
             del said["type"]
@@ -102,7 +101,7 @@ def _key_fields(message: Message) -> Message:
         {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))}
         for call in message.get("tool_calls") or ()
     ]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
+    return {"role": "assistant", "content": _text(message.get("content")), "tool_calls": calls}
 
 
 def _text(content: object) -> object:
