@@ -28,7 +28,9 @@ PERIOD_S = 0.25
 ANSWER_S = 1.0
 """Timeout of the proxy's health check in seconds. Taking over without need does no harm."""
 BACKLOG = 2048
+"""Number of connections that may wait to be accepted."""
 RETRY_S = 1.0
+"""Time in seconds after which connections are accepted again if no file descriptor was left."""
 MARK = "X-Rollout-Standby"
 """Header that distinguishes a standby's answer from the proxy's."""
 
@@ -68,7 +70,7 @@ class Standby:
         has_answered = False  # without a first answer there is no proxy on this node to replace
         async with httpx.AsyncClient(verify=False, timeout=ANSWER_S, limits=limits, trust_env=False) as http:
             while True:
-                if await _proxy_answers(http, url):
+                if await proxy_answers(http, url):
                     has_answered = True
                     self._stop_listening()
                 elif has_answered and not self._closed:
@@ -84,7 +86,7 @@ class Standby:
         if self._stop is not None:
             return
         try:
-            self._stop = _listen(self._answer, options)
+            self._stop = _answer_at_port(self._answer, options)
         except OSError as error:
             logger.warning("Serve's proxy does not answer, and this gateway cannot listen in its place: %s", error)
             return
@@ -103,7 +105,7 @@ class Standby:
             await self._app(scope, receive, send)
 
 
-def _listen(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
+def _answer_at_port(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
     """Answer at Serve's HTTP port, one request per connection.
 
     Returns:
@@ -171,7 +173,7 @@ def _listen(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:
     return close
 
 
-async def _proxy_answers(http: httpx.AsyncClient, url: str) -> bool:
+async def proxy_answers(http: httpx.AsyncClient, url: str) -> bool:
     """Return True if the proxy is healthy. Return False if a standby answers: then the proxy's state is unknown."""
     try:
         answer = await http.get(url)

@@ -5,7 +5,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import httpx
 import psutil
 import pytest
 from ray import serve
@@ -13,7 +12,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
-from rollout_service.gateway.standby import MARK
+from rollout_service.gateway.standby import proxy_answers
 from rollout_service.local import LocalService
 from rollout_service.protocol.fleet import Fleet
 from rollout_service.protocol.rollout import Rollout
@@ -101,16 +100,8 @@ async def test_requests_are_answered_while_no_proxy_lives(service, client, http)
             pytest.fail("there is another proxy")
     finally:
         controller.resume()
-    while not await _proxy_answers(http):
+    while not await proxy_answers(http, HEALTH_PATH):
         await asyncio.sleep(0.1)
-
-
-async def _proxy_answers(http: httpx.AsyncClient) -> bool:
-    """Whether the proxy answers itself; the gateway that stood in for it resets handshakes when it gives way."""
-    with suppress(httpx.TransportError):
-        answer = await http.get(HEALTH_PATH)
-        return answer.is_success and MARK not in answer.headers
-    return False
 
 
 def _replica_processes() -> set[int]:
