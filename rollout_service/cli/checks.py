@@ -14,7 +14,7 @@ from rollout_service.cli.machine import TorchCuda
 from rollout_service.config import ServiceConfig
 from rollout_service.config.deployment_file import Document, args_of
 from rollout_service.config.service import AUTO
-from rollout_service.engine.hardware import why_unfit
+from rollout_service.engine.hardware import has_nvcc, why_unfit
 from rollout_service.errors import InvalidManifest, NotFound, RolloutServiceError
 from rollout_service.gpu import nvidia_smi
 from rollout_service.gpu.nvidia_smi import Gpu
@@ -132,7 +132,7 @@ def problems(plan: Plan) -> Iterator[Problem]:
     """Yield what would keep the service from starting."""
     if plan.on_gpus:
         yield from gpus(plan)
-        yield from nvcc_problems(plan, has_nvcc=machine.has_nvcc())
+        yield from nvcc_problems(plan, found=has_nvcc())
     yield from memory_problems(memory_here(), plan)
     yield from _weights(plan)
     yield from _ports(plan)
@@ -199,13 +199,11 @@ def _too_few(usable: int, plan: Plan) -> Problem:
     return Problem("gpus", found, advice)
 
 
-def nvcc_problems(plan: Plan, *, has_nvcc: bool) -> Iterator[Problem]:
-    """Yield a problem if kernels must be compiled, and CUDA's compiler is not here."""
-    backend = plan.config.engine.linear_backend
-    # DeepGEMM is for blocks
-    if not has_nvcc and plan.config.quant.weights == "fp8_block" and backend in ("auto", "deep_gemm"):
-        found = f"none; engine.linear_backend: {backend} compiles its kernels with it"
-        yield Problem("nvcc", found, "engine.linear_backend: cutlass")
+def nvcc_problems(plan: Plan, *, found: bool) -> Iterator[Problem]:
+    """Yield a problem if DeepGEMM is asked for, and CUDA's compiler is not here."""
+    if not found and plan.config.quant.weights == "fp8_block" and plan.config.engine.linear_backend == "deep_gemm":
+        why = "none from 12.9 on; engine.linear_backend: deep_gemm compiles its kernels with it"
+        yield Problem("nvcc", why, "engine.linear_backend: auto")
 
 
 def memory_problems(has: Memory, plan: Plan) -> Iterator[Problem]:

@@ -1,7 +1,6 @@
 """Facts about this machine: GPUs, ports and packages. Functions query once, and change nothing."""
 
 import errno
-import shutil
 import socket
 import subprocess
 from importlib import metadata
@@ -9,8 +8,6 @@ from importlib import metadata
 from rollout_service.engine.environment import is_vllm_for_cpu
 from rollout_service.gpu import nvidia_smi
 from rollout_service.protocol.base import Frozen
-
-_NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 class TorchCuda(Frozen):
@@ -48,11 +45,6 @@ def torch_cuda() -> TorchCuda:
     except RuntimeError as error:  # no driver, or one that is too old; the message has the reason
         return TorchCuda(built_for=torch.version.cuda, devices=0, error=" ".join(str(error).split()))
     return TorchCuda(built_for=torch.version.cuda, devices=torch.cuda.device_count())
-
-
-def has_nvcc() -> bool:
-    """Return True if CUDA's compiler is here."""
-    return any(shutil.which(path) is not None for path in ("nvcc", _NVCC))
 
 
 def why_not_bound(host: str, port: int) -> str | None:

@@ -124,9 +124,8 @@ class EngineConfig(Config):
     sizes up to 512. Fewer sizes start faster and pad more. Not on the CPU."""
 
     linear_backend: str = "auto"
-    """Kernels of linear layers: vLLM's ``kernel_config.linear_backend``. On Hopper, ``cutlass`` needs no compiler.
-    ``deep_gemm``, which ``auto`` selects, compiles its kernels at their first use with CUDA's nvcc, and is faster
-    (docs/performance.md)."""
+    """Kernels of linear layers: vLLM's ``kernel_config.linear_backend``. ``auto``: DeepGEMM for FP8 blocks on Hopper,
+    where CUDA's nvcc 12.9 or newer compiles its kernels at the first start; else ``cutlass`` (docs/performance.md)."""
 
     attention_backend: Literal["auto", "group", "FLASH_ATTN", "TRITON_ATTN"] = "auto"
     """Attention kernels on a GPU. ``FLASH_ATTN``, ``TRITON_ATTN``: vLLM's, which read live KV scales; its other

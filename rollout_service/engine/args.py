@@ -21,7 +21,7 @@ from rollout_service.engine.attention.choice import (
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
 from rollout_service.engine.extra import INDUCTOR, with_extra
-from rollout_service.engine.hardware import Attention, require_fit
+from rollout_service.engine.hardware import Attention, has_nvcc, linear_backend, require_fit
 from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
 from rollout_service.engine.plugin import (
     CPU_BF16,
@@ -312,5 +312,10 @@ def attention_of(config: ServiceConfig) -> AttentionChoice:
 
 
 def _kernels(config: ServiceConfig) -> dict[str, object]:
+    found = current_platform.get_device_capability()
+    linear = config.engine.linear_backend
+    if found is not None:
+        linear = linear_backend(config, (found.major, found.minor), has_nvcc=has_nvcc())
+        logger.info("linear layers: %s", "DeepGEMM where sizes allow it" if linear == "auto" else linear)
     # other expert kernels keep strides or scales from before an update in captured CUDA graphs (vLLM issue 41670)
-    return {"kernel_config": {"linear_backend": config.engine.linear_backend, "moe_backend": "triton"}}
+    return {"kernel_config": {"linear_backend": linear, "moe_backend": "triton"}}

@@ -4,6 +4,10 @@ Facts of vLLM 0.32: the kernels' ``is_supported`` in model_executor/kernels/line
 v1/attention/backends/flash_attn.py. Needs neither torch nor vllm.
 """
 
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,6 +32,10 @@ FLASH_ATTENTION_4 = "nvidia-cutlass-dsl"
 """Package that compiles FlashAttention 4. ``requirements/gpu.txt`` does not include it."""
 FLASH_ATTENTION_3 = 9
 """Major capability of the GPUs with FlashAttention 3: Hopper."""
+DEEP_GEMM = 9
+"""Major capability of the GPUs whose updates were tried with DeepGEMM: Hopper."""
+DEEP_GEMM_NVCC = (12, 9)
+"""Minimum version of the compiler that DeepGEMM 2.8, part of vLLM 0.32, runs."""
 FLASH_ATTENTION_HEAD = 512
 """Largest head size of FlashAttention 4. With only version 2 or 3, vLLM itself refuses sizes above 256."""
 
@@ -59,6 +67,31 @@ def why_unfit(
     return next(iter(reasons), None)
 
 
+def has_nvcc() -> bool:
+    """Return True if DeepGEMM finds CUDA's compiler, new enough. It looks where DeepGEMM does."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")  # noqa: TID251 - as DeepGEMM does
+    nvcc = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    try:
+        shown = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    except OSError:
+        return False
+    release = re.search(r"release (\d+)\.(\d+)", shown)
+    return release is not None and (int(release[1]), int(release[2])) >= DEEP_GEMM_NVCC
+
+
+def linear_backend(config: ServiceConfig, capability: Capability, *, has_nvcc: bool) -> str:
+    """Return vLLM's ``linear_backend`` on a GPU.
+
+    ``auto`` is DeepGEMM for FP8 blocks on Hopper, if CUDA's compiler is there, and else CUTLASS. vLLM's own ``auto``
+    prefers DeepGEMM, and takes CUTLASS for layers of other sizes.
+    """
+    chosen = config.engine.linear_backend
+    if chosen != "auto":
+        return chosen
+    compiled = capability[0] == DEEP_GEMM and has_nvcc and not config.engine.deterministic
+    return "auto" if compiled and config.quant.weights == "fp8_block" else "cutlass"
+
+
 def require_fit(config: ServiceConfig, capability: Capability, attention: Attention) -> None:
     """Raise ValueError with the result of ``why_unfit``, if any."""
     unfit = why_unfit(config, capability, attention)
@@ -77,12 +110,11 @@ def _of_weights(config: ServiceConfig, capability: Capability) -> Iterator[tuple
             "quant.weights: int8_channel, or none, and kv_cache.dtype: bfloat16",
         )
     if capability < FP8_BLOCKS and weights == "fp8_block" and backend != "triton":
-        kernel = (
-            "Marlin, which vLLM takes by itself, keeps activations in BF16, and no update was tried with its layout"
+        kernel = "cutlass" if backend == "auto" else backend
+        yield (
+            f"{kernel} multiplies FP8 blocks from 9.0 on",
+            "engine.linear_backend: triton, or quant.weights: fp8_channel, or none",
         )
-        if backend != "auto":
-            kernel = f"{backend} multiplies FP8 blocks from 9.0 on"
-        yield kernel, "engine.linear_backend: triton, or quant.weights: fp8_channel, or none"
     if capability >= INT8_END and weights == "int8_channel" and backend != "triton":
         yield (
             "CUTLASS multiplies no INT8 from 10.0 on",

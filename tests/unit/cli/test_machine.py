@@ -13,12 +13,6 @@ class TestGpus:
         assert (cuda.built_for, cuda.devices) == (torch.version.cuda, torch.cuda.device_count())
         assert bool(cuda.error) is (cuda.built_for is not None and not cuda.devices)
 
-    def test_nvcc_is_found_on_the_path(self, program, monkeypatch):
-        monkeypatch.setattr(machine, "_NVCC", "/nowhere/nvcc")
-        assert not machine.has_nvcc()
-        program("nvcc", "exit 0")
-        assert machine.has_nvcc()
-
 
 class TestPorts:
     def test_a_port_that_is_taken_is_told(self):

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from rollout_service.config import ServiceConfig
-from rollout_service.engine.hardware import FLASH_ATTENTION_4, Attention, require_fit, why_unfit
+from rollout_service.engine.hardware import (
+    FLASH_ATTENTION_4,
+    Attention,
+    has_nvcc,
+    linear_backend,
+    require_fit,
+    why_unfit,
+)
 
 FP8_BY_CHANNEL = {"quant": {"weights": "fp8_channel"}, "kv_cache": {"dtype": "bfloat16"}}
 INT8 = {"quant": {"weights": "int8_channel"}, "kv_cache": {"dtype": "bfloat16"}}
@@ -48,7 +55,7 @@ def test_a_gpu_that_has_what_is_asked_for_is_fit(capability, sections):
         ((10, 0), INT8, "CUTLASS multiplies no INT8", "engine.linear_backend: triton, or quant.weights: fp8_block"),
         ((8, 6), FP8_BY_CHANNEL, "no FP8", "quant.weights: int8_channel, or none, and"),
         ((8, 6), BF16 | {"kv_cache": {"dtype": "auto"}}, "no FP8", "kv_cache.dtype: bfloat16"),
-        ((8, 9), BF16_CACHE, "Marlin", "engine.linear_backend: triton, or quant.weights: fp8_channel, or none"),
+        ((8, 9), BF16_CACHE, "cutlass multiplies", "linear_backend: triton, or quant.weights: fp8_channel, or none"),
         ((8, 9), {"engine": {"linear_backend": "cutlass"}}, "cutlass multiplies FP8 blocks from 9.0 on", "triton"),
         ((8, 9), {"quant": {"weights": "none"}}, "FlashAttention reads no FP8 cache", "TRITON_ATTN, or kv_cache.dtype"),
         ((12, 0), {}, "FlashAttention reads no FP8 cache", "TRITON_ATTN"),
@@ -79,3 +86,28 @@ def test_flash_attention_4_needs_what_compiles_it():
     unfit = why_unfit(config(), (10, 0), flash_attention_4=False)
     assert unfit is not None and FLASH_ATTENTION_4 in unfit[0] and "TRITON_ATTN" in unfit[1]
     assert why_unfit(config(**BY_TRITON), (10, 0), flash_attention_4=False) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "sections", "compiler", "backend"),
+    [
+        ((9, 0), {}, True, "auto"),
+        ((9, 0), {}, False, "cutlass"),
+        ((9, 0), {"engine": {"deterministic": True}}, True, "cutlass"),
+        ((9, 0), FP8_BY_CHANNEL, True, "cutlass"),
+        ((9, 0), {"engine": {"linear_backend": "deep_gemm"}}, False, "deep_gemm"),
+        ((10, 0), {}, True, "cutlass"),
+    ],
+)
+def test_deep_gemm_is_chosen_where_it_can_be_compiled(capability, sections, compiler, backend):
+    assert linear_backend(config(**sections), capability, has_nvcc=compiler) == backend
+
+
+@pytest.mark.parametrize(("shown", "taken"), [("release 12.9, V12.9.41", True), ("release 12.8, V12.8.9", False)])
+def test_the_compiler_is_found_where_deep_gemm_looks(shown, taken, program, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    program("nvcc", f"echo Cuda compilation tools, {shown}")
+    assert not has_nvcc()  # CUDA_HOME goes before PATH
+    monkeypatch.delenv("CUDA_HOME")
+    assert has_nvcc() is taken
