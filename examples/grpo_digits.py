@@ -71,7 +71,7 @@ def main(
 
 def on_a_gpu(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
     """The same on a GPU that the engine shares with the ingest."""
-    engine = {"gpu_memory_utilization": 0.2}
+    engine = {"linear_backend": "cutlass", "gpu_memory_utilization": 0.2}
     weights = sections.get("weights", {}) | {"ingest_num_gpus": 0.1}
     return sections | {"engine": engine, "scaling": {"num_gpus": 0.9}, "weights": weights}
 

@@ -37,7 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
 def test_the_engine_and_the_ingest_share_the_gpu(gpus):
     config = load_config(grpo_digits.DEPLOYMENT, grpo_digits.on_a_gpu({"weights": {"root": "elsewhere"}}))
     assert config.scaling.num_gpus + config.weights.ingest_num_gpus == 1
-    assert config.weights.root == Path("elsewhere")
+    assert config.weights.root == Path("elsewhere") and config.engine.linear_backend == "cutlass"
     gpus.append(HOPPER)
     assert grpo_digits.no_gpu(config) == []
 
