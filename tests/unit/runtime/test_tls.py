@@ -4,7 +4,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -39,11 +38,6 @@ class TestFiles:
         made = make_certificate(tmp_path, "rollouts.example")
         assert require_certificate(made.certfile, made.keyfile, SETTINGS) == made.pem
 
-    def test_another_certificate_s_key_is_refused(self, tmp_path):
-        made, other = make_certificate(tmp_path / "one", "a"), make_certificate(tmp_path / "two", "a")
-        with pytest.raises(ValueError, match=f"^{SETTINGS}: .*one.* and .*two.* are no certificate with its"):
-            require_certificate(made.certfile, other.keyfile, SETTINGS)
-
     def test_an_encrypted_key_is_refused_and_no_password_asked_for(self, tmp_path):
         made = make_certificate(tmp_path, "a")
         made.keyfile.write_bytes(
@@ -69,30 +63,6 @@ class TestFiles:
 
 
 class TestPinned:
-    @pytest.fixture
-    def shown(self, tmp_path: Path) -> Certificate:
-        """A certificate for another name than the listener is reached by."""
-        return make_certificate(tmp_path / "shown", "another.example")
-
-    async def test_nobody_is_trusted_at_first(self, shown):
-        async with listening(shown) as port:
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await connect(port, PinnedCertificates().context)
-
-    async def test_its_certificate_is_trusted_whatever_its_name(self, shown):
-        pinned = PinnedCertificates()
-        pinned.add(shown.pem)
-        pinned.add(shown.pem)
-        async with listening(shown) as port:
-            await connect(port, pinned.context)
-
-    async def test_another_certificate_is_not(self, shown, tmp_path):
-        pinned = PinnedCertificates()
-        pinned.add(make_certificate(tmp_path / "other", "another.example").pem)
-        async with listening(shown) as port:
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await connect(port, pinned.context)
-
     async def test_one_that_an_authority_signed_is_and_its_others_are_not(self, tmp_path):
         authority = make_certificate(tmp_path / "authority", "authority", authority=True)
         mine = make_certificate(tmp_path / "mine", "a", signer=authority)
@@ -121,8 +91,3 @@ class TestAuthorities:
                 else:
                     with pytest.raises(ssl.SSLCertVerificationError):
                         await connect(port, tls_context(authority.certfile))
-
-    async def test_without_a_file_a_self_signed_one_is_not(self, tmp_path):
-        async with listening(make_certificate(tmp_path, "127.0.0.1")) as port:
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await connect(port, tls_context(None))
