@@ -56,13 +56,6 @@ async def test_the_recipe_is_the_service_s(service, client):
     assert await client.recipe() == service.recipe
 
 
-async def test_versions_are_listed(service, client):
-    begun(service, 3)
-    begun(service, 4)
-    assert [status.version for status in await client.weights()] == [3, 4]
-    assert (await client.weights(4)).version == 4
-
-
 async def test_a_staged_version_can_be_discarded(service, client):
     begun(service, 3)
     await client.discard(3)

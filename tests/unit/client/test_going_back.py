@@ -29,15 +29,6 @@ async def test_a_trainer_goes_back_and_on(model, tmp_path, weights):
             await client.rollback(1, wait="none")
 
 
-async def test_a_folder_may_be_the_next_version(model, tmp_path):
-    async with (
-        real_ingest(model, tmp_path / "log", weights={"source_roots": [model]}) as service,
-        RolloutClient(service.url) as client,
-    ):
-        status = await client.push_path("next", model, label="run/start", wait="none")
-        assert (status.version, status.label) == (1, "run/start")
-
-
 async def test_a_push_under_a_label_goes_on_where_it_failed(service, client, tensors):
     service.answers["PUT", "/v1/weights/1/parts/6"].append(EngineFailed("out of disk"))
     with pytest.raises(EngineFailed, match="out of disk"):

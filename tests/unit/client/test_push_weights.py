@@ -212,9 +212,9 @@ class TestOptions:
         assert service.log == []
 
     async def test_a_path_is_committed_without_parts(self, service, client, tmp_path):
-        status = await client.push_path(6, tmp_path, wait="none")
-        source = service.uploads[6].begin.source
-        assert source is not None and source.path == tmp_path
+        status = await client.push_path(6, tmp_path, wait="none", label="run/start")
+        begin = service.uploads[6].begin
+        assert begin.source is not None and begin.source.path == tmp_path and begin.label == "run/start"
         assert (status.version, service.parts_sent()) == (6, [])
         assert service.uploads[6].commit == CommitUpload(wait="none")
 

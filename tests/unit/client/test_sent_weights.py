@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_service.client import _pieces, _sent_weights
-from rollout_service.client._sent_weights import SentWeights, nbytes_of
+from rollout_service.client._sent_weights import SentWeights
 from rollout_service.client._tensors import describe
 from rollout_service.model.convert import tensor_bytes
 from rollout_service.protocol import delta
@@ -119,15 +119,3 @@ def test_more_changes_than_are_worth_it_are_taken_as_they_are(tensors, monkeypat
     weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
     assert weights.changes_to(other.items()) is None
     assert held(weights) == bytes_of(other) and weights.version is None
-
-
-def test_a_committed_version_is_the_next_base(tensors):
-    weights, new = sent(tensors), stepped(tensors)
-    changes = weights.changes_to(new.items())
-    assert changes is not None
-    weights.become(5, changes)
-    assert held(weights) == bytes_of(new) and weights.version == 5
-    assert weights.may_be_base_of("next", weights.table) and not weights.may_be_base_of("next", weights.table[1:])
-    assert weights.may_be_base_of(6, weights.table) and not weights.may_be_base_of(5, weights.table)
-    again = weights.changes_to(new.items())
-    assert again is not None and nbytes_of(again) == 0
