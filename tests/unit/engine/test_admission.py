@@ -6,16 +6,6 @@ from rollout_service.engine.admission import AdmissionLimit
 from rollout_service.errors import Overloaded
 
 
-def test_a_running_request_takes_places_and_then_frees_them():
-    limit = AdmissionLimit(10)
-    with limit.admit(4):
-        assert limit.running == 4
-        with limit.admit(6):
-            assert limit.running == 10
-        assert limit.running == 4
-    assert limit.running == 0
-
-
 def test_a_full_replica_refuses_with_the_numbers():
     limit = AdmissionLimit(10)
     with limit.admit(10):

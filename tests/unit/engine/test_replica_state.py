@@ -19,27 +19,12 @@ def life() -> ReplicaLife:
     return life
 
 
-def test_it_serves_a_version_by_number_and_content(life):
-    assert life.serves(FIRST)
-    assert not life.serves(Head(version=1, digest="other")) and not life.serves(SECOND)
-    assert not ReplicaLife().serves(FIRST)
-
-
 def test_it_serves_nothing_while_a_version_is_loaded(life):
     life.syncs(2)
     life.loads()
     assert not life.serves(FIRST) and life.closed
     life.loaded()
     assert life.serves(FIRST)
-
-
-def test_a_version_that_cannot_be_loaded_leaves_it_stale(life):
-    life.syncs(2)
-    assert (life.state, life.target) == ("syncing", 2)
-    life.stays("torn")
-    assert (life.state, life.target, life.error) == ("stale", None, "torn") and life.serves(FIRST)
-    life.ready()
-    assert (life.state, life.error) == ("ready", None)
 
 
 def test_a_closed_engine_is_not_called_stale(life):
@@ -59,17 +44,3 @@ def test_every_state_can_reach_ready():
     while more := {state for state, after in NEXT.items() if after & reached} - reached:
         reached |= more
     assert reached == set(NEXT)
-
-
-def test_one_that_slept_serves_nothing_until_it_has_loaded(life):
-    life.sleeps()
-    assert (life.state, life.served, life.closed) == ("asleep", None, True)
-    life.syncs(1)
-    life.stays("torn")
-    assert (life.state, life.error) == ("asleep", "torn") and life.closed
-    life.sleeps()
-    life.syncs(1)
-    life.loads()
-    life.loaded()
-    life.updated(FIRST, TIMINGS)
-    assert life.state == "ready" and life.serves(FIRST)

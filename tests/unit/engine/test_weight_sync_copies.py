@@ -64,17 +64,6 @@ async def test_without_the_ingest_a_replica_serves_then_catches_up(remote, log, 
     assert remote.status().error is None
 
 
-async def test_bytes_that_were_damaged_at_the_ingest_are_not_loaded(remote, log, engine, ingest):
-    commit(log, 1)
-    flip_a_byte(log, 1, FIRST)
-    await ingest.change(version=1)
-    status = await ingest.reported(lambda s: s.state == "stale")
-    assert status.version == 0 and status.error is not None and FIRST in status.error
-    assert engine.calls == []
-    await push(log, ingest, 2)
-    await serving(remote, ingest, 2)
-
-
 async def test_a_copy_that_was_damaged_on_this_node_is_fetched_anew(copies, log, engine, ingest):
     head = log.head()
     assert head is not None

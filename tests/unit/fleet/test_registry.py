@@ -118,13 +118,6 @@ class TestWaitedFor:
         assert table.is_complete() and table.all_serve(5)
 
 
-class TestVersionsInUse:
-    def test_versions_that_are_served_or_being_loaded_are_in_use(self, table):
-        table.report(replica("a", 1, target=3))
-        table.report(replica("b", None, target=2))
-        assert table.in_use() == {1, 2, 3}
-
-
 class TestComplete:
     def test_the_fleet_is_complete_once_known_replicas_report_or_die(self, table, clock):
         table.wait_for(frozenset({"a", "b"}))
