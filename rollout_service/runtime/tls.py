@@ -7,8 +7,6 @@ Parts may therefore go to a bare address, and a self-signed certificate is enoug
 import ssl
 from pathlib import Path
 
-import httpx
-
 
 def require_certificate(certfile: Path, keyfile: Path, settings: str) -> str:
     """Return the certificates in ``certfile``, as PEM, after checking that a listener can use them.
@@ -26,13 +24,11 @@ def require_certificate(certfile: Path, keyfile: Path, settings: str) -> str:
         ) from error
 
 
-def tls_context(ca_file: Path | str | None) -> ssl.SSLContext:
-    """Return a context that trusts the authorities in ``ca_file``, in PEM; None: those of this machine.
+def tls_context(ca_file: Path | str) -> ssl.SSLContext:
+    """Return a context that trusts the authorities in ``ca_file``, in PEM.
 
     Raises ValueError if there is no such file, or no certificate in it.
     """
-    if ca_file is None:
-        return httpx.create_ssl_context()
     try:
         return ssl.create_default_context(cafile=str(ca_file))
     except OSError as error:
