@@ -1,1 +1,1 @@
-"""The kernels that a decode step of a GPU spends its time in, alone and in an engine."""
+"""The kernels of matrix products that a decode step of a GPU spends its time in."""
