@@ -1,6 +1,6 @@
-"""How little a step of an RL trainer changes, and what it costs to find, send and apply that instead of a version.
+"""How little a step of an RL trainer changes, and the bytes that a delta sends instead of a version.
 
-    python -m benchmarks.update.delta [--layers 12]
+    python -m benchmarks.update.delta
 
 The model is a layer of Qwen3-1.7B, with as much of an embedding and a head that a quarter of the stored bytes is BF16,
 as of Qwen3-8B. Weights are N(0, 0.02²). The trainer is AdamW with torch's defaults at lr 1e-6 on fp32 masters. A
@@ -9,18 +9,13 @@ larger part is noise. Adam divides by their size, so what counts is only how muc
 gradients in the rows of the tokens of a batch, of which each step draws a fifth.
 
 Compared are the versions before and after one step, and after 16 more steps, as they are stored: FP8 codes, their
-scales, BF16. What takes time is done with ``--layers`` such layers, which are copies of the trained one: comparing
-(with hashing and encoding) and changing what was sent last, beside a plain copy of the same bytes on as many threads,
-in turns. ``benchmarks.update.live`` pushes deltas.
-
-Where torch sees a GPU, the weights are there, and compared there.
+scales, BF16. ``benchmarks.update.live`` pushes deltas.
 """
 
 import itertools
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +25,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.common import results
-from benchmarks.common.command import Options, run
-from rollout_service.client._sent_weights import Changes, SentWeights
+from benchmarks.common.command import run
+from rollout_service.client._sent_weights import SentWeights
 from rollout_service.client._tensors import describe
 from rollout_service.model.convert import Converter, tensor_bytes
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import TrainerRecipe
-from rollout_service.runtime.threads import in_threads, io_threads
 
 LEARNING_RATE = 1e-6
 PERSISTENT, NOISE = 1.0, 5.0
@@ -47,30 +41,21 @@ LAYER = "model.layers.0."
 EMBEDDING = "model.embed_tokens.weight"
 STEPS = ((0, 1), (9, 10), (99, 100), (84, 100))
 """Versions that are compared: after so many steps. In its first step Adam moves every weight by the learning rate."""
-TIMED = (99, 100)
-ROUNDS = 10
 
 Tensors = dict[str, torch.Tensor]
 Bits = npt.NDArray[Any]
 
 
-class DeltaOptions(Options):
-    """What is timed."""
-
-    layers: int = 12
-    """Of the versions that are compared: 67 MB each, as they are stored."""
-
-
-def make_model(folder: Path, layers: int) -> dict[str, tuple[int, ...]]:
+def make_model(folder: Path) -> dict[str, tuple[int, ...]]:
     """Save its configuration, and return the shapes of its weights."""
     from transformers import Qwen3Config
 
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
-        vocab_size=2048 * layers,
+        vocab_size=2048,
         hidden_size=2048,
         intermediate_size=6144,
-        num_hidden_layers=layers,
+        num_hidden_layers=1,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
@@ -87,17 +72,6 @@ def initial(shapes: dict[str, tuple[int, ...]]) -> Tensors:
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape).mul_(0.02)
         for name, shape in shapes.items()
     }
-
-
-def repeated(tensors: Tensors, layers: int) -> Tensors:
-    """A model of one layer as one of several, with as many times the vocabulary."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        if name.startswith(LAYER):
-            found |= {name.replace(LAYER, f"model.layers.{layer}."): tensor.clone() for layer in range(layers)}
-        else:
-            found[name] = tensor.repeat(layers, 1) if tensor.ndim == 2 else tensor
-    return found
 
 
 def trained(weights: Tensors) -> Iterator[Tensors]:
@@ -126,9 +100,6 @@ def versions(weights: Tensors, recipe: TrainerRecipe) -> dict[int, Tensors]:
         for step, after in enumerate(itertools.chain([weights], stepped))
         if step in wanted
     }
-
-
-# --- how much changes
 
 
 def sent(version: Tensors) -> SentWeights:
@@ -164,52 +135,11 @@ def compared(steps: tuple[int, int], old: Tensors, new: Tensors) -> results.Json
     }
 
 
-# --- how long it takes
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Of one call."""
-    started = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def timed(old: Tensors, new: Tensors) -> results.Json:
-    """Comparing and applying on ``io_threads``, and copying as many bytes, in turns: a machine is not equally idle."""
-    base, target = sent(old), {name: torch.empty_like(tensor) for name, tensor in new.items()}
-    taken: dict[str, list[float]] = {"copy_s": [], "compare_s": [], "apply_s": []}
-    changes: Changes = []
-
-    def compare() -> None:
-        changes[:] = base.changes_to(new.items()) or []
-
-    def copy() -> None:
-        for _ in in_threads(copy_one, list(new)):
-            pass
-
-    def copy_one(name: str) -> None:
-        if new[name].is_cuda:
-            target[name].copy_(new[name])
-        else:  # torch's own threads would join those of this process
-            np.copyto(bits_of(target[name]), bits_of(new[name]))
-
-    for repeat in range(ROUNDS + 1):
-        seconds = [seconds_of(work) for work in (copy, compare, lambda: base.change(changes))]
-        assert changes, "they are a delta"
-        for name, each in zip(taken, seconds, strict=True):
-            taken[name] += [each] if repeat else []  # the first is not counted
-        for _ in base.take(old.items()):
-            pass
-    return {"threads": io_threads(), "nbytes": base.nbytes, **taken}
-
-
-def main(options: DeltaOptions) -> None:
+def main() -> None:
     """Measure, print, and write benchmarks/results/<machine>/update_delta.json."""
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
-        weights = initial(make_model(Path(folder), 1))
+        weights = initial(make_model(Path(folder)))
     quantized = tuple(name for name in weights if name.startswith(LAYER) and name.endswith("_proj.weight"))
     console.log(f"{sum(weight.numel() for weight in weights.values()) / 1e6:.0f} M weights")
     stored = versions(weights, TrainerRecipe(weights="fp8_block", quantized=quantized))
@@ -217,15 +147,8 @@ def main(options: DeltaOptions) -> None:
     cases = [compared((old, new), stored[old], stored[new]) for old, new in STEPS]
     for case in cases:
         console.print(case)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    old, new = (
-        {name: tensor.to(device) for name, tensor in repeated(stored[step], options.layers).items()} for step in TIMED
-    )
-    times = timed(old, new)
-    console.print(results.brief(times))
     assumed = {"lr": LEARNING_RATE, "gradient": {"persistent": PERSISTENT, "noise": NOISE}, "rows": ROWS_IN_A_BATCH}
-    content = {"assumed": assumed, "layers": options.layers, "cases": cases, "times": times}
-    console.print(f"wrote {results.write('update_delta', content)}")
+    console.print(f"wrote {results.write('update_delta', {'assumed': assumed, 'cases': cases})}")
 
 
 if __name__ == "__main__":
