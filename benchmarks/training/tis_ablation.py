@@ -105,7 +105,6 @@ ARMS = {
     "bf16": Arm("BF16", "bf16", "metrics_only"),
     "fp8_tis": Arm("FP8, TIS", "fp8", "token_tis"),
     "fp8": Arm("FP8", "fp8", "metrics_only"),
-    "fp8_icepop": Arm("FP8, IcePop", "fp8", "icepop"),
     "coarse_tis": Arm(f"FP8, weights of {COARSE_LEVELS} levels, TIS", "fp8", "token_tis", COARSE_LEVELS),
     "coarse": Arm(f"FP8, weights of {COARSE_LEVELS} levels", "fp8", "metrics_only", COARSE_LEVELS),
     "linear": Arm("FP8, BF16 KV cache", "fp8_linear", "metrics_only"),
@@ -134,7 +133,7 @@ class AblationOptions(Options):
     """GRPO steps of a run."""
     seeds: int = Field(default=3, ge=1)
     """Runs of an arm: seeds 0 to N − 1."""
-    arms: str = ",".join(name for name, arm in ARMS.items() if name != "fp8_icepop" and not arm.ahead)
+    arms: str = ",".join(name for name, arm in ARMS.items() if not arm.ahead)
     """Which, separated by commas."""
     limit_s: float = Field(default=float("inf"), gt=0)
     """Seconds of a run, after which the steps made so far are its result."""
