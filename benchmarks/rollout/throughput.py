@@ -1,6 +1,6 @@
-"""Tokens/s of the service, through HTTP and through its handle, against the bare vLLM engine inside; on a GPU.
+"""Tokens/s of the service over HTTP against the bare vLLM engine inside; on a GPU.
 
-    python -m benchmarks.rollout.throughput --model qwen3-8b --mode fp8kv --side bare --side handle --side http
+    python -m benchmarks.rollout.throughput --model qwen3-8b --mode fp8kv --side bare --side http
     python -m benchmarks.rollout.throughput --mode bf16 --mode fp8kv --side bare --envelope-gb 80 --groups 256 --n 1
 
 Random weights of published shapes. All sides have the engine arguments that the service makes of one configuration, and
@@ -46,10 +46,8 @@ from benchmarks.common.work import Work, WorkOptions
 from benchmarks.rollout.turns import Case, Generate, Made, take_turns
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
-from rollout_service.fleet.dispatch import Dispatcher
-from rollout_service.local import APPLICATION, LocalService
-from rollout_service.protocol.sampling import GenerateCall, Sampling
-from rollout_service.runtime.rpc import EngineClient, ingest_client
+from rollout_service.local import LocalService
+from rollout_service.protocol.sampling import Sampling
 from rollout_service.store.log import WeightLog
 
 RESULT = "rollout_throughput"
@@ -61,7 +59,6 @@ class Side(StrEnum):
     """Where tokens are asked for."""
 
     BARE = "bare"
-    HANDLE = "handle"
     HTTP = "http"
 
 
@@ -112,20 +109,10 @@ class Throughput:
             await take_turns(self.work, self.sides.repeats, {Side.BARE: generate}, self.cases)
 
     async def served(self, service: LocalService) -> None:
-        """Over HTTP with the client, and through the engine's handle, as the gateway uses it, in this process.
-
-        A bare engine among the sides lives beside the service's and takes turns with it.
-        """
-        dispatcher = dispatcher_of(service.config)
-
-        async def by_handle(prompt: list[int], how: Sampling) -> Iterable[Made]:
-            call = GenerateCall(request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=how)
-            return (await dispatcher.complete(call)).completions
-
+        """Measure HTTP. A bare engine among the sides lives beside the service's and takes turns with it."""
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url))
-
-            ways: dict[str, Generate] = {Side.HANDLE: by_handle, Side.HTTP: over_http(client)}
+            ways: dict[str, Generate] = {Side.HTTP: over_http(client)}
             if Side.BARE in self.cases:
                 case, config = self.cases[Side.BARE], self._beside(service.config)
                 ways[Side.BARE] = await stack.enter_async_context(bare(config, case))
@@ -174,14 +161,6 @@ def over_http(client: RolloutClient) -> Generate:
     return generate
 
 
-def dispatcher_of(config: ServiceConfig) -> Dispatcher:
-    """The gateway's, in this process."""
-    from ray import serve
-
-    engine, ingest = (serve.get_deployment_handle(name, APPLICATION) for name in ("engine", "ingest"))
-    return Dispatcher(EngineClient(engine), ingest_client(ingest), config.engine)
-
-
 def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
     """Measure the whole service."""
     if not any(path.glob("*.safetensors")):
@@ -191,8 +170,7 @@ def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
         start_s = time.perf_counter() - started
         if model.free:
             remove_weights(path)
-        for side in each.cases.keys() - {Side.BARE}:
-            each.cases[side].start_s = start_s
+        each.cases[Side.HTTP].start_s = start_s
         asyncio.run(each.served(service))
         each.keep()
 
