@@ -8,7 +8,6 @@ from benchmarks import index
 from benchmarks.common import results
 from benchmarks.training import kv_cache_report, tis_ablation
 from benchmarks.training.ablation_report import Run, RunFile
-from benchmarks.training.kv_cache_report import by_age
 from benchmarks.training.tis_ablation import AblationOptions, report
 
 STEP = {"reward": 0.25, "k3": 0.5, "probability_error": 0.5, "ess": 1.0, "clipped": 0.0, "tokens": 6.0}
@@ -73,21 +72,3 @@ def test_overlapped_runs_are_published_apart(page, tmp_path):
     assert names == ["addition-machine/training_kv_cache_addition.json", "digits-machine/training_kv_cache.json"]
     assert not list(index.problems(index.README.read_text(), tmp_path / "results"))
     assert (tmp_path / "kv_cache.png").stat().st_size > 10_000
-
-
-def test_a_folder_with_both_kinds_of_arms_has_both_reports(tmp_path):
-    write_run(tmp_path, "digits", "fp8", 0, ages() | {"kv_ages": []})
-    write_run(tmp_path, "digits", "fp8_drop", 0, ages((100, 0.5)))
-    report(AblationOptions(out=tmp_path, report=True), lambda text: None)
-    assert "dropped" not in (tmp_path / "table.md").read_text()
-    assert "dropped" in (tmp_path / "kv_cache.md").read_text()
-
-
-def test_age_0_stays_however_few_its_tokens_are():
-    assert list(by_age([Run("fp8_keep1", 0, {}, {}, end=ages((0.5, 0.5), (0.5, 0.5)))])) == [0]
-
-
-def test_the_mismatch_of_an_age_is_a_mean_over_tokens():
-    runs = [Run("fp8_keep1", seed, {}, {}, end=ages((50, 0.5), row)) for seed, row in enumerate([(30, 0.5), (10, 0.1)])]
-    found = by_age(runs)[1]
-    assert (found["k3"], found["prob_error"], found["k3_of_age_0"]) == pytest.approx((0.4, 1.4, 0.5))
