@@ -45,7 +45,7 @@ class Kernel(StrEnum):
 class ProductOptions(Options):
     """Matrix products; each may be repeated."""
 
-    model: tuple[Shape, ...] = tuple(Shape)
+    model: tuple[Shape, ...] = tuple(LAYERS)
     """Whose layers."""
     tokens: tuple[int, ...] = (16, 64, 256, 1024, 8192)
     """Of a step."""
