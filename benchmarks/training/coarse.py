@@ -12,9 +12,6 @@ import torch
 from rollout_service.model.quant_plan import SCALE_SUFFIX
 from rollout_service.quant.blockwise import CODES, E4M3_MAX, dequantize_blockwise, quantize_blockwise
 
-LEVELS = (3, 5, 7, 15)
-"""How many values a weight of a block can take, zero among them; 15 are what 4 bits hold."""
-
 
 def coarse_weights(
     weights: Mapping[str, torch.Tensor], quantized: Collection[str], levels: int
@@ -22,11 +19,8 @@ def coarse_weights(
     """A version to push: coarse codes and their scales for the names in ``quantized``, all other tensors as they are.
 
     ``quantized``: what the service says it quantizes (``TrainerRecipe.quantized``). Raises what ``quantize_coarsely``
-    raises, and ValueError for a name in ``quantized`` that is not among the weights.
+    raises.
     """
-    missing = set(quantized) - weights.keys()
-    if missing:
-        raise ValueError(f"{', '.join(sorted(missing))}: to be quantized, but not among the {len(weights)} weights")
     version: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         if name in quantized:
@@ -37,13 +31,11 @@ def coarse_weights(
 
 
 def quantize_coarsely(weight: torch.Tensor, levels: int, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight`` [N, K] as one of ``levels`` integers: codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉].
+    """``weight`` [N, K] as one of ``levels`` integers, odd: codes e4m3 [N, K] and scales fp32 [⌈N/128⌉, ⌈K/128⌉].
 
     With n = (levels − 1) / 2, a block's scale is max|w| / n and its codes are round(w / scale), −n to n, which E4M3
-    holds exactly. Raises ValueError for another number of levels, QuantizationError for NaN and infinity.
+    holds exactly. Raises QuantizationError for NaN and infinity.
     """
-    if levels not in LEVELS:
-        raise ValueError(f"levels={levels}: there are quantizers of {', '.join(map(str, LEVELS))}")
     largest = levels // 2
     _, fine_scales = quantize_blockwise(weight, name)  # max|w| / 448
     scales = fine_scales * (E4M3_MAX / largest)
