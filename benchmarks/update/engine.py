@@ -7,8 +7,7 @@ an engine that generates ``--concurrent`` rollouts all the while: *closed* is fr
 
 - ``native``: vLLM's layerwise reload, all tensors on the GPU before it closes;
 - ``device``: our load plan, from the same staging area on the GPU;
-- ``host``: our load plan, from pinned host memory;
-- ``files``: no staging area; layerwise from the version's files.
+- ``host``: our load plan, from pinned host memory.
 """
 
 import asyncio
@@ -55,10 +54,9 @@ class Way(StrEnum):
     NATIVE = "native"
     DEVICE = "device"
     HOST = "host"
-    FILES = "files"
 
 
-OFFERED = {"device": (Way.NATIVE, Way.DEVICE), "host": (Way.HOST,), "none": (Way.FILES,)}
+OFFERED = {"device": (Way.NATIVE, Way.DEVICE), "host": (Way.HOST,)}
 """``engine.staging`` → the ways that an engine with it has."""
 
 
