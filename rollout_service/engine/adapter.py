@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
-from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm import AsyncEngineArgs, RequestOutput, SamplingParams, envs
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
@@ -33,6 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from rollout_service.compat.vllm_internals import environment_as_it_is, pause_scheduler, tokens_since
 from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, begin_version
 from rollout_service.engine.adapters import LoadedAdapter
+from rollout_service.engine.core_watch import CoreWatch
 from rollout_service.engine.kv_versions import KVVersions
 from rollout_service.engine.load_statistics import RayStats, SchedulerLog
 from rollout_service.engine.loading.staging_calls import StageCall, stage_at
@@ -86,6 +87,7 @@ class EngineAdapter:
         self._half_loaded: str | None = None
         self._has_loaded = False
         self._loading_since = math.inf
+        self._core = CoreWatch(self._llm.is_paused)
         self._generating: set[asyncio.Task[RequestOutput]] = set()
         self._exact: dict[str, int] = {}
         """Running requests that accept tokens of one weight version only, with that version."""
@@ -477,13 +479,23 @@ class EngineAdapter:
         logger.info("awake in %.2f s, without weights yet", time.perf_counter() - started)
 
     async def check_health(self) -> None:
-        """Raise EngineFailed if the engine is dead or broken, or if loading a version takes too long."""
+        """Raise EngineFailed if the engine is dead or broken, if its core hangs, or if loading a version takes too
+        long."""
         self._require_sound()
         loading_s = time.perf_counter() - self._loading_since
         if loading_s > LOAD_LIMIT_S:
             raise EngineFailed(
                 f"a version has been loading for {loading_s:.0f} s, more than {LOAD_LIMIT_S:g} s: this replica is "
                 "replaced; look at the file system of weights.root"
+            )
+        # the core answers between two steps; each step calls the workers twice, and vLLM bounds each call
+        limit_s = 2 * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        # a load blocks the core, and has its own limit
+        silent_s = self._core.silent_s(excused=loading_s > 0)
+        if silent_s > limit_s:
+            raise EngineFailed(
+                f"the engine core has not answered for {silent_s:.0f} s, more than {limit_s} s: this replica is "
+                "replaced; a step that takes longer needs engine.env.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
             )
         try:
             await self._llm.check_health()

@@ -19,9 +19,10 @@ def register() -> None:
     """Register the transfer engine. On a GPU, also register group attention; on the CPU, the quantization
     configurations. May be called again."""
     from rollout_service.engine.child_errors import log_to_stderr, tell_errors
-    from rollout_service.engine.parent_death import die_with_parent
+    from rollout_service.engine.parent_death import die_with_parent, skip_finalization
 
     die_with_parent()
+    skip_finalization()
     log_to_stderr()
     tell_errors()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

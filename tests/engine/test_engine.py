@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -431,6 +432,26 @@ class Reader:
 async def _finish(engine: EngineAdapter, priority: int, finished: list[int]) -> None:
     await engine.generate(f"p{priority}", (5, 6), Sampling(max_tokens=8, ignore_eos=True), priority)
     finished.append(priority)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_hung_core_fails_the_health_check(served, monkeypatch):
+    _, engine = served
+    [core] = [each for each in psutil.Process().children() if "EngineCore" in each.cmdline()[0]]
+    core.suspend()
+    try:
+        for _ in range(3):
+            await engine.check_health()
+            await asyncio.sleep(0)
+        monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 1)
+        with pytest.raises(EngineFailed, match="the engine core has not answered for 2 s, more than 2 s"):
+            while True:
+                await engine.check_health()
+                await asyncio.sleep(0.01)
+    finally:
+        core.resume()
+    await engine.generate("after", (5, 6), Sampling(max_tokens=4))
+    await engine.check_health()
 
 
 @pytest.mark.asyncio(loop_scope="module")
