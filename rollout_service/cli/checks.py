@@ -132,7 +132,7 @@ def problems(plan: Plan) -> Iterator[Problem]:
     """Yield what would keep the service from starting."""
     if plan.on_gpus:
         yield from gpus(plan)
-        yield from nvcc_problems(plan, found=has_nvcc())
+        yield from nvcc_problems(plan)
     yield from memory_problems(memory_here(), plan)
     yield from _weights(plan)
     yield from _ports(plan)
@@ -199,11 +199,12 @@ def _too_few(usable: int, plan: Plan) -> Problem:
     return Problem("gpus", found, advice)
 
 
-def nvcc_problems(plan: Plan, *, found: bool) -> Iterator[Problem]:
+def nvcc_problems(plan: Plan) -> Iterator[Problem]:
     """Yield a problem if DeepGEMM is asked for, and CUDA's compiler is not here."""
-    if not found and plan.config.quant.weights == "fp8_block" and plan.config.engine.linear_backend == "deep_gemm":
-        why = "none from 12.9 on; engine.linear_backend: deep_gemm compiles its kernels with it"
-        yield Problem("nvcc", why, "engine.linear_backend: auto")
+    asked = plan.config.quant.weights == "fp8_block" and plan.config.engine.linear_backend == "deep_gemm"
+    if asked and not has_nvcc():
+        found = "none from 12.9 on; engine.linear_backend: deep_gemm compiles its kernels with it"
+        yield Problem("nvcc", found, "engine.linear_backend: auto")
 
 
 def memory_problems(has: Memory, plan: Plan) -> Iterator[Problem]:

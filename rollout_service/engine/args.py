@@ -21,7 +21,7 @@ from rollout_service.engine.attention.choice import (
 from rollout_service.engine.batch_invariance import refuse_batch_invariance
 from rollout_service.engine.cpu.fp8_cache import why_no_fp8_cache
 from rollout_service.engine.extra import INDUCTOR, with_extra
-from rollout_service.engine.hardware import Attention, has_nvcc, linear_backend, require_fit
+from rollout_service.engine.hardware import Attention, Capability, linear_backend, require_fit
 from rollout_service.engine.kernels.graph_pass import replace_quantizing_operators
 from rollout_service.engine.plugin import (
     CPU_BF16,
@@ -61,10 +61,10 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
     """
     engine = config.engine
     on_cpu = current_platform.is_cpu()
-    if (capability := current_platform.get_device_capability()) is not None:
+    if (capability := _capability()) is not None:
         model = attention_settings(config.model.path)
         attention = Attention(head_size(model), has_latent_attention(model))
-        require_fit(config, (capability.major, capability.minor), attention)
+        require_fit(config, capability, attention)
     refuse_batch_invariance(config, on_cpu, _has(config, *EXPERT_COUNTS))
     owned = _named(
         model=str(config.model.path),
@@ -306,16 +306,20 @@ def _attention(config: ServiceConfig) -> dict[str, object]:
 def attention_of(config: ServiceConfig) -> AttentionChoice:
     """Return the attention backend of an engine on this machine, with the reason. Raises ValueError as
     ``attention_choice``."""
-    on_cpu, found = current_platform.is_cpu(), current_platform.get_device_capability()
-    capability = None if found is None else (found.major, found.minor)
-    return attention_choice(config, attention_settings(config.model.path), on_cpu=on_cpu, capability=capability)
+    on_cpu = current_platform.is_cpu()
+    return attention_choice(config, attention_settings(config.model.path), on_cpu=on_cpu, capability=_capability())
+
+
+def _capability() -> Capability | None:
+    """Return the GPU's compute capability. None: there is no GPU."""
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
 
 
 def _kernels(config: ServiceConfig) -> dict[str, object]:
-    found = current_platform.get_device_capability()
     linear = config.engine.linear_backend
-    if found is not None:
-        linear = linear_backend(config, (found.major, found.minor), has_nvcc=has_nvcc())
+    if (capability := _capability()) is not None:
+        linear = linear_backend(config, capability)
         logger.info("linear layers: %s", "DeepGEMM where sizes allow it" if linear == "auto" else linear)
     # other expert kernels keep strides or scales from before an update in captured CUDA graphs (vLLM issue 41670)
     return {"kernel_config": {"linear_backend": linear, "moe_backend": "triton"}}

@@ -79,7 +79,7 @@ def has_nvcc() -> bool:
     return release is not None and (int(release[1]), int(release[2])) >= DEEP_GEMM_NVCC
 
 
-def linear_backend(config: ServiceConfig, capability: Capability, *, has_nvcc: bool) -> str:
+def linear_backend(config: ServiceConfig, capability: Capability) -> str:
     """Return vLLM's ``linear_backend`` on a GPU.
 
     ``auto`` is DeepGEMM for FP8 blocks on Hopper, if CUDA's compiler is there, and else CUTLASS. vLLM's own ``auto``
@@ -88,8 +88,8 @@ def linear_backend(config: ServiceConfig, capability: Capability, *, has_nvcc: b
     chosen = config.engine.linear_backend
     if chosen != "auto":
         return chosen
-    compiled = capability[0] == DEEP_GEMM and has_nvcc and not config.engine.deterministic
-    return "auto" if compiled and config.quant.weights == "fp8_block" else "cutlass"
+    fits = capability[0] == DEEP_GEMM and config.quant.weights == "fp8_block" and not config.engine.deterministic
+    return "auto" if fits and has_nvcc() else "cutlass"
 
 
 def require_fit(config: ServiceConfig, capability: Capability, attention: Attention) -> None:

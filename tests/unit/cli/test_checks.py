@@ -176,12 +176,14 @@ class TestGpus:
         torch = TorchCuda(built_for="13.0", devices=seen)
         assert "CUDA_VISIBLE_DEVICES" in on_gpus([gpu(), gpu(1)], plan(**TWO_GPUS), torch)["cuda"].advice
 
-    def test_nvcc_is_for_kernels_that_are_compiled(self):
+    def test_nvcc_is_for_kernels_that_are_compiled(self, monkeypatch):
         compiled = plan(engine={"linear_backend": "deep_gemm"})
         by_channel = plan(engine={"linear_backend": "deep_gemm"}, quant={"weights": "fp8_channel"})
         for wanted, has_nvcc in ((plan(), False), (by_channel, False), (compiled, True)):
-            assert list(checks.nvcc_problems(wanted, found=has_nvcc)) == []
-        [problem] = checks.nvcc_problems(compiled, found=False)
+            monkeypatch.setattr(checks, "has_nvcc", lambda has_nvcc=has_nvcc: has_nvcc)
+            assert list(checks.nvcc_problems(wanted)) == []
+        monkeypatch.setattr(checks, "has_nvcc", lambda: False)
+        [problem] = checks.nvcc_problems(compiled)
         assert problem.advice == "engine.linear_backend: auto"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from rollout_service.config import ServiceConfig
+from rollout_service.engine import hardware
 from rollout_service.engine.hardware import (
     FLASH_ATTENTION_4,
     Attention,
@@ -99,8 +100,9 @@ def test_flash_attention_4_needs_what_compiles_it():
         ((10, 0), {}, True, "cutlass"),
     ],
 )
-def test_deep_gemm_is_chosen_where_it_can_be_compiled(capability, sections, compiler, backend):
-    assert linear_backend(config(**sections), capability, has_nvcc=compiler) == backend
+def test_deep_gemm_is_chosen_where_it_can_be_compiled(capability, sections, compiler, backend, monkeypatch):
+    monkeypatch.setattr(hardware, "has_nvcc", lambda: compiler)
+    assert linear_backend(config(**sections), capability) == backend
 
 
 @pytest.mark.parametrize(("shown", "taken"), [("release 12.9, V12.9.41", True), ("release 12.8, V12.8.9", False)])
