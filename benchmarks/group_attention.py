@@ -89,7 +89,7 @@ async def measure(
     """Run all cases on one engine."""
     settings = settings_of(options.mode, path, path.parent / backend, engine | {"attention_backend": backend})
     found = [Case(options.model, options.mode, backend, None) for _ in cases]
-    async with bare(ServiceConfig.model_validate(settings), found[0]) as generate:
+    async with bare(ServiceConfig.model_validate(settings), found) as generate:
         for sizes, case in zip(cases, found, strict=True):
             await take_turns(work_of(sizes), options.repeats, {backend: generate}, {backend: case})
             print(f"{backend} {sizes}: {statistics.median(case.rates):.0f} tokens/s", flush=True)

@@ -44,6 +44,8 @@ class WorkOptions(Options):
     """Tokens of the longest prompt; lengths are spread evenly between them."""
     out: int = 512
     """Tokens of a completion."""
+    seed: int = 0
+    """Of the prompts' tokens."""
 
     @property
     def sequences(self) -> int:
@@ -53,7 +55,7 @@ class WorkOptions(Options):
     def make(self) -> Work:
         """Return prompts of random token ids."""
         lengths = torch.linspace(self.prompt_min, self.prompt_max, self.groups).int().tolist()
-        return Work(random_prompts(lengths), self.n, self.out)
+        return Work(random_prompts(lengths, self.seed), self.n, self.out)
 
     def as_json(self) -> Json:
         """As it stands in results."""
@@ -61,9 +63,9 @@ class WorkOptions(Options):
         return {"groups": self.groups, "n": self.n, "prompt_tokens": prompt_tokens, "output_tokens": self.out}
 
 
-def random_prompts(lengths: list[int]) -> list[list[int]]:
-    """One of each length; always the same."""
-    generator = torch.Generator().manual_seed(0)
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Return one prompt of each length, always the same of a seed."""
+    generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(PUBLISHED.start, PUBLISHED.stop, (length,), generator=generator).tolist() for length in lengths
     ]

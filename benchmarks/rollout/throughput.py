@@ -9,7 +9,8 @@ sequence. ``--envelope-gb`` is all the GPU memory that an engine may use. Modes:
 (weights and KV cache). The service's engine and the bare one live side by side and take turns: what drifts on a host
 drifts for both. The bare one gets the version that the service serves; alone it runs on vLLM's dummy weights. Before
 each run comes one with an eighth of the tokens: two lengths tell what a step takes and what does not depend on them.
-Each call adds its cases to the same file.
+``--tail 1 --tail 16`` adds runs of so few sequences, as at the end of a batch. Each call adds its cases to the same
+file.
 """
 
 import asyncio
@@ -71,6 +72,8 @@ class SideOptions(Options):
     """May be repeated."""
     repeats: int = 3
     """Whole runs of each side."""
+    tail: tuple[int, ...] = ()
+    """Sequences of further runs, each with a prompt of its own. May be repeated."""
     envelope_gb: float | None = None
     """All the GPU memory that an engine may use."""
     service_share: float = 0.5
@@ -91,33 +94,49 @@ class SideOptions(Options):
 
 
 @dataclass(frozen=True)
-class Throughput:
-    """One mode of one model, and what is measured with it."""
+class Load:
+    """Work of one size, and the figures of each side with it."""
 
-    settings: Settings
+    options: WorkOptions
     work: Work
-    sides: SideOptions
     cases: dict[str, Case]
     """By side."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One mode of one model, and its loads."""
+
+    settings: Settings
+    loads: list[Load]
+    sides: SideOptions
     common: dict[str, Any]
-    """What else the result says of each case."""
+    """Fields that the result gives every case."""
 
     async def alone(self) -> None:
-        """The bare engine, no service."""
-        config = ServiceConfig.model_validate(self.settings)
-        async with bare(config, self.cases[Side.BARE]) as generate:
-            await take_turns(self.work, self.sides.repeats, {Side.BARE: generate}, self.cases)
+        """Measure the bare engine, without a service."""
+        async with bare(ServiceConfig.model_validate(self.settings), self.cases(Side.BARE)) as generate:
+            await self._take_turns({Side.BARE: generate})
 
     async def served(self, service: LocalService) -> None:
         """Measure HTTP. A bare engine among the sides lives beside the service's and takes turns with it."""
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(RolloutClient(service.url))
             ways: dict[str, Generate] = {Side.HTTP: over_http(client)}
-            if Side.BARE in self.cases:
-                case, config = self.cases[Side.BARE], self._beside(service.config)
-                ways[Side.BARE] = await stack.enter_async_context(bare(config, case))
-            order = {side: ways[side] for side in self.cases}
-            await take_turns(self.work, self.sides.repeats, order, self.cases)
+            if Side.BARE in self.sides.side:
+                beside = bare(self._beside(service.config), self.cases(Side.BARE))
+                ways[Side.BARE] = await stack.enter_async_context(beside)
+            await self._take_turns(ways)
+
+    def cases(self, side: Side) -> list[Case]:
+        """Return the side's case of each load."""
+        return [load.cases[side] for load in self.loads]
+
+    async def _take_turns(self, ways: dict[str, Generate]) -> None:
+        for load in self.loads:
+            order = {side: ways[side] for side in load.cases}
+            await take_turns(load.work, self.sides.repeats, order, load.cases)
+            self._keep(load)
 
     def _beside(self, config: ServiceConfig) -> ServiceConfig:
         """Of the bare engine, which has its own part of the GPU's memory."""
@@ -129,25 +148,26 @@ class Throughput:
         )
         return config.model_copy(update={"engine": engine})
 
-    def keep(self) -> None:
-        """Add the cases to the result, in place of those that measured the same."""
-        fresh = [case.as_json() | self.common for case in self.cases.values()]
-        results.add(RESULT, fresh, SAME)
+    def _keep(self, load: Load) -> None:
+        """Add the load's cases to the result, in place of those that measured the same."""
+        common = self.common | {"work": load.options.as_json()}
+        results.add(RESULT, [case.as_json() | common for case in load.cases.values()], SAME)
 
 
 @asynccontextmanager
-async def bare(config: ServiceConfig, case: Case) -> AsyncIterator[Generate]:
+async def bare(config: ServiceConfig, cases: list[Case]) -> AsyncIterator[Generate]:
     """The engine alone, with the version that the service has left in the log, or with dummy weights."""
     started = time.perf_counter()
     async with bare_engine(config) as engine:
-        case.start_s = time.perf_counter() - started
+        start_s = time.perf_counter() - started
         log = WeightLog(config.weights.root_here())
         head = log.head()
         if head is None:
             await engine.label(0)  # the dummy weights' label is no version
         else:
             await load_version(engine, log.folder(head.version), head.version)
-        case.kv_tokens = engine.kv_cache_tokens
+        for case in cases:
+            case.start_s, case.kv_tokens = start_s, engine.kv_cache_tokens
         yield lambda prompt, how: engine.generate(uuid.uuid4().hex, tuple(prompt), how)
 
 
@@ -170,9 +190,9 @@ def measure_served(each: Throughput, model: ModelOptions, path: Path) -> None:
         start_s = time.perf_counter() - started
         if model.free:
             remove_weights(path)
-        each.cases[Side.HTTP].start_s = start_s
+        for case in each.cases(Side.HTTP):
+            case.start_s = start_s
         asyncio.run(each.served(service))
-        each.keep()
 
 
 def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: EngineOptions) -> None:
@@ -181,22 +201,29 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
     common = {
         "run": datetime.now(UTC).isoformat(timespec="seconds"),
         "layers": model.layers,
-        "work": work.as_json(),
         "engine": engine_settings,
         "service_share": sides.service_share if sides.both else None,
         "bare_staging": sides.bare_staging,
     }
     share = sides.memory_share(sides.service_share if sides.both else 1.0)
+    sizes = [work, *(work.model_copy(update={"groups": size, "n": 1, "seed": size}) for size in sides.tail)]
+    measured = [side for side in Side if side in sides.side]
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         path = write_config(model.model, Path(temporary) / model.model, model.layers)
         for mode in sides.mode:
             section = fitting(work) | engine_settings | {"gpu_memory_utilization": share}
             settings = settings_of(mode, path, path.parent, section)
-            found = {s.value: Case(model.model, mode, s, sides.envelope_gb) for s in Side if s in sides.side}
-            each = Throughput(settings, work.make(), sides, found, common)
+            loads = [
+                Load(
+                    options,
+                    options.make(),
+                    {side.value: Case(model.model, mode, side, sides.envelope_gb) for side in measured},
+                )
+                for options in sizes
+            ]
+            each = Throughput(settings, loads, sides, common)
             if set(sides.side) == {Side.BARE}:
                 asyncio.run(each.alone())
-                each.keep()
             else:
                 measure_served(each, model, path)
 

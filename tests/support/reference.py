@@ -96,10 +96,11 @@ class _QuantizedExperts:
     def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         output = torch.zeros_like(hidden)
         inputs = self._through_codes(hidden)
-        for token, (experts, weights) in enumerate(zip(top_k_index, top_k_weights, strict=True)):
-            for expert, weight in zip(experts.tolist(), weights, strict=True):
-                gate, up = linear(inputs[token], self._gate_up[expert]).chunk(2)
-                output[token] += weight * linear(self._through_codes(self._act(gate) * up), self._down[expert])
+        for expert in top_k_index.unique().tolist():
+            token, rank = torch.where(top_k_index == expert)
+            gate, up = linear(inputs[token], self._gate_up[expert]).chunk(2, dim=-1)
+            result = linear(self._through_codes(self._act(gate) * up), self._down[expert])
+            output.index_add_(0, token, top_k_weights[token, rank, None] * result)
         return output
 
 

@@ -13,7 +13,7 @@ GROUP = "CUSTOM"
 """vLLM's name for a backend registered by a plug-in."""
 SHOWN = {GROUP: "group"}
 """vLLM's names mapped to those in ``engine.attention_backend``, where they differ."""
-MEASURED_MODELS = ("qwen3",)
+MEASURED_MODELS = ("qwen3", "qwen3_moe")
 """The ``model_type`` values for which ``auto`` chooses group attention. Their whole engine was measured on one GPU."""
 HEAD_SIZES = (64, 128)
 """Supported head sizes, tested by ``tests/gpu/test_group_attention.py``."""

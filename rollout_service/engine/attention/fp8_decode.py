@@ -254,11 +254,11 @@ class Variant:
     """Compile-time options of the kernel. The defaults were the fastest on an H200 and an H100."""
 
     way: Way = "plain" if triton.knobs.runtime.interpret else "cvt"
-    block: int = 64
-    """Tokens per iteration; a power of two."""
+    block: int = 32
+    """Tokens per iteration; a power of two. More leave room for fewer programs per SM, which short contexts need."""
     warps: int = 1
     """Warps per program."""
-    stages: int = 4
+    stages: int = 3
     """Stages of Triton's pipeline: loads for up to ``stages - 1`` iterations are in flight."""
     splits: int = 1
     """Splits per sequence; a power of two. A second kernel merges more than one."""

@@ -55,7 +55,7 @@ def test_a_model_of_30b_parameters_is_half_as_large_in_fp8(qwen3_30b_a3b):
 def test_the_report_says_what_attends_and_why(qwen3_30b_a3b):
     report = inspect_model(ModelConfig(path=qwen3_30b_a3b), QuantConfig(), 2)
     assert report.attention.backends == ("FLASH_ATTN",)
-    assert "no engine of qwen3_moe was measured with it; no engine of 2 GPUs was" in report.attention.why
+    assert "auto takes it, and not group: no engine of 2 GPUs was measured with it" in report.attention.why
     assert "Attention on a Hopper GPU: FLASH_ATTN: auto takes it" in " ".join(printed(report, 200))
 
 

@@ -89,9 +89,10 @@ def test_all_that_speaks_against_it_is_said_at_once():
 
 
 def test_auto_takes_it_for_models_that_were_measured():
-    assert choose("auto") == AttentionChoice(
-        "CUSTOM", "auto takes it for qwen3, whose engines were measured with it on one GPU"
-    )
+    for kind in ("qwen3", "qwen3_moe"):
+        assert choose("auto", {"model_type": kind}) == AttentionChoice(
+            "CUSTOM", f"auto takes it for {kind}, whose engines were measured with it on one GPU"
+        )
     llama = choose("auto", {"model_type": "llama", "head_dim": 64})
     assert llama.backend == "FLASH_ATTN"
     assert llama.why == (
