@@ -119,3 +119,17 @@ def test_more_changes_than_are_worth_it_are_taken_as_they_are(tensors, monkeypat
     weights, other = sent(tensors), {name: (tensor.float() + 1).to(tensor.dtype) for name, tensor in tensors.items()}
     assert weights.changes_to(other.items()) is None
     assert held(weights) == bytes_of(other) and weights.version is None
+
+
+def test_a_tensor_whose_piece_is_incomplete_is_taken_too(monkeypatch):
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", 1200)
+    monkeypatch.setattr("rollout_service.client._compare.AT_ONCE_BYTES", 1)
+    # two tensors of bytes make one piece, which the large ones between them do not complete
+    sizes = {"codes": (64, torch.int8), "a": (300, torch.float32), "b": (300, torch.float32), "more": (64, torch.int8)}
+    old = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in sizes.items()}
+    new = {name: torch.ones_like(tensor) for name, tensor in old.items()}
+    weights = sent(old)
+    assert weights.changes_to(new.items()) is None
+    assert held(weights) == bytes_of(new)
+    weights.version = 4
+    assert weights.as_base().base_digest == base_digest([tensor_digests(tensor_bytes(each))[0] for each in new.values()])
