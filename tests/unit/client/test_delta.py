@@ -177,7 +177,7 @@ class TestSameVersion:
         assert first.digest == second.digest
         service.log.verify(service.log.manifest(2))
 
-    async def test_kv_scales_and_a_label_go_with_it(self, service, client, weights):
+    async def test_a_label_goes_with_it(self, service, client, weights):
         await push(client, "next", weights, label="run/1")
         status = await push(client, "next", stepped(weights, 2), label="run/2")
         assert (status.version, status.label, base_of(service, 2)) == (2, "run/2", 1)

@@ -132,4 +132,5 @@ def test_a_tensor_whose_piece_is_incomplete_is_taken_too(monkeypatch):
     assert weights.changes_to(new.items()) is None
     assert held(weights) == bytes_of(new)
     weights.version = 4
-    assert weights.as_base().base_digest == base_digest([tensor_digests(tensor_bytes(each))[0] for each in new.values()])
+    digests = [tensor_digests(tensor_bytes(tensor))[0] for tensor in new.values()]
+    assert weights.as_base().base_digest == base_digest(digests)

@@ -20,6 +20,8 @@ from rollout_service.errors import InvalidRequest, NotFound, NotShared, Quantiza
 from rollout_service.ingest.announced_tables import AnnouncedTables
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.shared_memory import TrainerMemory
+from rollout_service.kv_scales.scales import KVScales, LayerScales
+from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import (
     Announcement,
     BeginUpload,
@@ -73,6 +75,19 @@ class TestPush:
         service.log.verify(service.log.manifest(2))
         assert shared.timings is not None and min(shared.timings.model_dump().values()) > 0
         assert (await service.ingest.status(1)).timings == in_parts.timings != shared.timings
+
+    async def test_kv_scales_are_stored_as_with_parts(self, service, client, weights, model):
+        layers = ServedModel.load(model).attention
+        scales = KVScales(layers={name: LayerScales(q=0.5, k=0.25, v=2.0) for name in layers})
+        digests = set()
+        for transport in ("http", "shared_memory", "delta"):
+            status = await client.push_weights(
+                "next", dict(weights), kv_scales=scales, transport=transport, wait="none"
+            )
+            digests.add(status.digest)
+            assert status.kv_scales_from == "trainer"
+            assert service.log.manifest(status.version).kv_scales == scales.named()
+        assert len(digests) == 1
 
     async def test_beside_a_tensor_larger_than_four_batches_there_is_room_for_two(
         self, service, client, weights, monkeypatch
