@@ -54,7 +54,7 @@ test-live: setup ## tests with real engines: alone, and in one service that they
 test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
-test-slow: setup ## an engine of every family, and services of their own: autoscaling, two nodes, TLS (an hour more)
+test-slow: setup ## an engine of every family, and services of their own: autoscaling, two nodes, TLS (three hours)
 	@$(PYTHON_VENV) -m pytest tests/unit tests/engine tests/service tests/own_service -m slow
 
 test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; what breaks, by name, in out/newest_vllm/
