@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from rollout_service.compat.ray_internals import http_options
@@ -102,7 +102,40 @@ class Standby:
         if scope["type"] == "http" and scope["path"] == HEALTH_PATH:  # load balancers call the health route, too
             await PlainTextResponse("success", headers={MARK: "1"})(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await _answer_while_connected(self._app, scope, receive, send)
+
+
+async def _answer_while_connected(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run ``app``, and cancel it if the client disconnects before the reply is complete, as Serve's proxy does.
+
+    uvicorn would only tell an app that asks.
+    """
+    messages = asyncio.Queue[Message](1)  # bounded, so that a body is read no faster than the app takes it
+    is_complete = False
+
+    async def read() -> None:
+        while (message := await receive())["type"] != "http.disconnect":
+            await messages.put(message)
+        if is_complete:
+            await messages.put(message)
+        else:
+            answering.cancel()
+
+    async def pass_on(message: Message) -> None:
+        nonlocal is_complete
+        is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await send(message)
+
+    answering = asyncio.ensure_future(app(scope, messages.get, pass_on))
+    reading = asyncio.create_task(read())
+    try:
+        await asyncio.wait([answering])
+    finally:
+        reading.cancel()
+        answering.cancel()
+        await asyncio.wait([reading, answering])
+    if not answering.cancelled():
+        answering.result()  # raises the app's error
 
 
 def _answer_at_port(app: ASGIApp, options: HTTPOptions) -> Callable[[], None]:

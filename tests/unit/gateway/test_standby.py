@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 import uvloop
 from ray.serve.config import HTTPOptions
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -45,13 +46,13 @@ async def proxy(port: int) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def standby(options: HTTPOptions) -> AsyncIterator[Standby]:
+async def standby(options: HTTPOptions, app: ASGIApp | None = None) -> AsyncIterator[Standby]:
     """A gateway's standby that looks all the time, until the block ends."""
 
     async def here() -> HTTPOptions:
         return options
 
-    made = Standby(says("gateway"), here, lambda _: asyncio.sleep(0.01))
+    made = Standby(app or says("gateway"), here, lambda _: asyncio.sleep(0.01))
     watching = asyncio.create_task(made.watch())
     try:
         yield made
@@ -103,6 +104,56 @@ async def test_the_gateway_answers_while_the_proxy_is_away(port):
         async with proxy(port):
             await until("proxy", lambda: answer(port))
         await until("gateway", lambda: answer(port))
+
+
+async def test_a_request_whose_client_leaves_is_cancelled(port):
+    came, left = asyncio.Event(), asyncio.Event()
+
+    async def never(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        came.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    async with asyncio.timeout(LONG_S), standby(HTTPOptions(host="127.0.0.1", port=port), never):
+        async with proxy(port):
+            await until("proxy", lambda: answer(port))
+        _, writer = await connected(port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 2\r\n\r\n{}")
+        await came.wait()
+        assert not left.is_set()
+        writer.close()
+        await left.wait()
+
+
+async def test_a_long_body_arrives_whole_and_what_follows_the_reply_is_not_cancelled(port):
+    said: asyncio.Queue[str] = asyncio.Queue()
+
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(await Request(scope, receive).body())(scope, receive, send)
+        await said.put((await receive())["type"])
+
+    async with asyncio.timeout(LONG_S), standby(HTTPOptions(host="127.0.0.1", port=port), echo):
+        async with proxy(port):
+            await until("proxy", lambda: answer(port))
+        await until("", lambda: answer(port))
+        async with httpx.AsyncClient(trust_env=False, timeout=LONG_S) as http:
+            body = "0123456789" * 1_000_000
+            said = asyncio.Queue()
+            assert (await http.post(f"http://127.0.0.1:{port}/v1/completions", content=body)).text == body
+        assert await said.get() == "http.disconnect"
+
+
+async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect as soon as something listens at the port."""
+    while True:
+        try:
+            return await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
