@@ -15,9 +15,9 @@ PANELS_IN_A_LINE = 3
 WIDTH, HEIGHT = 24 // PANELS_IN_A_LINE, 8
 
 SERVICE = 'instance=~"$service"'
-"""Selects the state of the whole."""
+"""Selects metrics of the whole service."""
 REPLICA = f'{SERVICE}, replica=~"$replica"'
-"""Selects what the state of the whole says of replicas."""
+"""Selects the service's metrics of chosen replicas."""
 AT_NEWEST = f'on (version) count_values("version", rollout_latest_version{{{SERVICE}}})'
 """After ``and``: keeps the series of the newest version."""
 APPLICATION = 'application=~"$application"'

@@ -2,7 +2,7 @@
 
 vLLM documents the package ``vllm`` itself, the names on its pages about plug-ins, weight transfer, reinforcement
 learning and custom quantization, and the configuration classes. ``tests/unit/compat/test_private_names.py`` has the
-list, and fails for any other name outside this file. ``tests/unit/compat/names.txt`` describes the names of this file.
+list, and fails for any other name outside this folder. ``tests/unit/compat/names.txt`` describes the names.
 Nothing here replaces code of vLLM.
 """
 

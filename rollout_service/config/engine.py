@@ -64,7 +64,8 @@ class QuantConfig(Config):
 
 
 class KVCacheConfig(Config):
-    """The format of the KV cache. ``engine.gpu_memory_utilization`` bounds its size."""
+    """The format of the KV cache. ``engine.gpu_memory_utilization`` bounds its size; on a CPU,
+    ``engine.cpu_kv_cache_gib`` does."""
 
     dtype: Literal["auto", "fp8_e4m3", "bfloat16"] = "auto"
     """Format of keys and values (docs/kv_scales.md). ``auto``: FP8, or BF16 if FP8 is not accurate enough for the

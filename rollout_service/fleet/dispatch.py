@@ -145,9 +145,9 @@ class Dispatcher:
     ) -> tuple[Completion, str, int, RolloutServiceError | None]:
         """Continue ``completion`` until it ends by itself, attempts are used up, or its continuation fails.
 
-        ``is_refuted``: its engine ended it at a stop string of its prompt. ``returns``: the caller continues aborted
-        completions itself. Return the completion, the replica that sampled its last token, the number of attempts, and
-        the continuation's error.
+        ``is_refuted``: vLLM matched a stop string that begins in the prompt, so the stop is wrong. ``returns``: the
+        caller continues aborted completions itself. Return the completion, the replica that sampled its last token,
+        the number of attempts, and the continuation's error.
         """
         call, failure, number = first.asked, None, first.attempts
         progress = replace(first, completions=(first.completions[completion.index],))

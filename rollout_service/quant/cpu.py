@@ -45,7 +45,7 @@ def quantize_blocks_cpu(weight: torch.Tensor, *, power_of_two: bool = False) -> 
     codes = torch.empty(weight.shape, dtype=CODES)
     scales = torch.empty(scale_shape(tuple(weight.shape)), dtype=torch.float32)
     arrays = weight.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy(), scales.numpy()
-    list(_pool().map(lambda part: _quantize_rows(*part, power_of_two), _parts(_matrices(arrays))))
+    list(_pool().map(lambda part: _quantize_block_rows(*part, power_of_two), _parts(_matrices(arrays))))
     return codes, scales
 
 
@@ -90,7 +90,7 @@ def _threads() -> int:
 
 
 @_compiled
-def _quantize_rows(weight, codes, scales, first, end, power_of_two):
+def _quantize_block_rows(weight, codes, scales, first, end, power_of_two):
     """Quantize rows of blocks ``[first, end)``. ``weight``: BF16 bits uint16 [N, K]; ``codes`` uint8 [N, K]; ``scales``
     fp32."""
     rows, columns = weight.shape

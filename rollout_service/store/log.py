@@ -14,7 +14,7 @@
     <root>/copies/<log>/               on a node without the log: a log of the versions that it has fetched
     <root>/LOCK                        held by the one process that writes
 
-A version exists if LATEST names it or a newer one. One process writes (the ingest), any number read. A folder newer
+Versions up to the one that LATEST names are committed. One process writes (the ingest), any number read. A folder newer
 than LATEST is left over from a crash between the two renames, and counts as not committed.
 """
 

@@ -27,8 +27,8 @@ def of_dtype(data: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Te
 
 
 class WeightSource(Protocol):
-    """A source that has all tensors of a version when the upload begins. Parts, which arrive one by one, are in
-    ``parts.py``.
+    """A source that has all tensors of a version when the upload begins. ``ingest/staged_parts.py`` has the parts of an
+    upload, which arrive one by one.
 
     If reading raises RolloutServiceError, OSError or RuntimeError, the version fails with that error.
     """

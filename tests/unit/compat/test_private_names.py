@@ -1,4 +1,4 @@
-"""Names that a library does not document stand in one file per library, and are as they were read.
+"""Names that a library does not document stand in ``compat/``, and are as they were read.
 
 What counts as private, of vLLM, Ray and transformers:
 - an import of a module that is not in DOCUMENTED;
