@@ -53,7 +53,6 @@ async def client(running: tuple[str, psutil.Process], model: Path) -> AsyncItera
         yield client
 
 
-@pytest.mark.slow
 async def test_adapters_are_served_through_updates_and_a_lost_replica(
     running: tuple[str, psutil.Process], client: RolloutClient, model: Path, tmp_path: Path
 ) -> None:
@@ -118,7 +117,6 @@ async def test_adapters_are_served_through_updates_and_a_lost_replica(
         await sample("run-a")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_a_thousand_versions_under_load_leave_nothing_behind(
     running: tuple[str, psutil.Process], client: RolloutClient, model: Path, tmp_path: Path

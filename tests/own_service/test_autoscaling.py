@@ -13,7 +13,7 @@ from rollout_service.protocol.rollout import Rollout
 from tests.support.own_service import own_service
 from tests.support.telltale import assert_pure, canary_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 PROMPT = [5, 6, 7]
 
 

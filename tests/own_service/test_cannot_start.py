@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from rollout_service.local import free_port
-
-pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).parents[2]
 LONG_S = 500

@@ -29,8 +29,6 @@ from tests.support.certificates import Certificate, make_certificate
 from tests.support.collector import Collector, collecting
 from tests.support.processes import MARK, gone
 
-pytestmark = pytest.mark.slow
-
 DEPLOYMENT = Path(__file__).parents[2] / "deployments/cpu_rollout.yaml"
 SERVE = str(Path(sys.executable).with_name("serve"))
 BY_PROXY = "proxy_http_request gateway POST /inference/v1/generate"

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from rollout_service.client import RolloutClient
 from rollout_service.model.tiny import make_tiny_qwen3
 from rollout_service.protocol.weights import WeightStatus
@@ -20,7 +18,6 @@ async def live(client: RolloutClient, version: int) -> WeightStatus:
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.slow
 async def test_a_second_cluster_serves_the_same_versions(tmp_path):
     model, store = tmp_path / "tiny-qwen3", tmp_path / "store"
     make_tiny_qwen3(model)

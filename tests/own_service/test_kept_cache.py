@@ -30,7 +30,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_kept_caches_outlive_updates_and_a_replica(tmp_path):
     # in a process of its own: this one may have the session's service

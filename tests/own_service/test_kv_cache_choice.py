@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -38,7 +37,6 @@ def mean_difference(model_path: Path, folder: Path, rollouts: list[Rollout]) -> 
     return float(torch.cat(differences).abs().mean())
 
 
-@pytest.mark.slow
 @needs_fp8_cache
 async def test_keys_that_no_scale_saves_get_bf16_and_the_fleet_says_so(tmp_path):
     model = make_model(tmp_path / "model", "llama")

@@ -18,7 +18,6 @@ print(json.dumps(dataclasses.asdict(outcome)))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM the only replica, generating", "kill the only replica, generating"])
 async def test_losing_the_only_replica_costs_about_one_engine_start(name, tmp_path):
     # in a process of its own: this one may have the session's service

@@ -31,7 +31,6 @@ async def client(tmp_path: Path, model: Path) -> AsyncIterator[RolloutClient]:
         yield client
 
 
-@pytest.mark.slow
 async def test_group_serves_its_version_beside_training(client, model):
     async def push(version: int, label: str | None = None) -> None:
         await client.push_weights(version, canary_weights(model, version), label=label)

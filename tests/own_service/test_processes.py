@@ -52,9 +52,9 @@ def deployment(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("how", "while_it_starts"),
     [
-        pytest.param(signal.SIGKILL, True, id="kill -9 while it starts", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, False, id="kill -9", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, True, id="ctrl-c while it starts", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, True, id="kill -9 while it starts"),
+        pytest.param(signal.SIGKILL, False, id="kill -9"),
+        pytest.param(signal.SIGINT, True, id="ctrl-c while it starts"),
     ],
 )
 async def test_a_local_service_leaves_nothing_behind(how, while_it_starts, deployment, monkeypatch, ended):

@@ -22,8 +22,6 @@ from rollout_service.store.log import WeightLog
 from tests.support.hub_server import hub_server
 from tests.support.processes import MARK, gone
 
-pytestmark = pytest.mark.slow
-
 REPO = "some-org/tiny-qwen3"
 COMMAND = str(Path(sys.executable).with_name("rollout-service"))
 

@@ -9,8 +9,6 @@ from rollout_service.config.deployment_file import CPU, read_document
 from tests.support.processes import gone
 from tests.support.serve_run import ServeRun, serve_run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:

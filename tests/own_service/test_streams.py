@@ -5,8 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 PROJECT = Path(__file__).parents[2]
 RUN = """
 import asyncio, dataclasses, json, sys
@@ -22,7 +20,6 @@ with running_service(CPU_DEPLOYMENT, overrides_in(sys.argv[1], options)) as serv
 """
 
 
-@pytest.mark.slow
 async def test_rollouts_outlive_a_killed_replica_with_their_tokens(tmp_path):
     # in a process of its own: this one may have the session's service
     process = await asyncio.create_subprocess_exec(

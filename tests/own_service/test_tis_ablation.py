@@ -11,7 +11,6 @@ from benchmarks.training.ablation_report import load_run, run_file
 PROJECT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_version_of_coarse_weights_is_served_and_suspect(tmp_path):
     options = ["--arms", "coarse_tis", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
