@@ -251,7 +251,8 @@ def merge_parts(parts, part_lse, out, lse, n, HEADS: tl.constexpr, SPLITS: tl.co
 
 @dataclass(frozen=True)
 class Variant:
-    """Compile-time options of the kernel. The defaults were the fastest on an H200 and an H100."""
+    """Compile-time options of the kernel. The defaults are the fastest on an H200, for 96 to 4352 tokens of 128 and of 256
+    sequences."""
 
     way: Way = "plain" if triton.knobs.runtime.interpret else "cvt"
     block: int = 32
