@@ -25,14 +25,14 @@ async def test_after_a_push_every_replica_serves_only_the_new_version(client, te
 async def test_mode_keep_splits_completions_into_old_and_new_weights(service, client, telltale):
     new = telltale + 1
     rollouts = [
-        asyncio.create_task(client.generate(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True)) for _ in range(8)
+        asyncio.create_task(client.generate(PROMPT, max_tokens=800, temperature=0.0, ignore_eos=True)) for _ in range(8)
     ]
     await _running(client, 8)
     status = await client.push_weights(new, canary_weights(service.config.model.path, new), mode="keep")
     assert status.state == "live"
     completions = [(await rollout).completions[0] for rollout in rollouts]
     for completion in completions:
-        assert len(completion.token_ids) == 400
+        assert len(completion.token_ids) == 800
         assert_pure(completion)
     split = [completion for completion in completions if len(completion.spans) == 2]
     assert split, f"no completion was under way: {[c.spans for c in completions]}"
@@ -53,7 +53,8 @@ async def test_mode_wait_finishes_running_completions_on_old_weights(service, cl
 async def test_mode_abort_continues_running_completions_on_new_weights(service, client, telltale):
     new = telltale + 1
     going = [
-        asyncio.create_task(client.generate(PROMPT, n=n, max_tokens=400, temperature=t, seed=7, ignore_eos=True))
+        # long enough to be under way still when the version is there, on a busy machine, too
+        asyncio.create_task(client.generate(PROMPT, n=n, max_tokens=1000, temperature=t, seed=7, ignore_eos=True))
         for n, t in ((1, 0.0), (3, 0.01))
     ]
     await _running(client, 4)
@@ -62,7 +63,7 @@ async def test_mode_abort_continues_running_completions_on_new_weights(service, 
         # where one measures KV scales for the other, replicas come to a version one by one: both may abort it
         assert rollout.attempts in (2, 3)
         for completion in rollout.completions:
-            assert completion.finish_reason == "length" and len(completion.token_ids) == 400
+            assert completion.finish_reason == "length" and len(completion.token_ids) == 1000
             assert completion.versions == (telltale, new)
             tokens = {span.version: set(completion.token_ids[span.start : span.end]) for span in completion.spans}
             assert tokens == {telltale: {token_of(telltale)}, new: {token_of(new)}}
