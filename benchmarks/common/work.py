@@ -44,18 +44,16 @@ class WorkOptions(Options):
     """Tokens of the longest prompt; lengths are spread evenly between them."""
     out: int = 512
     """Tokens of a completion."""
-    seed: int = 0
-    """Of the prompts' tokens."""
 
     @property
     def sequences(self) -> int:
         """Completions that are made at once."""
         return self.groups * self.n
 
-    def make(self) -> Work:
+    def make(self, seed: int = 0) -> Work:
         """Return prompts of random token ids."""
         lengths = torch.linspace(self.prompt_min, self.prompt_max, self.groups).int().tolist()
-        return Work(random_prompts(lengths, self.seed), self.n, self.out)
+        return Work(random_prompts(lengths, seed), self.n, self.out)
 
     def as_json(self) -> Json:
         """As it stands in results."""

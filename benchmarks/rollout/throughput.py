@@ -43,7 +43,7 @@ from benchmarks.common.gpu_service import (
     write_weights,
 )
 from benchmarks.common.shapes import write_config
-from benchmarks.common.work import Work, WorkOptions
+from benchmarks.common.work import WorkOptions
 from benchmarks.rollout.turns import Case, Generate, Made, take_turns
 from rollout_service.client import RolloutClient
 from rollout_service.config import ServiceConfig
@@ -97,8 +97,7 @@ class SideOptions(Options):
 class Load:
     """Work of one size, and the figures of each side with it."""
 
-    options: WorkOptions
-    work: Work
+    work: WorkOptions
     cases: dict[str, Case]
     """By side."""
 
@@ -133,9 +132,9 @@ class Throughput:
         return [load.cases[side] for load in self.loads]
 
     async def _take_turns(self, ways: dict[str, Generate]) -> None:
-        for load in self.loads:
+        for number, load in enumerate(self.loads):  # other prompts than before, which the prefix cache has
             order = {side: ways[side] for side in load.cases}
-            await take_turns(load.work, self.sides.repeats, order, load.cases)
+            await take_turns(load.work.make(seed=number), self.sides.repeats, order, load.cases)
             self._keep(load)
 
     def _beside(self, config: ServiceConfig) -> ServiceConfig:
@@ -150,7 +149,7 @@ class Throughput:
 
     def _keep(self, load: Load) -> None:
         """Add the load's cases to the result, in place of those that measured the same."""
-        common = self.common | {"work": load.options.as_json()}
+        common = self.common | {"work": load.work.as_json()}
         results.add(RESULT, [case.as_json() | common for case in load.cases.values()], SAME)
 
 
@@ -206,7 +205,7 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
         "bare_staging": sides.bare_staging,
     }
     share = sides.memory_share(sides.service_share if sides.both else 1.0)
-    sizes = [work, *(work.model_copy(update={"groups": size, "n": 1, "seed": size}) for size in sides.tail)]
+    sizes = [work, *(work.model_copy(update={"groups": size, "n": 1}) for size in sides.tail)]
     measured = [side for side in Side if side in sides.side]
     with tempfile.TemporaryDirectory(dir=model.folder) as temporary:
         path = write_config(model.model, Path(temporary) / model.model, model.layers)
@@ -214,12 +213,8 @@ def main(model: ModelOptions, sides: SideOptions, work: WorkOptions, engine: Eng
             section = fitting(work) | engine_settings | {"gpu_memory_utilization": share}
             settings = settings_of(mode, path, path.parent, section)
             loads = [
-                Load(
-                    options,
-                    options.make(),
-                    {side.value: Case(model.model, mode, side, sides.envelope_gb) for side in measured},
-                )
-                for options in sizes
+                Load(size, {side.value: Case(model.model, mode, side, sides.envelope_gb) for side in measured})
+                for size in sizes
             ]
             each = Throughput(settings, loads, sides, common)
             if set(sides.side) == {Side.BARE}:
