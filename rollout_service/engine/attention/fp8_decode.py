@@ -251,7 +251,7 @@ def merge_parts(parts, part_lse, out, lse, n, HEADS: tl.constexpr, SPLITS: tl.co
 
 @dataclass(frozen=True)
 class Variant:
-    """Compile-time options of the kernel. The defaults are the fastest on an H200, with 96 to 4352 tokens each."""
+    """Compile-time options of the kernel. The defaults are the fastest on an H200 for 96 to 4352 tokens."""
 
     way: Way = "plain" if triton.knobs.runtime.interpret else "cvt"
     block: int = 32
