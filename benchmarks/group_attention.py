@@ -73,7 +73,6 @@ def engine_of(cases: list[dict[str, int]], graph_step: int) -> dict[str, Any]:
     sequences = max(sizes["groups"] * sizes["n"] for sizes in cases)
     longest = max(sizes["system_tokens"] + sizes["prompt_tokens"] + sizes["output_tokens"] for sizes in cases)
     return {
-        "linear_backend": "cutlass",
         "block_size": 64,
         "max_num_batched_tokens": 8192,
         "cuda_graph_sizes": graph_sizes(graph_step, sequences),

@@ -82,7 +82,6 @@ class EngineOptions(Options):
         """Return them in the service's terms, with CUDA graphs for up to so many sequences."""
         size = {} if self.kv_gb is None else {"extra": {"kv_cache_memory_bytes": int(self.kv_gb * 1e9)}}
         return {
-            "linear_backend": "cutlass",
             "attention_backend": self.attention,
             "block_size": self.block_size,
             "max_num_batched_tokens": self.batched_tokens,

@@ -318,7 +318,7 @@ def config_of(model: Model, folder: Path, engine: Engine) -> ServiceConfig:
     """Of an engine with that arithmetic; the model lies in ``folder``, beside which versions are written."""
     settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     if GPU:
-        settings |= {"linear_backend": "cutlass", "return_routed_experts": engine in ROUTED and model in MIXTURES}
+        settings |= {"return_routed_experts": engine in ROUTED and model in MIXTURES}
     sections = SECTIONS[engine]
     return ServiceConfig.model_validate(
         {

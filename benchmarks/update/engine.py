@@ -180,7 +180,6 @@ def config_of(model: Path, staging: str, eager: bool) -> ServiceConfig:
     """Of an engine in FP8 with one kind of staging."""
     engine = {
         "max_model_len": 1024,
-        "linear_backend": "cutlass",
         "staging": staging,
         "enforce_eager": eager,
         "gpu_memory_utilization": 0.85,

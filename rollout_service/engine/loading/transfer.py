@@ -31,6 +31,7 @@ from rollout_service.compat.vllm_internals import (
     load_progress,
     name_partial_loaders,
 )
+from rollout_service.engine.kernels.deep_gemm import compile_kernels
 from rollout_service.engine.loading.copy_plan import CopyPlan, CopyRecorder, NoPlan, Sources, placement_of
 from rollout_service.engine.loading.cpu_copies import renew_convolutions, renew_tied_head
 from rollout_service.engine.loading.direct_copies import DirectCopies, unloaded_modules
@@ -122,6 +123,8 @@ class LogWeightTransferEngine(WeightTransferEngine[LogInitInfo, LogUpdateInfo]):
         """The cost of each kind of staging buffer, if the kind was chosen here."""
         if current_platform.is_cpu():
             _refuse_state_space(model)
+        else:
+            compile_kernels(model, vllm_config.scheduler_config.max_num_batched_tokens, device)
         if kind == "auto":
             choice = _choose(vllm_config, device, model)
             kind, self.why_there = choice.kind, str(choice)

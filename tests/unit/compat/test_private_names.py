@@ -24,6 +24,7 @@ NAMES = names_in(Path(__file__).with_name("names.txt").read_text())
 INTERNALS = {
     "compat/vllm_internals.py",
     "compat/vllm_attention.py",
+    "compat/vllm_deep_gemm.py",
     "compat/vllm_scheduler.py",
     "compat/vllm_serving.py",
     "compat/ray_internals.py",

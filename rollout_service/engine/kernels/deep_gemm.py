@@ -1,0 +1,128 @@
+"""Compilation of DeepGEMM's kernels by several processes at once.
+
+DeepGEMM runs nvcc for some seconds at the first product that needs a kernel, and keeps the kernel in
+``DG_JIT_CACHE_DIR``. vLLM's warm-up compiles one kernel after another. Here processes compute the same products, each
+in an order of its own: the process that first needs a kernel compiles it, and the others find it.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import vllm
+from vllm import envs
+
+from rollout_service.compat.vllm_deep_gemm import deep_gemm_sizes, fp8_gemm_nt
+from rollout_service.quant.blockwise import BLOCK
+
+logger = logging.getLogger(__name__)
+
+PROCESSES = 8
+"""Maximum number of processes. Each takes about 1 GB of the GPU's memory."""
+LIMIT_S = 300.0
+"""Time in seconds after which the processes are stopped. vLLM's warm-up compiles the remaining kernels."""
+
+Size = tuple[int, int, int]
+"""A product's number of tokens m, and its weight's rows n and columns k."""
+
+
+def compile_kernels(model: torch.nn.Module, tokens: int, device: torch.device) -> None:
+    """Compile the kernels of the model's linear layers for steps of up to ``tokens`` tokens.
+
+    Does nothing if DeepGEMM computes no layer, if ``VLLM_DEEP_GEMM_WARMUP`` is ``skip``, or if they were compiled on
+    this host before. Logs a warning if processes fail. Call it before vLLM measures free memory.
+    """
+    if device.index or envs.VLLM_DEEP_GEMM_WARMUP == "skip":  # an engine's first worker compiles for all
+        return
+    sizes = deep_gemm_sizes(model, tokens)
+    if sizes:
+        made_for = (vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), sizes)
+        digest = hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]
+        compile_once(sizes, _cache_folder() / f"rollout-service-{digest}")
+
+
+def compile_once(
+    sizes: list[Size],
+    marker: Path,
+    command: Sequence[str] = (sys.executable, "-m", __name__),
+    limit_s: float = LIMIT_S,
+) -> None:
+    """Run ``command`` in several processes, unless ``marker`` says that they have succeeded.
+
+    Each process reads the sizes from its standard input. Replicas of one host wait for each other.
+    """
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    with marker.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if file.read():
+            return
+        number = min(PROCESSES, len(os.sched_getaffinity(0)))
+        logger.info("compiling DeepGEMM's kernels for %d sizes in %d processes", len(sizes), number)
+        began = time.monotonic()
+        failed = _run([random.Random(seed).sample(sizes, len(sizes)) for seed in range(number)], command, limit_s)
+        if failed:
+            logger.warning("%d of %d processes failed: vLLM compiles the remaining kernels", failed, number)
+        else:
+            file.write(b"compiled\n")
+        logger.info("compiled DeepGEMM's kernels in %.0f s", time.monotonic() - began)
+
+
+def _run(lists: list[list[Size]], command: Sequence[str], limit_s: float) -> int:
+    """Run a process for each list, and return the number of processes that failed."""
+    deadline = time.monotonic() + limit_s
+    processes = list[subprocess.Popen[bytes]]()
+    try:
+        for sizes in lists:
+            with tempfile.TemporaryFile() as file:
+                file.write(json.dumps(sizes).encode())
+                file.seek(0)
+                processes.append(subprocess.Popen(command, stdin=file, stdout=subprocess.DEVNULL))
+        return sum(_wait(process, deadline) != 0 for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Return the exit status, or None if the process has not ended at the deadline."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _cache_folder() -> Path:
+    """Return DeepGEMM's cache folder, which ``vllm.utils.deep_gemm`` chooses."""
+    chosen = os.environ.get("DG_JIT_CACHE_DIR")  # noqa: TID251 - DeepGEMM's setting
+    return Path(chosen or Path(envs.VLLM_CACHE_ROOT) / "deep_gemm")
+
+
+def compute(sizes: list[Size]) -> None:
+    """Compute a product of each size on the first GPU, until the parent process ends."""
+    parent = os.getppid()
+    codes = torch.empty(max(m * k for m, _, k in sizes), dtype=torch.float8_e4m3fn, device="cuda")
+    weight = torch.empty(max(n * k for _, n, k in sizes), dtype=torch.float8_e4m3fn, device="cuda")
+    product = torch.empty(max(m * n for m, n, _ in sizes), dtype=torch.bfloat16, device="cuda")
+    for m, n, k in sizes:
+        if os.getppid() != parent:
+            return
+        inputs = codes[: m * k].view(m, k), torch.zeros(m, k // BLOCK, device="cuda")
+        weights = weight[: n * k].view(n, k), torch.zeros(-(-n // BLOCK), k // BLOCK, device="cuda")
+        fp8_gemm_nt(inputs, weights, product[: m * n].view(m, n))
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    compute([tuple(size) for size in json.load(sys.stdin)])
