@@ -1,21 +1,21 @@
 """Compilation of DeepGEMM's kernels by several processes at once.
 
 DeepGEMM runs nvcc for some seconds at the first product that needs a kernel, and keeps the kernel in
-``DG_JIT_CACHE_DIR``. vLLM's warm-up compiles one kernel after another. Here processes compute the same products, each
-in an order of its own: the process that first needs a kernel compiles it, and the others find it.
+``DG_JIT_CACHE_DIR``. vLLM's warm-up compiles one kernel after another. Here processes share the same products: each
+takes the next few sizes from one queue, a file, until none is left.
 """
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import random
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,12 +28,16 @@ from rollout_service.quant.blockwise import BLOCK
 logger = logging.getLogger(__name__)
 
 PROCESSES = 8
-"""Maximum number of processes. Each takes about 1 GB of the GPU's memory."""
+"""Maximum number of processes. Each takes 1 to 2 GB of the GPU's memory."""
 LIMIT_S = 300.0
 """Time in seconds after which the processes are stopped. vLLM's warm-up compiles the remaining kernels."""
 
+CHUNK = 16
+"""Number of sizes that a process takes at once. Neighbours often need the same kernel."""
+
 Size = tuple[int, int, int]
 """A product's number of tokens m, and its weight's rows n and columns k."""
+_SIZE = struct.Struct("<3q")
 
 
 def compile_kernels(model: torch.nn.Module, tokens: int, device: torch.device) -> None:
@@ -59,7 +63,7 @@ def compile_once(
 ) -> None:
     """Run ``command`` in several processes, unless ``marker`` says that they have succeeded.
 
-    Each process reads the sizes from its standard input. Replicas of one host wait for each other.
+    The processes take sizes from their standard input (``taken``). Replicas of one host wait for each other.
     """
     marker.parent.mkdir(parents=True, exist_ok=True)
     with marker.open("a+b") as file:
@@ -70,7 +74,7 @@ def compile_once(
         number = min(PROCESSES, len(os.sched_getaffinity(0)))
         logger.info("compiling DeepGEMM's kernels for %d sizes in %d processes", len(sizes), number)
         began = time.monotonic()
-        failed = _run([random.Random(seed).sample(sizes, len(sizes)) for seed in range(number)], command, limit_s)
+        failed = _run(number, sizes, command, limit_s)
         if failed:
             logger.warning("%d of %d processes failed: vLLM compiles the remaining kernels", failed, number)
         else:
@@ -78,21 +82,32 @@ def compile_once(
         logger.info("compiled DeepGEMM's kernels in %.0f s", time.monotonic() - began)
 
 
-def _run(lists: list[list[Size]], command: Sequence[str], limit_s: float) -> int:
-    """Run a process for each list, and return the number of processes that failed."""
+def _run(number: int, sizes: list[Size], command: Sequence[str], limit_s: float) -> int:
+    """Run the processes, and return the number of those that failed."""
     deadline = time.monotonic() + limit_s
+    chunks = [sizes[start : start + CHUNK] for start in range(0, len(sizes), CHUNK)]
+    random.Random(0).shuffle(chunks)  # so that processes seldom need the same kernel at the same time
     processes = list[subprocess.Popen[bytes]]()
     try:
-        for sizes in lists:
-            with tempfile.TemporaryFile() as file:
-                file.write(json.dumps(sizes).encode())
-                file.seek(0)
-                processes.append(subprocess.Popen(command, stdin=file, stdout=subprocess.DEVNULL))
+        with tempfile.TemporaryFile() as queue:
+            queue.writelines(_SIZE.pack(*size) for chunk in chunks for size in chunk)
+            queue.seek(0)
+            processes.extend(subprocess.Popen(command, stdin=queue, stdout=subprocess.DEVNULL) for _ in range(number))
         return sum(_wait(process, deadline) != 0 for process in processes)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def taken(queue: int) -> Iterator[Size]:
+    """Yield sizes, which no other process gets, until none is left.
+
+    ``queue``: a descriptor that the processes have inherited, and with it a common position in the file. Linux reads
+    and moves the position in one step.
+    """
+    while found := os.read(queue, CHUNK * _SIZE.size):
+        yield from _SIZE.iter_unpack(found)
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
@@ -109,20 +124,18 @@ def _cache_folder() -> Path:
     return Path(chosen or Path(envs.VLLM_CACHE_ROOT) / "deep_gemm")
 
 
-def compute(sizes: list[Size]) -> None:
+def compute(sizes: Iterator[Size]) -> None:
     """Compute a product of each size on the first GPU, until the parent process ends."""
     parent = os.getppid()
-    codes = torch.empty(max(m * k for m, _, k in sizes), dtype=torch.float8_e4m3fn, device="cuda")
-    weight = torch.empty(max(n * k for _, n, k in sizes), dtype=torch.float8_e4m3fn, device="cuda")
-    product = torch.empty(max(m * n for m, n, _ in sizes), dtype=torch.bfloat16, device="cuda")
     for m, n, k in sizes:
         if os.getppid() != parent:
             return
-        inputs = codes[: m * k].view(m, k), torch.zeros(m, k // BLOCK, device="cuda")
-        weights = weight[: n * k].view(n, k), torch.zeros(-(-n // BLOCK), k // BLOCK, device="cuda")
-        fp8_gemm_nt(inputs, weights, product[: m * n].view(m, n))
+        codes, weight = (torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="cuda") for rows in (m, n))
+        scales, weight_scales = (torch.zeros(rows, k // BLOCK, device="cuda") for rows in (m, -(-n // BLOCK)))
+        product = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        fp8_gemm_nt((codes, scales), (weight, weight_scales), product)
     torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    compute([tuple(size) for size in json.load(sys.stdin)])
+    compute(taken(sys.stdin.fileno()))

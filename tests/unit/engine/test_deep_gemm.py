@@ -2,26 +2,36 @@
 
 import json
 import logging
+import struct
 import sys
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from rollout_service.engine.kernels.deep_gemm import compile_once
+from rollout_service.engine.kernels.deep_gemm import compile_once, taken
 
-SIZES = [(tokens, rows, 256) for rows in (128, 384) for tokens in (1, 8, 64)]
+SIZES = [(tokens, rows, 256) for rows in (128, 384) for tokens in range(1, 200)]
 
 
 def writing(folder: Path, then: str = "") -> list[str]:
-    """Return a command that writes the sizes it is told to a file of its own, and then does ``then``."""
-    code = "import os, sys, pathlib; pathlib.Path(sys.argv[1], str(os.getpid())).write_text(sys.stdin.read())\n"
+    """Return a command that writes the sizes it takes to a file of its own, and then does ``then``.
+
+    It reads as ``taken`` does, without the import of vLLM.
+    """
+    code = (
+        "import json, os, pathlib, struct, sys\n"
+        "sizes = [size for found in iter(lambda: os.read(0, 240), b'') for size in struct.iter_unpack('<3q', found)]\n"
+        "pathlib.Path(sys.argv[1], str(os.getpid())).write_text(json.dumps(sizes))\n"
+    )
     return [sys.executable, "-c", code + then, str(folder)]
 
 
-def written(folder: Path) -> list[list[tuple[int, ...]]]:
-    """Return the sizes that each process was told."""
-    return [[tuple(size) for size in json.loads(path.read_text())] for path in sorted(folder.iterdir())]
+def written(folder: Path) -> list[tuple[int, ...]]:
+    """Return the sizes that the processes took."""
+    return [tuple(size) for path in folder.iterdir() for size in json.loads(path.read_text())]
 
 
 @pytest.fixture
@@ -31,15 +41,20 @@ def told(tmp_path: Path) -> Path:
     return folder
 
 
-def test_each_process_is_told_all_sizes_in_its_own_order(
-    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_size_is_taken_by_one_process(told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
     compile_once(SIZES, tmp_path / "cache" / "marker", writing(told))
-    lists = written(told)
-    assert len(lists) == 3
-    assert all(sorted(sizes) == sorted(SIZES) for sizes in lists)
-    assert lists[0] != lists[1] != lists[2] != lists[0]
+    assert len(list(told.iterdir())) == 3
+    assert sorted(written(told)) == sorted(SIZES)
+
+
+def test_processes_that_read_at_once_get_different_sizes() -> None:
+    with tempfile.TemporaryFile() as queue:
+        queue.writelines(struct.pack("<3q", number, 0, 0) for number in range(200_000))
+        queue.seek(0)
+        with ThreadPoolExecutor(8) as pool:  # the position is that of the open file, whoever reads
+            found = pool.map(lambda _: list(taken(queue.fileno())), range(8))
+            assert sorted(size[0] for sizes in found for size in sizes) == list(range(200_000))
 
 
 def test_kernels_are_compiled_once_for_a_host(told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +66,7 @@ def test_kernels_are_compiled_once_for_a_host(told: Path, tmp_path: Path, monkey
         replica.start()
     for replica in replicas:
         replica.join()
-    assert len(written(told)) == 1
+    assert sorted(written(told)) == sorted(SIZES)
 
 
 @pytest.mark.parametrize("then", ["sys.exit(3)", "import time; time.sleep(600)"])
