@@ -1,7 +1,5 @@
 """Tests that only a GPU can decide: ``python -m pytest tests/gpu`` on a host with one. CI has none."""
 
-import os
-
 import pytest
 import torch
 
@@ -9,8 +7,9 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         raise pytest.UsageError("tests/gpu needs a GPU, and torch sees none")
-    # references are computed on the CPU: several workers with a thread for each core would wait for each other
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    # references are computed on the CPU, where workers with a thread for each core would slow each other down
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
