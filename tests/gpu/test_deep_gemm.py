@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(not has_nvcc(), reason="DeepGEMM needs CUDA's co
 def test_processes_compile_all_kernels_of_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
     marker = tmp_path / "marker"
-    deep_gemm.compile_once(SIZES, marker)
+    deep_gemm.compile_once(SIZES, 4, marker)
     assert marker.read_bytes()
     compiled = sorted(tmp_path.rglob("*.cubin"))
     assert compiled
-    deep_gemm.compile_once(SIZES, tmp_path / "another")
+    deep_gemm.compile_once(SIZES, 1, tmp_path / "another")
     assert sorted(tmp_path.rglob("*.cubin")) == compiled
 
 

@@ -28,7 +28,9 @@ from rollout_service.quant.blockwise import BLOCK
 logger = logging.getLogger(__name__)
 
 PROCESSES = 8
-"""Maximum number of processes. Each takes 1 to 2 GB of the GPU's memory."""
+"""Maximum number of processes."""
+PROCESS_BYTES = 2 << 30
+"""GPU memory of a process. All take at most half of what is free: a trainer may use the same GPU."""
 LIMIT_S = 300.0
 """Time in seconds after which the processes are stopped. vLLM's warm-up compiles the remaining kernels."""
 
@@ -49,21 +51,25 @@ def compile_kernels(model: torch.nn.Module, tokens: int, device: torch.device) -
     if device.index or envs.VLLM_DEEP_GEMM_WARMUP == "skip":  # an engine's first worker compiles for all
         return
     sizes = deep_gemm_sizes(model, tokens)
-    if sizes:
+    free, _ = torch.cuda.mem_get_info(device)
+    processes = min(PROCESSES, len(os.sched_getaffinity(0)), free // (2 * PROCESS_BYTES))
+    if sizes and processes:
         made_for = (vllm.__version__, torch.version.cuda, torch.cuda.get_device_name(device), sizes)
         digest = hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]
-        compile_once(sizes, _cache_folder() / f"rollout-service-{digest}")
+        compile_once(sizes, processes, _cache_folder() / f"rollout-service-{digest}")
 
 
 def compile_once(
     sizes: list[Size],
+    processes: int,
     marker: Path,
     command: Sequence[str] = (sys.executable, "-m", __name__),
     limit_s: float = LIMIT_S,
 ) -> None:
-    """Run ``command`` in several processes, unless ``marker`` says that they have succeeded.
+    """Run ``command`` in so many processes, unless ``marker`` says that they have succeeded.
 
-    The processes take sizes from their standard input (``taken``). Replicas of one host wait for each other.
+    The processes take sizes from their standard input (``taken``); their last argument is the id of this process.
+    Replicas of one host wait for each other.
     """
     marker.parent.mkdir(parents=True, exist_ok=True)
     with marker.open("a+b") as file:
@@ -71,15 +77,14 @@ def compile_once(
         file.seek(0)
         if file.read():
             return
-        number = min(PROCESSES, len(os.sched_getaffinity(0)))
-        logger.info("compiling DeepGEMM's kernels for %d sizes in %d processes", len(sizes), number)
+        logger.info("compiling DeepGEMM's kernels for %d sizes in %d processes", len(sizes), processes)
         began = time.monotonic()
-        failed = _run(number, sizes, command, limit_s)
+        failed = _run(processes, sizes, [*command, str(os.getpid())], limit_s)
         if failed:
-            logger.warning("%d of %d processes failed: vLLM compiles the remaining kernels", failed, number)
+            logger.warning("%d of %d processes failed: vLLM compiles the remaining kernels", failed, processes)
         else:
             file.write(b"compiled\n")
-        logger.info("compiled DeepGEMM's kernels in %.0f s", time.monotonic() - began)
+            logger.info("compiled DeepGEMM's kernels in %.0f s", time.monotonic() - began)
 
 
 def _run(number: int, sizes: list[Size], command: Sequence[str], limit_s: float) -> int:
@@ -124,9 +129,8 @@ def _cache_folder() -> Path:
     return Path(chosen or Path(envs.VLLM_CACHE_ROOT) / "deep_gemm")
 
 
-def compute(sizes: Iterator[Size]) -> None:
-    """Compute a product of each size on the first GPU, until the parent process ends."""
-    parent = os.getppid()
+def compute(sizes: Iterator[Size], parent: int) -> None:
+    """Compute a product of each size on the first GPU, until the parent process, given by its id, ends."""
     for m, n, k in sizes:
         if os.getppid() != parent:
             return
@@ -138,4 +142,4 @@ def compute(sizes: Iterator[Size]) -> None:
 
 
 if __name__ == "__main__":
-    compute(taken(sys.stdin.fileno()))
+    compute(taken(sys.stdin.fileno()), int(sys.argv[1]))

@@ -41,9 +41,8 @@ def told(tmp_path: Path) -> Path:
     return folder
 
 
-def test_each_size_is_taken_by_one_process(told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
-    compile_once(SIZES, tmp_path / "cache" / "marker", writing(told))
+def test_each_size_is_taken_by_one_process(told: Path, tmp_path: Path) -> None:
+    compile_once(SIZES, 3, tmp_path / "cache" / "marker", writing(told))
     assert len(list(told.iterdir())) == 3
     assert sorted(written(told)) == sorted(SIZES)
 
@@ -57,10 +56,9 @@ def test_processes_that_read_at_once_get_different_sizes() -> None:
             assert sorted(size[0] for sizes in found for size in sizes) == list(range(200_000))
 
 
-def test_kernels_are_compiled_once_for_a_host(told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+def test_kernels_are_compiled_once_for_a_host(told: Path, tmp_path: Path) -> None:
     replicas = [
-        threading.Thread(target=compile_once, args=(SIZES, tmp_path / "marker", writing(told))) for _ in range(3)
+        threading.Thread(target=compile_once, args=(SIZES, 1, tmp_path / "marker", writing(told))) for _ in range(3)
     ]
     for replica in replicas:
         replica.start()
@@ -71,12 +69,11 @@ def test_kernels_are_compiled_once_for_a_host(told: Path, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("then", ["sys.exit(3)", "import time; time.sleep(600)"])
 def test_processes_that_fail_are_logged_and_run_again(
-    told: Path, tmp_path: Path, then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    told: Path, tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     with caplog.at_level(logging.WARNING):
-        compile_once(SIZES, tmp_path / "marker", writing(told, then), limit_s=2.0)
+        compile_once(SIZES, 1, tmp_path / "marker", writing(told, then), limit_s=2.0)
     assert "1 of 1 processes failed" in caplog.text
     assert (tmp_path / "marker").read_bytes() == b""
-    compile_once(SIZES, tmp_path / "marker", writing(told))
+    compile_once(SIZES, 1, tmp_path / "marker", writing(told))
     assert (tmp_path / "marker").read_bytes() != b""
