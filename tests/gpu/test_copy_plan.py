@@ -8,6 +8,7 @@ import torch
 from rollout_service.gpu.grouped_copy import TILE_BYTES, GroupedCopy, Rows
 from tests.support.engine_layout import engine_digests, quantize
 from tests.support.models import random_weights
+from tests.support.nvcc import needs_nvcc
 from tests.support.one_engine import mean_difference, running
 from tests.support.probe import DECODED
 
@@ -16,11 +17,19 @@ FP8_MEAN = 0.06
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])
-@pytest.mark.parametrize(("family", "eager"), [("qwen3", False), ("qwen3_moe", False), ("qwen2", True)])
-async def test_the_plan_leaves_the_bytes_of_the_layerwise_reload(family, eager, staging, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "eager", "linear"),
+    [
+        ("qwen3", False, "cutlass"),
+        pytest.param("qwen3", False, "deep_gemm", marks=needs_nvcc),
+        ("qwen3_moe", False, "cutlass"),
+        ("qwen2", True, "cutlass"),
+    ],
+)
+async def test_the_plan_leaves_the_bytes_of_the_layerwise_reload(family, eager, linear, staging, tmp_path, monkeypatch):
     settings = {
         "enforce_eager": eager,
-        "linear_backend": "cutlass",
+        "linear_backend": linear,
         "gpu_memory_utilization": 0.1,
         "staging": staging,
     }

@@ -8,13 +8,13 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 from vllm.utils.deep_gemm import fp8_gemm_nt
 
-from rollout_service.engine.hardware import has_nvcc
 from rollout_service.engine.kernels import deep_gemm
 from rollout_service.quant.blockwise import quantize_blockwise
+from tests.support.nvcc import needs_nvcc
 
 SIZES = [(tokens, rows, 1024) for rows in (512, 1536) for tokens in (1, 8, 64, 700)]
 
-pytestmark = pytest.mark.skipif(not has_nvcc(), reason="DeepGEMM needs CUDA's compiler")
+pytestmark = needs_nvcc
 
 
 def test_processes_compile_all_kernels_of_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
