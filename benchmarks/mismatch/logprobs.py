@@ -19,8 +19,7 @@ Trainers:
 Engines are named by what is quantized; ``fp32 lm_head`` is ``engine.lm_head: float32``, and scales of the FP8 KV cache
 are 1 or a trainer's. CUDA's kernels are called one by one (``enforce_eager``), but for ``compiled``, which has vLLM's
 own fusions, and ``not compiled``, which has CUDA graphs alone (``compilation_config.mode: 0``). Trainers learn from
-their recipe which kernels to imitate. On a GPU linear layers are CUTLASS's, and several engines are started at once:
-nothing is timed.
+their recipe which kernels to imitate. Several engines are started at once: nothing is timed.
 """
 
 import asyncio
@@ -318,7 +317,7 @@ def config_of(model: Model, folder: Path, engine: Engine) -> ServiceConfig:
     """Of an engine with that arithmetic; the model lies in ``folder``, beside which versions are written."""
     settings: dict[str, Any] = {"max_model_len": 512, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     if GPU:
-        settings |= {"return_routed_experts": engine in ROUTED and model in MIXTURES}
+        settings["return_routed_experts"] = engine in ROUTED and model in MIXTURES
     sections = SECTIONS[engine]
     return ServiceConfig.model_validate(
         {
