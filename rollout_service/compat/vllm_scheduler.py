@@ -1,9 +1,10 @@
-"""vLLM's scheduler for ``weights.kv_cache_on_update: keep``: sequences keep their KV cache over an update.
+"""vLLM's scheduler, with shorter decode steps, and for ``weights.kv_cache_on_update: keep``.
 
-The ``cache_salt`` of a request begins with the weight version with which the request began, see ``salted``. Requests
-share entries of the prefix cache only if their salts are equal. At an update the scheduler finds the requests whose
-version is too old. It preempts them and gives them the salt of the new version, so that they compute their keys and
-values again. vLLM does the same to all requests when it drops its cache.
+With ``keep``, sequences keep their KV cache over an update. The ``cache_salt`` of a request begins with the weight
+version with which the request began, see ``salted``. Requests share entries of the prefix cache only if their salts are
+equal. At an update the scheduler finds the requests whose version is too old. It preempts them and gives them the salt
+of the new version, so that they compute their keys and values again. vLLM does the same to all requests when it drops
+its cache.
 
 With ``engine.kv_offload_gib``, blocks in host memory have the same salts. A request that is too old while it loads such
 blocks is computed again once the load has ended.
@@ -16,8 +17,10 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request, RequestStatus
 
@@ -48,10 +51,49 @@ async def begin_version(llm: AsyncLLM, version: int, max_age: int | None) -> Non
     await llm.reset_prefix_cache(reset_running_requests=[version, max_age])
 
 
-def keeping_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Return the engine's scheduler; vLLM calls this as its ``scheduler_cls``."""
-    is_async = vllm_config.scheduler_config.async_scheduling
-    return (KeepingAsyncScheduler if is_async else KeepingScheduler)(vllm_config=vllm_config, **arguments)
+    keeps = KV_MAX_AGE in vllm_config.additional_config
+    if vllm_config.scheduler_config.async_scheduling:
+        chosen = KeepingAsyncScheduler if keeps else AsyncScheduler
+    else:
+        chosen = KeepingScheduler if keeps else Scheduler
+    scheduler = chosen(vllm_config=vllm_config, **arguments)
+    shorten_decode_steps(scheduler.kv_cache_manager)
+    return scheduler
+
+
+def shorten_decode_steps(manager: KVCacheManager) -> None:
+    """Make the manager return at once for a sequence whose next token fits into its last block.
+
+    vLLM looks for blocks to free, to allocate and to cache with each token of each sequence, although only a token
+    that begins or fills a block changes any. Only for caches of full attention alone: others free blocks in between.
+    """
+    managers = manager.coordinator.single_type_managers
+    if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
+        return
+    [blocks] = managers
+    size = blocks.block_size
+    if size != manager.block_pool.hash_block_size:  # vLLM caches parts of blocks, too
+        return
+    allocate_slots, cache_blocks = manager.allocate_slots, manager.cache_blocks
+    cached, owned = blocks.num_cached_block, blocks.req_to_blocks
+
+    def allocate_new_slots(
+        request: Request, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **others: Any
+    ) -> KVCacheBlocks | None:
+        name = request.request_id
+        if num_new_tokens == 1 and not num_lookahead_tokens and not others and name in cached:
+            tokens = request.num_computed_tokens + 1
+            if tokens <= len(owned[name]) * size and tokens // size <= cached[name]:
+                return manager.empty_kv_cache_blocks
+        return allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **others)
+
+    def cache_full_blocks(request: Request, num_computed_tokens: int) -> None:
+        if num_computed_tokens // size > cached.get(request.request_id, 0):
+            cache_blocks(request, num_computed_tokens)
+
+    manager.allocate_slots, manager.cache_blocks = allocate_new_slots, cache_full_blocks
 
 
 class KeepingScheduler(Scheduler):  # type: ignore[misc]  # vLLM's class is untyped here

@@ -9,7 +9,7 @@ from vllm.config import KVTransferConfig, LoggingConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rollout_service.compat.vllm_internals import CallableInductorPass
-from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, KeepingOffloadingConnector, keeping_scheduler
+from rollout_service.compat.vllm_scheduler import KV_MAX_AGE, KeepingOffloadingConnector, make_scheduler
 from rollout_service.config import ServiceConfig
 from rollout_service.engine.attention.choice import (
     AttentionChoice,
@@ -102,7 +102,7 @@ def engine_args(config: ServiceConfig, not_converted: tuple[str, ...], has_token
         logging_config=LoggingConfig(configure_logging=False),  # configured by the environment, see logs.py
         reasoning_parser=config.chat.reasoning_parser or "",  # structured outputs begin after the reasoning
         enable_prefix_caching=True,
-        scheduler_cls=f"{keeping_scheduler.__module__}.{keeping_scheduler.__qualname__}" if _kv_age(config) else None,
+        scheduler_cls=f"{make_scheduler.__module__}.{make_scheduler.__qualname__}",
         scheduling_policy="priority",  # with equal priorities it schedules in order of arrival, like the default policy
         disable_log_stats=True,
         kv_transfer_config=_offloading(config, on_cpu),

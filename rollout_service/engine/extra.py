@@ -50,7 +50,7 @@ INSTEAD: dict[str, str] = {
     "return_sampling_mask": "set engine.return_sampling_mask",
     "enable_return_routed_experts": "set engine.return_routed_experts",
     "aux_output_config": "set engine.return_routed_experts",
-    "scheduler_cls": "weights.kv_cache_on_update: keep needs its own",
+    "scheduler_cls": "it is the service's",
     "scheduling_policy": "requests have a priority",
     "seed": "set engine.seed",
     "skip_tokenizer_init": "it is skipped where the model has no tokenizer",

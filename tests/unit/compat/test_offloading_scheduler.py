@@ -27,7 +27,7 @@ from rollout_service.compat.vllm_scheduler import (
     KV_MAX_AGE,
     KeepingOffloadingConnector,
     is_too_old,
-    keeping_scheduler,
+    make_scheduler,
     salted,
 )
 from rollout_service.model.tiny import make_tiny_qwen3
@@ -87,7 +87,7 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
-        self.scheduler = keeping_scheduler(
+        self.scheduler = make_scheduler(
             self.config,
             kv_cache_config=KVCacheConfig(GPU_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
             structured_output_manager=StructuredOutputManager(self.config),

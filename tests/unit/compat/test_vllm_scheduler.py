@@ -1,4 +1,8 @@
-"""The scheduler that keeps the KV cache over updates, without an engine around it."""
+"""The scheduler of engines, which may keep the KV cache over updates, without an engine around it."""
+
+import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -7,16 +11,19 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rollout_service.compat.vllm_scheduler import (
     KV_MAX_AGE,
     KeepingAsyncScheduler,
     KeepingScheduler,
-    keeping_scheduler,
+    make_scheduler,
     salted,
 )
 from rollout_service.model.tiny import make_tiny_qwen3
@@ -35,15 +42,17 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 class Steps:
     """A scheduler, and what a model would answer."""
 
-    def __init__(self, config: VllmConfig, is_async: bool) -> None:
+    def __init__(
+        self, config: VllmConfig, is_async: bool, make: Callable[..., Scheduler] = make_scheduler, blocks: int = 100
+    ) -> None:
         config.scheduler_config.async_scheduling = is_async
-        config.cache_config.num_gpu_blocks = 100
+        config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler = keeping_scheduler(
-            config,
-            kv_cache_config=KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], spec)]),
+        self.scheduler = make(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             hash_block_size=BLOCK,
@@ -61,11 +70,21 @@ class Steps:
     def step(self) -> dict[str, int]:
         """Return the number of tokens that each request computes in a step, after which it samples one."""
         scheduled = self.scheduler.schedule()
+        self.finish(scheduled)
+        return dict(scheduled.num_scheduled_tokens)
+
+    def finish(self, scheduled: SchedulerOutput, token: int = 9) -> None:
         names = list(scheduled.num_scheduled_tokens)
         places = {name: at for at, name in enumerate(names)}
-        made = ModelRunnerOutput(names, places, [[9] for _ in names])
-        self.scheduler.update_from_output(scheduled, made)
-        return dict(scheduled.num_scheduled_tokens)
+        self.scheduler.update_from_output(scheduled, ModelRunnerOutput(names, places, [[token] for _ in names]))
+
+    def blocks(self) -> Any:
+        """Return each request's blocks, the blocks that the prefix cache knows, and the number of free ones."""
+        manager = self.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        known = {block.block_id: block.block_hash for block in pool.blocks if block.block_hash is not None}
+        held = {name: manager.get_block_ids(name) for name in self.scheduler.requests}
+        return held, known, pool.get_num_free_blocks()
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -76,6 +95,58 @@ def steps(request: pytest.FixtureRequest, vllm_config: VllmConfig) -> Steps:
 def test_class_follows_vllms_choice(vllm_config):
     assert type(Steps(vllm_config, False).scheduler) is KeepingScheduler
     assert type(Steps(vllm_config, True).scheduler) is KeepingAsyncScheduler
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_step_is_vllms_own(vllm_config, is_async, seed):
+    """With so few blocks that requests are preempted; some share their prompts, some are aborted."""
+    ours = Steps(vllm_config, is_async, blocks=17)
+    vllms = Steps(vllm_config, is_async, AsyncScheduler if is_async else Scheduler, blocks=17)
+    chance = random.Random(seed)
+    under_way = list[tuple[SchedulerOutput, SchedulerOutput]]()
+    preempted = 0
+    for number in range(300):
+        event = chance.random()
+        name = f"request {number}"
+        if event < 0.1:
+            prompt = PROMPT[: chance.randint(1, 70)] + [chance.randint(0, 3)] * chance.randint(1, 30)
+            for each in (ours, vllms):
+                each.add(name, None, prompt)
+        elif event < 0.12 and ours.scheduler.requests:
+            aborted = chance.choice(list(ours.scheduler.requests))
+            for each in (ours, vllms):
+                each.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
+        scheduled = ours.scheduler.schedule(), vllms.scheduler.schedule()
+        preempted += len(scheduled[0].preempted_req_ids or ())
+        assert scheduled[0] == scheduled[1]
+        assert ours.blocks() == vllms.blocks()
+        under_way.append(scheduled)
+        if len(under_way) > is_async:
+            first = under_way.pop(0)
+            token = chance.randint(0, 3)
+            ours.finish(first[0], token)
+            vllms.finish(first[1], token)
+            assert ours.blocks() == vllms.blocks()
+    assert preempted
+
+
+def test_tokens_within_a_block_ask_for_no_blocks(vllm_config, monkeypatch):
+    monkeypatch.setattr(vllm_config, "additional_config", {})
+    steps = Steps(vllm_config, is_async=True)
+    asked = 0
+    allocate = steps.scheduler.kv_cache_manager.coordinator.allocate_new_blocks
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return allocate(*arguments)
+
+    monkeypatch.setattr(steps.scheduler.kv_cache_manager.coordinator, "allocate_new_blocks", counted)
+    steps.add("a", None, list(range(BLOCK)))
+    for _ in range(1 + BLOCK):
+        steps.step()
+    assert asked == 2 + 1  # the prompt, the token that begins a block, and the token that fills it
 
 
 def test_only_requests_beyond_the_bound_are_recomputed(steps):
