@@ -57,8 +57,9 @@ async def soak(service: LocalService, seed: int, minutes: float, replicas: int, 
         diary.begin()
         try:
             async with asyncio.timeout(None) as patience, load(service.url, CALLERS) as rollouts:
-                probe, starts = Probe(service.url, diary, rollouts), EngineStarts(service.url, diary)
+                probe = Probe(service.url, diary, rollouts)
                 striker = Striker(diary, lambda: served_after(pusher, probe))
+                starts = EngineStarts(service.url, diary, striker.told_to_end)
                 async with asyncio.TaskGroup() as group:
                     others = [group.create_task(each.run()) for each in (probe, starts, pusher)]
                     others.append(group.create_task(note_losses(rollouts, diary)))

@@ -51,6 +51,10 @@ class Striker:
             if blow is not None:
                 say(blow)
 
+    def told_to_end(self) -> set[int]:
+        """Return the pids of processes that were struck with SIGTERM or SIGKILL."""
+        return {blow.pid for blow in self.blows if blow.strike.signal != "SIGSTOP"}
+
     async def once(self, strike: Strike) -> Blow | None:
         """Carry out one; None if there is no such process at the moment."""
         found = (await asyncio.to_thread(victims))[strike.victim]
