@@ -30,11 +30,11 @@ from rollout_service.store.spare_files import SpareFiles
 from rollout_service.store.writer import LogMemory, VersionWriter
 
 SHAPES = {
-    "q": (256, 256),
+    "q": (128, 256),
     "norm": (100,),
-    "k": (130, 256),
-    "v": (130, 256),
-    "o": (256, 256),
+    "k": (130, 128),
+    "v": (130, 128),
+    "o": (128, 128),
     "another norm": (33,),
     "bias": (7,),
     "none": (0, 5),
