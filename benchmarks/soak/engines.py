@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
+from benchmarks.faults.ground import ENGINE_PROCESSES
 from benchmarks.soak.diary import Diary
 from benchmarks.soak.strike import victims
 from rollout_service.client import RolloutClient
 from rollout_service.errors import RolloutServiceError
+from tests.support.processes import alive
 
 LOOK_S, ANSWER_S = 0.25, 2.0
 
@@ -69,8 +71,7 @@ class EngineStarts:
                 made[process.pid] = self._diary.now() - (time.time() - process.create_time())
         ends = set(self._told_to_end())
         running = {
-            kind: _running([process for process in found[kind] if process.pid not in ends])
-            for kind in ("replica", "engine core", "vllm worker")
+            kind: _running([process for process in found[kind] if process.pid not in ends]) for kind in ENGINE_PROCESSES
         }
         with_workers = set(running["vllm worker"].values())
         with_cores = {parent for pid, parent in running["engine core"].items() if pid in with_workers}
@@ -107,6 +108,6 @@ def _running(processes: Collection[psutil.Process]) -> dict[int, int]:
     found: dict[int, int] = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            if alive(process) and process.status() != psutil.STATUS_STOPPED:
                 found[process.pid] = process.ppid()
     return found
