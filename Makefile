@@ -55,7 +55,9 @@ test-gpu: setup ## tests that only a GPU can decide
 	@$(PYTHON_VENV) -m pytest tests/gpu
 
 test-slow: setup ## an engine of every family, and services of their own: autoscaling, two nodes, TLS (three hours)
-	@$(PYTHON_VENV) -m pytest tests/unit tests/engine tests/service tests/own_service -m slow
+	@# engines alone two at a time; services that autoscale or are killed have the cores for themselves
+	@$(PYTHON_VENV) -m pytest tests/unit tests/engine -m slow -n 2; engines=$$?; \
+	$(PYTHON_VENV) -m pytest tests/service tests/own_service -m slow || engines=1; exit $$engines
 
 test-newest-vllm: setup ## the tests against the newest vLLM that pip finds; what breaks, by name, in out/newest_vllm/
 	@scripts/newest_vllm.sh
