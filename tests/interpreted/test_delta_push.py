@@ -17,13 +17,13 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.quant import quantizer
 from rollout_service.quant.deferred_checks import DeferredChecks
 from rollout_service.quant.quantizer import Named, Quantized, Quantizer
-from tests.support.models import make_model
+from tests.support.models import make_smallest_qwen3
 from tests.unit.client.real_ingest import RealIngest, real_ingest
 from tests.unit.ingest.trainer import folder_weights
 
 Tensors = dict[str, torch.Tensor]
-NORM, UP_PROJ, HEAD = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"
-INPUT_NORM = "model.layers.1.input_layernorm.weight"
+NORM, UP_PROJ, HEAD = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+INPUT_NORM = "model.layers.0.input_layernorm.weight"
 
 
 class AsOnGpu:
@@ -56,10 +56,10 @@ class AsOnGpu:
 @pytest.fixture
 async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RealIngest]:
     """Changes are looked for in dozens of batches."""
-    monkeypatch.setattr(delta, "SEGMENT_BYTES", 8 << 10)
-    monkeypatch.setattr(_pieces, "PIECE_BYTES", 32 << 10)
-    monkeypatch.setattr(_pieces, "BATCH_BYTES", 64 << 10)
-    model = make_model(tmp_path / "model", "qwen3")
+    monkeypatch.setattr(delta, "SEGMENT_BYTES", 2 << 10)
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", 8 << 10)
+    monkeypatch.setattr(_pieces, "BATCH_BYTES", 16 << 10)
+    model = make_smallest_qwen3(tmp_path / "model")
     async with real_ingest(model, tmp_path / "log", weights={"keep_versions": 10}) as ingest:
         yield ingest
 

@@ -111,6 +111,24 @@ def make_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     return folder
 
 
+def make_smallest_qwen3(folder: Path) -> Path:
+    """Save a BF16 model whose linear layers are one FP8 block each, for Triton's interpreter; returns the folder."""
+    config = Qwen3Config(
+        **{
+            **_SHAPE,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        head_dim=64,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in the folder's safetensors files."""
     shapes: dict[str, tuple[int, ...]] = {}
