@@ -104,7 +104,10 @@ class ReplicaAdapters:
         if self._served() is None:
             return False
         changed = False
-        for adapter in [a for a, held in self._held.items() if a not in self._wanted and not held.running]:
+        for adapter, held in list(self._held.items()):
+            # asked of each, since a rollout may take it while another one is removed
+            if adapter in self._wanted or held.running or adapter not in self._held:
+                continue
             await self._remove(adapter)
             changed = True
         self._failed = {adapter: failure for adapter, failure in self._failed.items() if adapter in self._wanted}

@@ -61,8 +61,10 @@ class Pausing:
         self._mode, self._for_version = control.mode if control.paused else None, True
         self._clears = control.clear_cache
 
-    async def obey(self, desired: DesiredState) -> bool:
+    async def obey(self, desired: DesiredState, may_sleep: bool = True) -> bool:
         """Carry out the desired state. Returns True if that was completed now. Does not wait for running rollouts.
+
+        ``may_sleep``: False: an engine that is told to sleep is only paused for it.
 
         Raises MemoryTaken if the engine cannot wake up; the next call tries again.
         """
@@ -71,9 +73,9 @@ class Pausing:
             self.returns += 1
             await self._engine.abort()
             self.aborted = desired.abort
-        return await self._obey_order(desired) or has_aborted
+        return await self._obey_order(desired, may_sleep) or has_aborted
 
-    async def _obey_order(self, desired: DesiredState) -> bool:
+    async def _obey_order(self, desired: DesiredState, may_sleep: bool) -> bool:
         if desired.order != self._taken:
             before, kept, self._taken = self._mode, not self._clears, desired.order
             self._mode, self._clears = desired.pause_mode if desired.paused else None, desired.clear_cache
@@ -83,6 +85,8 @@ class Pausing:
             elif self._mode is not None and self._clears and kept:
                 await self._apply()
         if desired.asleep and not self.asleep and not self.drains():
+            if not may_sleep:
+                return False
             await self._engine.sleep()
             self.asleep, self._for_version = True, False
         elif self.asleep and not desired.asleep:

@@ -88,6 +88,8 @@ class EngineReplica:
             choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())
             if config.kv_cache.dtype == "auto" and (why := why_no_fp8_cache()) is not None:
                 choice = await without_fp8(self._ingest, choice, why, self._replica_id)
+            if config.engine.enable_sleep_mode:
+                await announcement.take_memory(self._ingest)
             try:
                 await self._start(model, choice, copies, announcement)
             except KVCacheUnfit as unfit:

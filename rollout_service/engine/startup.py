@@ -82,6 +82,7 @@ class StartupHeartbeat:
         self.status: Callable[[], ReplicaStatus] = self._starting_status
         """Returns the status to report."""
         self._waits_for: str | None = None
+        self._takes_memory = False
         self._ingest, self._period_s = ingest, period_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="announce", daemon=True)
@@ -101,6 +102,21 @@ class StartupHeartbeat:
         """Report why no engine is started yet. None: the start continues."""
         self._waits_for = reason
 
+    async def take_memory(self, ingest: IngestCalls) -> None:
+        """Return when an engine may allocate GPU memory: not while the others sleep.
+
+        The report comes before the question, so that a sleep that is ordered later waits for this engine.
+        """
+        while True:
+            self._takes_memory = True
+            await ingest.report(self.status())
+            if await ingest.until_awake():
+                return
+            self._takes_memory = False
+            await ingest.report(self.status())
+            while not await ingest.until_awake():
+                pass
+
     def _starting_status(self) -> ReplicaStatus:
         return ReplicaStatus(
             replica_id=self._replica_id,
@@ -108,6 +124,7 @@ class StartupHeartbeat:
             sequence=next(REPORTS),
             version=None,
             state="starting",
+            takes_memory=self._takes_memory,
             error=self._waits_for,
         )
 

@@ -204,6 +204,7 @@ class WeightSync:
             obeyed=self._pausing.obeyed,
             aborted=self._pausing.aborted,
             running=self._running(),
+            takes_memory=True,
             error=broken or (self._kv_cache and self._kv_cache.error) or life.error,
             update=life.update,
             staging=self._engine.staging,
@@ -355,12 +356,12 @@ class WeightSync:
             self._life.ready()
             await self._report()
 
-    async def _obey(self) -> None:
+    async def _obey(self, may_sleep: bool = True) -> None:
         if self._desired is None:
             return
         slept = self._pausing.asleep
         try:
-            has_become = await self._pausing.obey(self._desired)
+            has_become = await self._pausing.obey(self._desired, may_sleep)
         except MemoryTaken as error:
             logger.warning("staying asleep: %s", error)
             self._life.cannot_wake(str(error))
@@ -375,7 +376,9 @@ class WeightSync:
         # also before the first version, because the ingest keeps versions that replicas are loading
         await self._report()
         started = time.perf_counter()
-        manifest = await self._log.stage(head, self._engine)
+        manifest = await self._staged(head)
+        if self._pausing.asleep:
+            return
         stage_s = time.perf_counter() - started
         keeps_cache = self._keeps_cache(head, manifest)
         if keeps_cache and self._kv_ages is not None:
@@ -400,6 +403,26 @@ class WeightSync:
         self._log.release_all_but(head.version)
         told = {"weight_version": head.version}
         logger.info("version %d: staged %.3f s, closed %.3f s", head.version, stage_s, update.closed_s, extra=told)
+
+    async def _staged(self, head: Head) -> Manifest:
+        """Stage a version; the engine is paused and aborts at once if that is ordered meanwhile, and sleeps at the
+        end."""
+        staging, is_woken = asyncio.ensure_future(self._log.stage(head, self._engine)), False
+        try:
+            while not staging.done():
+                woken = asyncio.ensure_future(self._woken.wait())
+                await asyncio.wait((staging, woken), return_when=asyncio.FIRST_COMPLETED)
+                woken.cancel()
+                if self._woken.is_set() and not staging.done():
+                    self._woken.clear()
+                    is_woken = True
+                    await self._obey(may_sleep=False)  # which would release the memory that is written to
+            await self._obey()
+            return await staging
+        finally:
+            staging.cancel()
+            if is_woken:
+                self._woken.set()  # the log may have another version
 
     async def _bound_kv_age(self, kv_ages: MonitorCalls, version: int) -> None:
         try:

@@ -204,7 +204,7 @@ class FleetCoordinator:
                 await self._until_obeyed(order, "cleared", timeout_s)
             finally:
                 await self._pause_briefly(None)
-        await self._until_obeyed(self._control.order, "resumed", timeout_s)
+            await self._until_obeyed(self._control.order, "resumed", timeout_s)
 
     async def abort_running(self, timeout_s: float) -> None:
         """Make every replica abort and return what it runs; returns once all live ones have. Nothing is paused.
@@ -253,7 +253,9 @@ class FleetCoordinator:
 
     async def is_sleeping(self) -> bool:
         """Return True if the engines were put to sleep, and every live one is asleep."""
-        return self._desired is not None and self._desired.asleep and self.table.all_obey(self._desired.order)
+        return (
+            self._desired is not None and self._desired.asleep and self.table.all_obey(self._desired.order, asleep=True)
+        )
 
     async def until_awake(self) -> bool:
         """Return True if engines may allocate memory; waits for that for ``poll_s`` at most."""
@@ -340,7 +342,10 @@ class FleetCoordinator:
         await self._until_obeyed(await self._shielded.run(self._set_control(changed)), asked, timeout_s)
 
     async def _until_obeyed(self, order: str, asked: str, timeout_s: float) -> None:
-        reached = await self._changes.wait(lambda: self._overtaken(order) or self.table.all_obey(order), timeout_s)
+        def is_obeyed() -> bool:
+            return self.table.all_obey(order, asleep=bool(self._control.asleep))
+
+        reached = await self._changes.wait(lambda: self._overtaken(order) or is_obeyed(), timeout_s)
         if self._overtaken(order):
             raise Overtaken(
                 f"before every replica was {asked}, something else was asked for, which holds: GET /v1/fleet says what"
@@ -405,4 +410,6 @@ class FleetCoordinator:
         await self._changes.notify()
 
     def _overtaken(self, order: str) -> bool:
-        return self._desired is not None and self._desired.order != order
+        """Return True if replicas will not obey that order any more. They obey that of ``Control`` after a brief
+        pause."""
+        return self._desired is not None and order not in (self._desired.order, self._control.order)

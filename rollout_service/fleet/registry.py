@@ -117,17 +117,23 @@ class FleetTable:
                 return status.digest == known.digest
         return status.version < self._newest.version
 
-    def all_obey(self, order: str) -> bool:
-        """Return True if every replica that has served has completed that request, and there is one if there must
-        be."""
-        return self._all_have_served_and(lambda status: status.obeyed == order)
+    def all_obey(self, order: str, asleep: bool = False) -> bool:
+        """Return True if every replica that has served has completed that request, and there is one if there must be.
+
+        ``asleep``: the request is to sleep, which a replica that starts also has to complete.
+        """
+        return self._all_have_served_and(lambda status: status.obeyed == order, also_starting=asleep)
 
     def all_aborted(self, number: int) -> bool:
         """Return True if every replica that has served has completed that abort or a later one."""
         return self._all_have_served_and(lambda status: status.aborted >= number)
 
-    def _all_have_served_and(self, is_so: Callable[[ReplicaStatus], bool]) -> bool:
-        found = [is_so(status) for status in self.live() if status.version is not None or status.state == "asleep"]
+    def _all_have_served_and(self, is_so: Callable[[ReplicaStatus], bool], also_starting: bool = False) -> bool:
+        found = [
+            is_so(status)
+            for status in self.live()
+            if status.version is not None or status.state == "asleep" or (also_starting and status.takes_memory)
+        ]
         return self.is_complete() and bool(found or self.may_be_empty) and all(found)
 
     def adapter(self, adapter: AdapterVersion) -> dict[str, HeldAdapter | None]:

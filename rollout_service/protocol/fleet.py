@@ -101,6 +101,8 @@ class ReplicaStatus(Frozen):
     """The largest ``DesiredState.abort`` that it has completed."""
     running: int = 0
     """Sequences accepted and not yet answered."""
+    takes_memory: bool = False
+    """True once its engine may have allocated GPU memory, and while it sleeps."""
     error: str | None = None
     update: UpdateTimings | None = None
     """Timings of its last update."""

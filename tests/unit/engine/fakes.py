@@ -46,7 +46,7 @@ class FakeEngine:
         self.fail_load: str | None = None
         self.fail_stage: str | None = None
         self.memory_taken: str | None = None
-        self.pausing, self.draining, self.loading = Gate(), Gate(), Gate()
+        self.reading, self.pausing, self.draining, self.loading = Gate(), Gate(), Gate(), Gate()
         """``draining``: a pause with ``wait`` passes it when the last running rollout has finished."""
         self.staged: list[int] = []
         """Versions that were begun to be read, each time."""
@@ -86,6 +86,7 @@ class FakeEngine:
         assert manifest.digest == digest
         self.staged.append(manifest.version)
         self.before_reading(manifest.version)
+        await self.reading.passed()
         await asyncio.to_thread(verify_tensors, manifest, folder)
 
     async def load(self, folder: Path, version: int, keep_cache: bool = False) -> float:

@@ -129,6 +129,22 @@ class TestAborts:
         assert engine.calls == ["pause keep", "abort"]
 
 
+async def test_pauses_and_aborts_are_obeyed_while_a_version_is_read(weight_sync, log, engine, ingest):
+    engine.reading.close()
+    engine.reading.reached.clear()
+    commit(log, 1)
+    await ingest.change(version=1)
+    await asyncio.wait_for(engine.reading.reached.wait(), LONG_S)
+    await ingest.change(abort=7)
+    await ingest.reported(lambda s: s.aborted == 7)
+    await pause(ingest, "abort", "first")
+    await ingest.reported(lambda s: s.obeyed == "first")
+    assert engine.calls == ["abort", "pause abort"] and weight_sync.version == 0
+    engine.reading.open()
+    await ingest.reported(lambda s: s.version == 1 and s.paused)
+    assert engine.calls == ["abort", "pause abort", "pause keep", "load 1"]
+
+
 class TestVersionDuringAPause:
     async def test_a_version_with_mode_keep_loads_while_a_pause_waits_on(self, weight_sync, log, running, ingest):
         await pause(ingest, "wait", "first")

@@ -103,6 +103,31 @@ async def test_an_unwanted_version_stays_until_its_rollouts_end(tmp_path):
     assert replica.engine.held == [] and replica.adapters.status() == ()
 
 
+async def test_a_version_that_a_rollout_takes_while_another_is_removed_stays(tmp_path, monkeypatch):
+    replica = Replica(tmp_path)
+    remove, removing, may_end = replica.engine.remove_adapter, asyncio.Event(), asyncio.Event()
+
+    async def slowly(loaded: LoadedAdapter) -> None:
+        removing.set()
+        await may_end.wait()
+        await remove(loaded)
+
+    monkeypatch.setattr(replica.engine, "remove_adapter", slowly)
+    for name in ("a", "b", "c"):
+        replica.commit(name, 1)
+    await replica.settle()
+    again = replica.committed.pop()
+    replica.committed.clear()
+    settling = asyncio.create_task(replica.settle())
+    await removing.wait()
+    with replica.adapters.use(WantedAdapter(name="b", exact_version=1)):  # an interrupted completion continues
+        replica.adapters.want((again,))
+        may_end.set()
+        await settling
+        assert replica.engine.held == ["b@1", "c@1"]
+        assert [(each.name, each.running) for each in replica.adapters.status()] == [("b", 1), ("c", 0)]
+
+
 async def test_a_version_waits_for_a_place_that_rollouts_hold(tmp_path):
     replica = Replica(tmp_path, max_live=1)
     replica.commit("a", 1)

@@ -152,3 +152,20 @@ async def test_a_failure_to_give_memory_back_ends_following(weight_sync, engine,
     await asyncio.wait([weight_sync._tasks[1]], timeout=LONG_S)
     with pytest.raises(EngineFailed, match="stopped following the log: giving memory back failed"):
         weight_sync.check_health()
+
+
+async def test_sleep_ordered_while_a_version_is_read_pauses_at_once_and_comes_before_the_load(
+    weight_sync, log, engine, ingest
+):
+    engine.reading.close()
+    engine.reading.reached.clear()
+    await push(log, ingest, 1)
+    await asyncio.wait_for(engine.reading.reached.wait(), LONG_S)
+    await ingest.change(paused=True, pause_mode="abort", asleep=True, order="sleep")
+    await ingest.reported(lambda s: engine.calls == ["pause abort"])
+    assert weight_sync.status().obeyed != "sleep"
+    engine.reading.open()
+    status = await ingest.reported(lambda s: s.obeyed == "sleep")
+    assert (status.state, engine.calls) == ("asleep", ["pause abort", "sleep"])
+    await wake(ingest)
+    await serving(weight_sync, ingest, 1)

@@ -124,3 +124,32 @@ async def test_a_replica_that_starts_reports_no_failure():
     ingest, replica = LastWord(), object.__new__(Replica)
     await Replica.__init__(replica, "good", ingest, None)
     assert replica.config == "good" and ingest.heard == []
+
+
+class SleepingFleet:
+    """Engines sleep for the first ``asked`` questions."""
+
+    def __init__(self, asked: int) -> None:
+        self.asked = asked
+        self.heard: list[bool | None] = []
+        """What each report says of memory, and None for each question."""
+
+    async def report(self, status: ReplicaStatus) -> None:
+        self.heard.append(status.takes_memory)
+
+    async def until_awake(self) -> bool:
+        self.heard.append(None)
+        self.asked -= 1
+        return self.asked < 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "heard"),
+    [(0, [True, None]), (3, [True, None, False, None, None, None, True, None])],
+    ids=["awake", "asleep"],
+)
+async def test_memory_is_taken_once_that_is_reported_and_nobody_sleeps(asked, heard):
+    fleet = SleepingFleet(asked)
+    announcement = StartupHeartbeat("r1", Ingest(), 0.001)
+    await announcement.take_memory(fleet)
+    assert fleet.heard == heard and announcement.status().takes_memory

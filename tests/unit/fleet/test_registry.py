@@ -87,6 +87,15 @@ class TestWaitedFor:
         table.report(replica("newcomer", 1, sequence=1))
         assert not table.all_serve(2) and not table.all_obey("new")
 
+    def test_sleep_waits_for_a_starting_replica_that_takes_memory(self, table):
+        table.report(replica("sleeps", None, state="asleep", obeyed="new"))
+        table.report(replica("newcomer", None, state="starting"))
+        assert table.all_obey("new", asleep=True)
+        table.report(replica("newcomer", None, state="syncing", sequence=1, takes_memory=True))
+        assert table.all_obey("new") and not table.all_obey("new", asleep=True)
+        table.report(replica("newcomer", None, state="asleep", sequence=2, takes_memory=True, obeyed="new"))
+        assert table.all_obey("new", asleep=True)
+
     def test_a_replica_that_sleeps_or_wakes_is_waited_for_by_orders_alone(self, table):
         table.report(replica("sleeps", None, state="asleep", obeyed="old"))
         table.report(replica("serves", 2, obeyed="new"))

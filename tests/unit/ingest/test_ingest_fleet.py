@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -105,6 +106,15 @@ class TestWaking:
             await ingest.fleet()
 
 
+async def obey(ingest: Ingest) -> None:
+    """Replica "a" obeys, forever."""
+    desired = None
+    for sequence in itertools.count(100, step=2):
+        order = "" if desired is None else desired.order
+        desired = await ingest.sync(replica("a", 0, sequence, obeyed=order), desired)
+        await ingest.report(replica("a", 0, sequence + 1, paused=desired.paused, obeyed=desired.order))
+
+
 class TestPausing:
     async def test_a_pause_answers_when_every_replica_has_obeyed(self, ingest):
         await ingest.report(replica("a", 0))
@@ -196,6 +206,27 @@ class TestPausing:
         with pytest.raises(NotReady, match="not every replica is cleared"):
             await ingest.drop_kv_cache(timeout_s=0.01)
         assert await told(ingest) == before and log.control() == Control()
+
+    async def test_several_callers_may_drop_the_cache_at_once(self, ingest):
+        obeying = asyncio.create_task(obey(ingest))
+        await asyncio.wait_for(asyncio.gather(*(ingest.drop_kv_cache(LONG_S) for _ in range(4))), LONG_S)
+        obeying.cancel()
+        assert not (await told(ingest)).paused
+
+    @pytest.mark.parametrize("wakes", [False, True], ids=["resume", "wake up"])
+    async def test_what_holds_already_is_not_overtaken_by_a_cache_that_is_dropped(self, ingest, wakes):
+        await ingest.report(replica("busy", 0))
+        running = await told(ingest)
+        drop = asyncio.create_task(ingest.drop_kv_cache(LONG_S))
+        brief = await ingest.sync(replica("a", 0, sequence=1), running)
+        await ingest.report(replica("a", 0, sequence=2, paused=True, obeyed=brief.order))
+        asks = ingest.wake_up(["weights"], 0.01) if wakes else ingest.set_paused(False, "keep", 0.01)
+        with pytest.raises(NotReady, match="they go on trying"):  # until the cache is dropped
+            await asks
+        await ingest.goodbye("busy")
+        obeying = asyncio.create_task(obey(ingest))
+        await asyncio.wait_for(drop, LONG_S)
+        obeying.cancel()
 
     async def test_a_pause_outlives_a_cache_that_is_dropped(self, ingest):
         await ingest.report(replica("a", 0))
@@ -417,6 +448,18 @@ class TestSleeping:
         desired = await asleep(ingest)
         assert (desired.paused, desired.pause_mode, desired.asleep) == (True, "abort", True)
         assert await ingest.is_sleeping() and await ingest.is_paused() and (await ingest.fleet()).asleep
+
+    async def test_a_sleep_waits_for_an_engine_that_starts(self, ingest):
+        awake = await told(ingest)
+        await ingest.report(replica("b", None, state="starting", takes_memory=True))
+        asking = asyncio.create_task(ingest.sleep("abort", LONG_S))
+        desired = await ingest.sync(replica("a", 0, sequence=1), awake)
+        await ingest.report(replica("a", None, sequence=2, state="asleep", paused=True, obeyed=desired.order))
+        assert not asking.done() and not await ingest.is_sleeping()
+        asleep = {"state": "asleep", "paused": True, "obeyed": desired.order, "takes_memory": True}
+        await ingest.report(replica("b", None, sequence=1, **asleep))
+        await asyncio.wait_for(asking, LONG_S)
+        assert await ingest.is_sleeping()
 
     async def test_engines_wake_once_all_their_memory_was_asked_back(self, ingest):
         await asleep(ingest)
