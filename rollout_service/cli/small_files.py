@@ -57,10 +57,11 @@ def _foreign_quantization(folder: Path) -> str:
     said = _quantization(config) or _quantization(config.get("text_config") or {})
     if said is None:
         return ""
-    method, block = said.get("quant_method") or said.get("quant_algo"), said.get("weight_block_size", [BLOCK, BLOCK])
+    method, block = said.get("quant_method") or said.get("quant_algo"), said.get("weight_block_size")
     if method == "fp8" and block == [BLOCK, BLOCK]:
         return ""
-    blocks = f" in blocks of {block}" if method == "fp8" else ""
+    of = f" in blocks of {block}" if block else " with a scale for each tensor or channel"
+    blocks = of if method == "fp8" else ""
     return f"config.json says that its weights are quantized with {method}{blocks}, which is not read here: {_INSTEAD}"
 
 

@@ -483,12 +483,13 @@ class RolloutClient(ControlCalls, AdapterCalls, MismatchCalls):
         """Create a version from a Hugging Face folder that the service reads itself. Other arguments as for
         ``push_weights``.
 
-        ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not.
+        ``path`` must lie below one of the service's ``weights.source_roots``. Raises Forbidden if it does not, and
+        VersionConflict as ``push_weights``.
         """
-        commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s)
         source = PathSource(path=Path(path).absolute())
         scales = named_scales(kv_scales)
         plan = await self._uploader.begin(announcement(version, source=source, kv_scales=scales, label=label))
+        commit = CommitUpload(mode=mode, wait=wait, timeout_s=timeout_s, upload_digest=plan.upload_digest)
         return await self._uploader.commit(plan.version, commit)
 
     async def rollback(

@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,9 +123,13 @@ class AdapterIngest:
             )
 
     async def begin(self, name: str, begin: BeginAdapter) -> AdapterUpload:
-        """Start or resume an upload. Raises InvalidManifest, InvalidRequest, InsufficientStorage."""
+        """Start or resume an upload. Raises InvalidManifest, InvalidRequest, VersionConflict, InsufficientStorage,
+        RolloutServiceError."""
         async with self._writing:
-            return await asyncio.to_thread(self._begin, name, begin)
+            try:
+                return await asyncio.to_thread(self._begin, name, begin)
+            except OSError as error:
+                raise RolloutServiceError(f"adapter {name} cannot be uploaded: {error}; push it again") from error
 
     async def part(self, name: str, digest: str, index: int, content: bytes) -> None:
         """Store one part of an upload. Raises NotFound, InvalidRequest, InsufficientStorage."""
@@ -137,7 +142,7 @@ class AdapterIngest:
         answer.
 
         Raises NotFound, UploadIncomplete, DigestMismatch, InvalidManifest, InvalidRequest, VersionConflict, Forbidden,
-        CommitTimeout, or LogCorrupt if a replica cannot load it.
+        InsufficientStorage, RolloutServiceError, CommitTimeout, or LogCorrupt if a replica cannot load it.
         """
         adapter = await self._shielded.run(self._commit(name, request))
         if request.wait == "all":
@@ -233,21 +238,17 @@ class AdapterIngest:
         digest = adapter_digest(config, begin.digest)
         if (newest := self.newest(name)) is not None and newest.digest == digest:
             return AdapterUpload(digest=digest, missing=())
+        self._forget_removed()
         key = name, digest
-        if key not in self._uploads:
-            while len(self._uploads) >= MAX_UPLOADS:
-                self._drop(next(iter(self._uploads)))
-            folder = self._store.staging(f"{name}-{digest}")
-            try:
-                self._uploads[key] = _Upload(folder, config, begin)
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                raise no_room(f"adapter {name}", folder.parent.parent, begin.nbytes) from error
-        upload = self._uploads[key]
-        if begin.nonce is None:
-            return AdapterUpload(digest=digest, missing=upload.missing)
-        (upload.folder / begin.nonce).touch()
+        with self._needing(f"adapter {name}", begin.nbytes):
+            if key not in self._uploads:
+                while len(self._uploads) >= MAX_UPLOADS:
+                    self._drop(next(iter(self._uploads)))
+                self._uploads[key] = _Upload(self._store.staging(f"{name}-{digest}"), config, begin)
+            upload = self._uploads[key]
+            if begin.nonce is None:
+                return AdapterUpload(digest=digest, missing=upload.missing)
+            (upload.folder / begin.nonce).touch()
         return AdapterUpload(digest=digest, missing=upload.missing, folder=str(upload.folder))
 
     def _check(self, name: str, request: CommitAdapter) -> "CheckedAdapter":
@@ -279,14 +280,15 @@ class AdapterIngest:
         """Commit a checked adapter for the weights of ``head``. The newest version is returned instead if it has the
         same files.
 
-        Raises VersionConflict, OSError.
+        Raises VersionConflict, InsufficientStorage, OSError.
         """
-        newest = self.newest(name)
-        last = 0 if newest is None else newest.version
-        is_same = newest is not None and newest.digest == checked.digest and options.version in (NEXT, last)
-        if newest is not None and is_same:
-            shutil.rmtree(checked.folder, ignore_errors=True)
-        else:
+        try:
+            newest = self.newest(name)
+            last = 0 if newest is None else newest.version
+            is_same = newest is not None and newest.digest == checked.digest and options.version in (NEXT, last)
+            if newest is not None and is_same:
+                shutil.rmtree(checked.folder, ignore_errors=True)
+                return newest
             number = last + 1 if options.version == NEXT else int(options.version)
             if number <= last:
                 raise VersionConflict(
@@ -303,11 +305,13 @@ class AdapterIngest:
                 nbytes=checked.nbytes,
                 label=options.label,
             )
-            self._store.take_in(newest, checked.folder)
-            self._set(self._kept((*self.live, newest)))
+            with self._needing(f"adapter {newest}, which is not committed,", newest.nbytes):
+                self._store.take_in(newest, checked.folder)
+                self._set(self._kept((*self.live, newest)))
             logger.info("adapter %s committed: %.1f MB, digest %s", newest, newest.nbytes / 1e6, newest.digest)
-        self._uploads = {key: each for key, each in self._uploads.items() if each.folder.is_dir()}
-        return newest
+            return newest
+        finally:
+            self._forget_removed()
 
     def _set(self, versions: tuple[AdapterVersion, ...]) -> None:
         self._store.set(versions)
@@ -360,13 +364,23 @@ class AdapterIngest:
         staged = self._store.staging("folder")
         _make_folder(staged)
         for file, source in files.items():
-            try:
+            with self._needing(f"adapter {name}", source.stat().st_size):
                 shutil.copyfile(source, staged / file)
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                raise no_room(f"adapter {name}", staged.parent.parent, source.stat().st_size) from error
         return staged
+
+    @contextmanager
+    def _needing(self, what: str, nbytes: int) -> Iterator[None]:
+        """Raise InsufficientStorage if the disk is full."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise no_room(what, self._log.root, nbytes) from error
+
+    def _forget_removed(self) -> None:
+        """Forget the uploads whose folders were moved or removed. They must be sent again."""
+        self._uploads = {key: each for key, each in self._uploads.items() if each.folder.is_dir()}
 
     def _drop(self, key: tuple[str, str]) -> None:
         shutil.rmtree(self._uploads.pop(key).folder, ignore_errors=True)

@@ -9,7 +9,6 @@ import math
 import re
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from rollout_service.metrics.state import FleetHistory
 from rollout_service.model.convert import Converter
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.adapters import AdapterVersion
-from rollout_service.protocol.base import MAX_VERSION, is_label
+from rollout_service.protocol.base import MAX_VERSION, Failure, is_label
 from rollout_service.protocol.fleet import LogPlace, PauseMode, Pin
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.protocol.state import ServiceState
@@ -260,13 +259,14 @@ class Ingest:
         ``commit``.
         """
         folder = await asyncio.to_thread(self.pulls.weights.named, path)
-        return await self.commit(await self.begin_folder(folder, number, label, pulled=folder != path), request)
+        plan = await self.begin_folder(folder, number, label, pulled=folder != path)
+        return await self.commit(plan.version, request.model_copy(update={"upload_digest": plan.upload_digest}))
 
-    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int:
+    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
         """Stage the contents of a folder; see ``Uploads.begin_folder``."""
         return await self._shielded.run(self._begin_folder(path, number, label, pulled=pulled))
 
-    async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int:
+    async def _begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan:
         await self.pulls.settled()  # it may be a delta of the version that is being kept
         async with self._writing:
             self._fleet.require_followed()
@@ -312,11 +312,12 @@ class Ingest:
         """Commit a complete broadcast, and wait until every live replica serves it.
 
         ``label``: the version's number, if it is an integer above the newest one. Otherwise the number is the next one,
-        and a valid label becomes the version's label. Raises the errors of ``commit``.
+        and a valid label becomes the version's label. Raises the errors of ``commit``, and NotFound if another upload
+        has taken its number.
         """
         version = await self._shielded.run(self._number_broadcast(staged, label))
         staged.all_came()
-        return await self.commit(version, CommitUpload(wait="all"))
+        return await self.commit(version, CommitUpload(wait="all"), staged)
 
     async def drop_broadcast(self, staged: UploadSession) -> None:
         """Drop a broadcast, if it is still staged."""
@@ -330,13 +331,15 @@ class Ingest:
         """Return the upload record of a committed version, if it is in the log."""
         return await self._uploads.committed(version)
 
-    async def commit(self, version: int, request: CommitUpload) -> WeightStatus:
+    async def commit(self, version: int, request: CommitUpload, meant: UploadSession | None = None) -> WeightStatus:
         """Make a staged version the newest; repeating the commit gets the same answer.
+
+        ``meant``: the only upload that may be committed; None: any that ``request`` allows.
 
         Raises NotFound, UploadIncomplete, VersionConflict, QuantizationError, or CommitTimeout; LogCorrupt if replicas
         follow another log, or this one was replaced.
         """
-        await self._shielded.run(self._commit(version, request))
+        await self._shielded.run(self._commit(version, request, meant))
         await self._waited(version, request)
         await self.pulls.released()
         return await self.status(version)
@@ -388,12 +391,18 @@ class Ingest:
         return summary.model_copy(update=changing)
 
     async def versions(self) -> list[WeightStatus]:
-        """Return all staged and committed versions, oldest first."""
+        """Return all staged and committed versions, oldest first. One that cannot be read has an ``error``."""
         known = {*self._log.versions(), *self._uploads.staged_versions}
         found = []
         for version in sorted(known):
-            with suppress(NotFound):  # a version may be dropped while another is read
+            try:
                 found.append(await self.status(version))
+            except NotFound:  # a version may be dropped while another is read
+                continue
+            except (LogCorrupt, LogUnreadable) as error:
+                why = f"version {version} cannot be read: {error}; check the disk of the log"
+                failure = Failure(type=type(error).__name__, message=why)
+                found.append(WeightStatus(version=version, state="committed", error=failure))
         return found
 
     async def tensor_digests(self) -> TensorDigests:
@@ -460,20 +469,22 @@ class Ingest:
     async def _record(self, version: int) -> UploadRecord | None:
         try:
             return await self._uploads.committed(version)
-        except LogCorrupt as error:  # its contents are known without the record
+        except (LogCorrupt, OSError) as error:  # its contents are known without the record
             logger.warning("how version %d came is not shown: %s", version, error)
             return None
 
     @counted_commit
-    async def _commit(self, version: int, request: CommitUpload) -> None:
+    async def _commit(self, version: int, request: CommitUpload, meant: UploadSession | None = None) -> None:
         async with self._writing:
             self._fleet.require_followed()
-            if version in self._log.versions():
+            if version in self._log.versions() and (meant is None or meant.in_log):
                 if (record := await self._uploads.committed(version)) is not None:
                     record.require_meant(request.upload_digest)
                 return
             self._uploads.numbers.require_newer(version)
             staged = self._uploads.staged(version)
+            if meant is not None:
+                self._uploads.require_staged(meant)
             tensors = await staged.finish(request.upload_digest)
             bare = Manifest(
                 version=version,
@@ -588,6 +599,7 @@ class Ingest:
         async with self._writing:
             newest = self._uploads.numbers.newest
             if not staged.in_log and label is not None:
+                self._uploads.require_staged(staged)
                 wanted = int(label) if _INTEGER.fullmatch(label) else -1
                 if newest < wanted <= MAX_VERSION:
                     await self._uploads.renumber(staged, wanted)

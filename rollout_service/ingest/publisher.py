@@ -73,7 +73,7 @@ class Publisher(RepeatedTask):
         head, base = self._log.head(), self._base
         if head is None or head.version == 0 or (base is not None and base.version == head.version):
             return
-        self.needed |= {head.version}
+        self.needed = frozenset({head.version} | ({base.version} if base is not None else set()))
         version = self._log.manifest(head.version)
         with open_store(self._store) as (files, path):
             files.makedirs(path, exist_ok=True)

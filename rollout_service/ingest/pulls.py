@@ -9,7 +9,7 @@ from rollout_service.errors import InvalidRequest, RolloutServiceError
 from rollout_service.ingest.stores import is_url
 from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.protocol.base import is_label
-from rollout_service.protocol.upload import CommitUpload, PullWeights
+from rollout_service.protocol.upload import CommitUpload, PullWeights, UploadPlan
 from rollout_service.protocol.weights import WeightStatus
 from rollout_service.runtime.tasks import RepeatedTask
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class Versions(Protocol):
     """The methods of the ingest that a pull uses; see ``ingest/ingest.py``."""
 
-    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool = False) -> int: ...
+    async def begin_folder(self, path: Path, number: int | None, label: str | None, *, pulled: bool) -> UploadPlan: ...
     async def verify(self, version: int) -> None: ...
     async def commit(self, version: int, request: CommitUpload) -> WeightStatus: ...
     async def status(self, version: int) -> WeightStatus: ...
@@ -58,14 +58,16 @@ class Pulls:
 
     async def _pull(self, folder: Path, request: PullWeights) -> int:
         label = folder.name if is_label(folder.name) else None
-        version = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True)
+        plan = await self._ingest.begin_folder(folder, request.target_version, label, pulled=True)
         if request.local_checkpoint_dir is None:
-            how = CommitUpload(mode=request.mode, wait=request.wait, timeout_s=request.timeout_s)
-            await self._ingest.commit(version, how)
+            how = CommitUpload(
+                mode=request.mode, wait=request.wait, timeout_s=request.timeout_s, upload_digest=plan.upload_digest
+            )
+            await self._ingest.commit(plan.version, how)
         else:
-            await self._ingest.verify(version)
+            await self._ingest.verify(plan.version)
             await asyncio.to_thread(self.weights.name_as, Path(request.local_checkpoint_dir), folder)
-        return version
+        return plan.version
 
     def watch(self, store: str, poll_s: float) -> RepeatedTask:
         """Return a task that serves the newest version of a store, looking for one every ``poll_s`` seconds."""

@@ -14,6 +14,7 @@ changed files. A file is in exactly one generation, and its rename is atomic, so
 
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -49,6 +50,9 @@ from rollout_service.store.writer import write_at
 logger = logging.getLogger(__name__)
 MAX_LINKS = 64
 """Maximum number of deltas that are applied for one version."""
+_COUNTED = re.compile(r"[1-9]\d*$")
+"""The name of a base that a trainer has published, such as ``step-41``. A base that is not there, and has another name,
+``0`` or ``base``, is the served model."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CONFIG = "config.json"
 
@@ -245,7 +249,7 @@ class TrainerWeights:
             folder = store / folder_name(base)
             self._stores.fetch(folder)
             if not folder.is_dir():
-                if base.isdecimal() and base != "0":
+                if _COUNTED.search(base):
                     raise InvalidDelta(
                         f"{target} needs version {base}, which is neither kept ({self._kept_version}) nor in {store}: "
                         "publish a whole folder",

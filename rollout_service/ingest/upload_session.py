@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rollout_service.errors import (
     InvalidDelta,
     LogCorrupt,
+    LogUnreadable,
     NotFound,
     RolloutServiceError,
     UploadIncomplete,
@@ -110,8 +111,9 @@ class UploadSession:
             delta: produces the tensors from the parts, and is closed when the session ends; None: the parts hold the
                 tensors.
 
-        Raises InsufficientStorage if the disk is full, OSError for an earlier process's part that can neither be read
-        nor removed, or InvalidDelta for a part of another delta. All files are closed then.
+        Raises InsufficientStorage if the disk is full, LogUnreadable for an earlier process's record, OSError for its
+        part that can neither be read nor removed, or InvalidDelta for a part of another delta. All files are closed
+        then.
         """
         self.folder, self._resources, self._delta = folder, resources, delta
         stamp = "" if source is None else source.stamp
@@ -161,15 +163,18 @@ class UploadSession:
         return parts_folder(self.folder)
 
     def _left_behind(self, record: UploadRecord) -> UploadRecord | None:
-        """Return the record of the same upload, if an earlier ingest left one; remove all other files."""
+        """Return the record of the same upload, if an earlier ingest left one; remove all other files.
+
+        Raises LogUnreadable, and then removes nothing.
+        """
         folder, parts = self.folder, self._parts_folder
-        remove_tree(folder)  # it is rebuilt from the parts
-        folder.mkdir(parents=True, exist_ok=True)  # on NFS, files that some process has open stay in the folder
         try:
-            known = read_record(parts)
-        except (LogCorrupt, OSError) as error:
+            known = read_left_record(parts)
+        except LogCorrupt as error:
             logger.warning("what was staged of version %d is dropped: %s", record.begin.version, error)
             known = None
+        remove_tree(folder)  # it is rebuilt from the parts
+        folder.mkdir(parents=True, exist_ok=True)  # on NFS, files that some process has open stay in the folder
         if known is None or not known.begin.describes_what(record.begin) or known.source_stamp != record.source_stamp:
             remove_tree(parts)
             parts.mkdir(parents=True, exist_ok=True)
@@ -558,3 +563,19 @@ def spread(batches: list[list[str]], threads: int) -> list[list[str]]:
 def parts_folder(folder: Path) -> Path:
     """Return the folder of the parts of the version that is staged in ``folder``."""
     return folder.with_name(f"{folder.name}.parts")
+
+
+def read_left_record(parts: Path) -> UploadRecord | None:
+    """Return the record beside the parts that an earlier ingest received; None: there is none.
+
+    Raises LogCorrupt for a damaged one. Raises LogUnreadable if the disk fails several times: the parts may be sound.
+    """
+    for attempts_left in (2, 1, 0):
+        try:
+            return read_record(parts)
+        except OSError as error:
+            if not attempts_left:
+                raise LogUnreadable(
+                    f"the record of an upload cannot be read: {error}; send the call again, or remove {parts}"
+                ) from error
+    raise AssertionError("the last attempt returns or raises")

@@ -11,6 +11,7 @@ from rollout_service.errors import (
     InsufficientStorage,
     InvalidRequest,
     LogCorrupt,
+    LogUnreadable,
     NotFound,
     RolloutServiceError,
     VersionConflict,
@@ -20,7 +21,7 @@ from rollout_service.ingest.session_builder import SessionBuilder
 from rollout_service.ingest.sources.folder import allowed_path
 from rollout_service.ingest.sources.shared_memory import GpuMemory, MappedMemory, SharedBatch, TrainerMemory
 from rollout_service.ingest.sources.source import WeightSource
-from rollout_service.ingest.upload_session import UploadSession, parts_folder
+from rollout_service.ingest.upload_session import UploadSession, parts_folder, read_left_record
 from rollout_service.ingest.version_numbers import VersionNumbers
 from rollout_service.model.convert import Converter
 from rollout_service.model.quant_plan import QuantPlan
@@ -185,7 +186,7 @@ class Uploads:
         *,
         pulled: bool = False,
         kv_scales: dict[str, float] | None = None,
-    ) -> int:
+    ) -> UploadPlan:
         """Stage a folder's contents as the next version, unless they are already staged or the newest version.
 
         Contents are the same if the resolved path and the names, sizes and times of its files are. The log keeps a hash
@@ -195,7 +196,7 @@ class Uploads:
         the next free number. ``label``: an additional name. ``pulled``: ``path`` is one of
         ``TrainerWeights.published``, and is kept for later deltas. ``kv_scales``: those of the version.
 
-        Return the version. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest or VersionConflict.
+        Return its plan. Raises Forbidden, NotFound, InvalidRequest, InvalidManifest or VersionConflict.
         """
         folder = path if pulled else allowed_path(path, self._config.source_roots)
         source = await asyncio.to_thread(self.trainer_weights.source_of, folder, keep=pulled)
@@ -204,17 +205,18 @@ class Uploads:
             if staged.begin.source == same:
                 if staged.failure is None and staged.record.source_stamp == source.stamp:
                     staged.touched_at = time.monotonic()
-                    return version
+                    return self._plan_of(staged.record, staged)
                 await self.discard(version)
         newest = self.numbers.newest
         known = await self.committed(newest)
         if known is not None and known.begin.source == same and known.source_stamp == source.stamp:
-            return newest
+            return self._plan_of(known)
         other = None if number is None else self._staged.get(number)
         if number is None or number <= newest or (other is not None and other.failure is None):
             number = self._next_number()
-        await self.stage(BeginUpload(version=number, source=same, label=label, kv_scales=kv_scales), source)
-        return number
+        begin = BeginUpload(version=number, source=same, label=label, kv_scales=kv_scales)
+        staged = await self.stage(begin, source)
+        return self._plan_of(staged.record, staged)
 
     async def begin_broadcast(self) -> UploadSession:
         """Stage the next version, for tensors that come through ``UploadSession.convert``.
@@ -224,12 +226,19 @@ class Uploads:
         begin = BeginUpload(version=self._next_number(), source=BroadcastSource(transfer=uuid.uuid4().hex))
         return await self.stage(begin, None)
 
+    def require_staged(self, staged: UploadSession) -> None:
+        """Raise NotFound unless exactly this upload is staged under its number."""
+        version = staged.begin.version
+        if self.staged(version) is not staged:
+            raise NotFound(
+                f"version {version} is staged by somebody else now: begin anew, under another number",
+                {"version": version},
+            )
+
     async def renumber(self, staged: UploadSession, version: int) -> None:
         """Change a staged version's number. Raises VersionConflict if the new one is staged or committed, NotFound."""
+        self.require_staged(staged)
         before = staged.begin.version
-        if self._staged.get(before) is not staged:
-            self.staged(before)  # raises NotFound with the reason
-            raise NotFound(f"version {before} is staged by somebody else now", {"version": before})
         if version == before:
             return
         self.numbers.require_newer(version)
@@ -359,7 +368,7 @@ class Uploads:
     async def _recover(self, parts: Path) -> None:
         number = parts.name.removesuffix(".parts")
         try:
-            record = await asyncio.to_thread(read_record, parts)
+            record = await asyncio.to_thread(read_left_record, parts)
             if record is None:
                 raise LogCorrupt(f"{parts} holds no record")
             version = record.begin.version
@@ -368,7 +377,7 @@ class Uploads:
                 raise InvalidRequest("what a trainer has shared cannot be read again: push it anew")
             staged = await self._stage_announced(record.begin)
         except (RolloutServiceError, OSError) as error:  # an unreadable upload must not keep the ingest from starting
-            if isinstance(error, InsufficientStorage):
+            if isinstance(error, InsufficientStorage | LogUnreadable):
                 logger.error("%s stays on disk until its upload is begun again: %s", parts, error)
                 return
             if number.isdecimal():
@@ -392,4 +401,5 @@ class Uploads:
             num_parts=record.num_parts,
             missing_parts=() if staged is None else tuple(sorted(staged.missing)),
             digests=dict(enumerate(record.part_digests)) if staged is None else dict(staged.digests),
+            upload_digest=record.upload_digest if isinstance(record.begin.source, PathSource) else None,
         )

@@ -43,7 +43,7 @@ TableUnknown, and the trainer sends the table.
 committed version. A client can therefore send only parts that are missing or have other bytes. Until the commit, the
 last announcement of a version wins: it continues an upload of the same tensors, and replaces any other. Parts of
 earlier pushes, by their ``X-Uploader``, then get 409, as does any difference from a committed version.
-``CommitUpload.upload_digest`` keeps a push from committing the parts of another.
+``CommitUpload.upload_digest`` keeps a push from committing the parts or the path of another.
 
 **Versions.** A version has a number, which only grows, and may have a label, the trainer's own name for it. A trainer
 whose step count decreases, as after resuming from an older checkpoint, announces the version ``next``. The ingest then
@@ -371,6 +371,8 @@ class UploadPlan(Frozen):
     missing_parts: tuple[int, ...]
     digests: dict[int, str] = Field(default_factory=dict)
     """xxh3-128 in hex of each part that the ingest has."""
+    upload_digest: str | None = None
+    """Digest of the announced path's contents, for the commit; None: the upload has another source."""
     table: str | None = None
     """Name of the announced tensors, for the next announcement of the same ones; None: the ingest has not kept them."""
     upload_url: str | None = None
@@ -452,8 +454,8 @@ class CommitUpload(HowToLoad):
     """Body of ``POST /v1/weights/{version}/commit``."""
 
     upload_digest: str | None = None
-    """``upload_digest`` of the caller's parts, ``with_kv_scales``; 409 if the ingest has others. None: commit the parts
-    that are there."""
+    """``upload_digest`` of the caller's parts, ``with_kv_scales``, or that of the ``UploadPlan``; 409 if the ingest has
+    other contents. None: commit those that are there."""
 
 
 def listener_proof(key: str, nonce: str) -> str:

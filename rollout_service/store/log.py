@@ -189,11 +189,13 @@ class WeightLog:
     def commit(self, manifest: Manifest, mode: PauseMode, record: UploadRecord | None = None) -> Head:
         """Commit the staged ``manifest.version`` as the newest. Its files must already be complete and synced.
 
-        ``record``: the record of its upload. Raises OSError, and then the version is still staged. Once LATEST names
-        it, it is committed, even if the disk reports an error afterwards, since replicas may have read it; see
-        ``unconfirmed``.
+        ``record``: the record of its upload. Raises OSError or LogUnreadable, and then the commit may be repeated. Once
+        LATEST names it, it is committed, even if the disk reports an error afterwards, since replicas may have read it;
+        see ``unconfirmed``.
         """
         staged, folder = self.staging(manifest.version), self.folder(manifest.version)
+        if not staged.exists() and folder.exists() and manifest.version not in self.versions():
+            os.rename(folder, staged)  # an earlier commit failed in between
         text = manifest.to_json()
         if record is not None:
             digest = xxhash.xxh3_128_hexdigest(text)
@@ -211,11 +213,14 @@ class WeightLog:
             label=manifest.label,
             rolled_back_at=rolled_back_at if manifest.rollback_of is None else manifest.version,
         )
+        is_synced = False
         try:
             sync_folder(self.root)
+            is_synced = True
             unconfirmed = self._set_head(head)
         except OSError:
-            if self.head() != head:
+            # without file descriptors LATEST cannot be read, either
+            if not is_synced or self.head() != head:
                 os.rename(folder, staged)
                 raise
             unconfirmed = None  # the rename has succeeded nevertheless

@@ -113,9 +113,17 @@ class TestSmallFiles:
             inspect_model(ModelConfig(path=folder), QuantConfig())
         return str(refused.value)
 
-    @pytest.mark.parametrize("method", ["awq", "compressed-tensors", "fp8"])
-    def test_a_foreign_quantization_is_named(self, method, tmp_path):
-        said = {"quant_method": method, "weight_block_size": [64, 64]}
+    @pytest.mark.parametrize(
+        ("method", "more"),
+        [
+            ("awq", {}),
+            ("compressed-tensors", {}),
+            ("fp8", {"weight_block_size": [64, 64]}),
+            ("fp8", {"activation_scheme": "dynamic"}),  # a scale for each tensor
+        ],
+    )
+    def test_a_foreign_quantization_is_named(self, method, more, tmp_path):
+        said = {"quant_method": method, **more}
         config = FAMILIES["llama"]().to_dict() | {"quantization_config": said}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert f"quantized with {method}" in self.refusal(tmp_path) and "BF16" in self.refusal(tmp_path)

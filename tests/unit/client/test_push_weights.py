@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import shutil
 import weakref
 from collections.abc import Iterator
 
@@ -10,10 +11,11 @@ import xxhash
 from rollout_service.client import RolloutClient
 from rollout_service.client._push_options import PushOptions
 from rollout_service.client._tensors import describe
-from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded
+from rollout_service.errors import CommitTimeout, InvalidManifest, Overloaded, VersionConflict
 from rollout_service.model.convert import tensor_bytes
-from rollout_service.protocol.upload import CommitUpload, UploadTensor, upload_digest
+from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, UploadTensor, upload_digest
 from rollout_service.protocol.weights import WeightStatus
+from tests.unit.client.real_ingest import real_ingest
 from tests.unit.client.service import Crowd, Upload
 
 Tensors = dict[str, torch.Tensor]
@@ -217,6 +219,25 @@ class TestOptions:
         assert begin.source is not None and begin.source.path == tmp_path and begin.label == "run/start"
         assert (status.version, service.parts_sent()) == (6, [])
         assert service.uploads[6].commit == CommitUpload(wait="none")
+
+    async def test_a_path_that_another_push_has_replaced_is_not_committed(self, model, tmp_path, monkeypatch):
+        for name in ("a", "b"):
+            shutil.copytree(model, tmp_path / name)
+        async with real_ingest(model, tmp_path / "log", weights={"source_roots": [tmp_path]}) as service:
+            commit, other = service.ingest.commit, PathSource(path=tmp_path / "b")
+
+            async def replaced(version: int, request: CommitUpload) -> WeightStatus:
+                await service.ingest.begin(BeginUpload(version=version, source=other))
+                return await commit(version, request)
+
+            async with RolloutClient(service.url) as client:
+                with monkeypatch.context() as meanwhile:
+                    meanwhile.setattr(service.ingest, "commit", replaced)
+                    with pytest.raises(VersionConflict, match=r"announced again since: .* nothing was committed"):
+                        await client.push_path(1, tmp_path / "a", wait="none")
+                assert service.log.versions() == [0]
+                for _ in range(2):
+                    assert (await client.push_path(1, tmp_path / "b", wait="none")).state == "committed"
 
 
 def test_push_options_are_the_arguments_of_push_weights():

@@ -1,6 +1,9 @@
 """Adapters, from the client over HTTP to a real ingest and its log."""
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,16 @@ from rollout_service.client import RolloutClient
 from rollout_service.client._adapters import _write_here
 from rollout_service.errors import (
     Forbidden,
+    InsufficientStorage,
     InvalidManifest,
     InvalidRequest,
     NotFound,
+    RolloutServiceError,
     UploadIncomplete,
     VersionConflict,
 )
 from rollout_service.protocol.adapters import CONFIG_FILE, TENSORS_FILE, AdapterUpload, BeginAdapter, CommitAdapter
+from rollout_service.store import adapters as adapter_store
 from rollout_service.store.adapters import AdapterStore
 from tests.support.adapters import CONFIG, RANK, adapter_tensors, save_adapter
 from tests.unit.client.real_ingest import real_ingest
@@ -154,6 +160,52 @@ async def test_an_upload_is_complete_before_it_is_committed(model, tmp_path):
             await ingest.adapter_part("run-a", upload.digest, 0, b"abc")
         with pytest.raises(InvalidManifest, match="takes"):
             await ingest.begin_adapter("run-a", BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=1 << 40))
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "why"),
+    [
+        (errno.ENOSPC, InsufficientStorage, r"adapter run-a@1, which is not committed, needs \d+ bytes"),
+        (errno.EIO, RolloutServiceError, r"adapter run-a was not committed: \[Errno 5\].*push it again"),
+    ],
+)
+async def test_an_adapter_that_a_disk_did_not_take_can_be_pushed_again(
+    model, tmp_path, monkeypatch, number, error, why
+):
+    def failing(path: Path, text: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    tensors = adapter_tensors(model, 1)
+    async with (
+        real_ingest(model, tmp_path / "log", **ADAPTERS) as service,
+        RolloutClient(service.url, retries=1) as client,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter_store, "replace_synced", failing)
+            with pytest.raises(RolloutServiceError, match=why) as failed:
+                await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+        assert type(failed.value) is error and service.ingest.adapter_versions == ()
+        pushed = await client.push_adapter("run-a", tensors, config=CONFIG, wait="none")
+        assert pushed.version == 1
+        AdapterStore(service.log.root).verify(pushed)
+
+
+async def test_an_upload_whose_folder_is_gone_is_begun_anew(model, tmp_path):
+    begin = BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100, nonce="0" * 32)
+    async with started(config_of(model, tmp_path / "log", **ADAPTERS)) as ingest:
+        upload = await ingest.begin_adapter("run-a", begin)
+        await ingest.adapter_part("run-a", upload.digest, 0, bytes(100))
+        assert (await ingest.begin_adapter("run-a", begin)).missing == ()
+        assert upload.folder is not None
+        shutil.rmtree(upload.folder)
+        assert await ingest.begin_adapter("run-a", begin) == upload
+        staging = Path(upload.folder).parent
+        shutil.rmtree(staging)
+        staging.write_text("in the way")
+        with pytest.raises(RolloutServiceError, match=r"adapter run-a cannot be uploaded: .*; push it again"):
+            await ingest.begin_adapter("run-a", begin)
+        staging.unlink()
+        assert await ingest.begin_adapter("run-a", begin) == upload
 
 
 async def test_a_client_of_the_host_writes_the_file_and_others_send_parts(model, tmp_path):

@@ -9,10 +9,18 @@ import pytest
 from safetensors.torch import save_file
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import CommitTimeout, Forbidden, InvalidManifest, NotFound, QuantizationError
+from rollout_service.errors import (
+    CommitTimeout,
+    Forbidden,
+    InvalidManifest,
+    NotFound,
+    QuantizationError,
+    VersionConflict,
+)
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
+from rollout_service.protocol.weights import WeightStatus
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, replica, settle, started
 
@@ -126,6 +134,19 @@ async def test_a_number_that_another_upload_has_is_passed_over(ingest, root, wei
     await ingest.begin(begin_of(7, changed(weights, 1.0)))
     assert await pushed(ingest, saved(root, "step_7", weights), 7) == 8
     assert [status.version for status in await ingest.versions()] == [0, 8]
+
+
+async def test_a_folder_is_not_taken_for_an_upload_that_replaced_it(ingest, trainer, root, weights, monkeypatch):
+    commit = ingest.commit
+
+    async def replaced(version: int, request: CommitUpload) -> WeightStatus:
+        await trainer.upload(version, weights)
+        return await commit(version, request)
+
+    monkeypatch.setattr(ingest, "commit", replaced)
+    with pytest.raises(VersionConflict, match=r"announced again since: .* nothing was committed"):
+        await pushed(ingest, saved(root, "step_7", changed(weights, 1.0)), 7)
+    assert (await ingest.status(7)).state == "staged"
 
 
 async def test_a_folder_that_failed_is_read_anew_once_mended(ingest, root, weights, model):

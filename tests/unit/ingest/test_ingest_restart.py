@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -12,14 +13,24 @@ import pytest
 from safetensors.torch import save_file
 
 from rollout_service.config import ServiceConfig
-from rollout_service.errors import LogCorrupt, LogLocked, NotFound, NotReady, RolloutServiceError, UploadIncomplete
+from rollout_service.errors import (
+    LogCorrupt,
+    LogLocked,
+    LogUnreadable,
+    NotFound,
+    NotReady,
+    RolloutServiceError,
+    UploadIncomplete,
+)
+from rollout_service.ingest import upload_session
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
-from rollout_service.store.upload_record import STAGED_FILE
+from rollout_service.store.manifest import MANIFEST_FILE
+from rollout_service.store.upload_record import RECORD_FILE, STAGED_FILE, UploadRecord
 from tests.unit.ingest.trainer import (
     Restart,
     Trainer,
@@ -283,9 +294,39 @@ class TestDiskThatFails:
         assert open_files() == before
 
 
+class TestUnreadableVersion:
+    async def test_an_old_version_with_a_damaged_manifest_is_listed_with_an_error(
+        self, restarted, trainer, weights, log
+    ):
+        await trainer.push(1, weights)
+        (log.folder(0) / MANIFEST_FILE).write_text("{")
+        again = await restarted()
+        old, newest = await again.versions()
+        assert (old.version, old.state, old.digest, newest.version, newest.error) == (0, "committed", None, 1, None)
+        assert old.error is not None and old.error.type == "LogCorrupt"
+        assert re.fullmatch(r"version 0 cannot be read: .*; check the disk of the log", old.error.message)
+        assert [status.version for status in (await again.state()).versions] == [0, 1]
+
+    async def test_a_version_whose_record_cannot_be_read_is_listed_without_it(
+        self, restarted, trainer, weights, log, caplog
+    ):
+        pushed = await trainer.push(1, weights)
+        record = log.folder(1) / RECORD_FILE
+        record.unlink()
+        record.mkdir()
+        again = await restarted()
+        shown = pushed.model_copy(update={"uploaded_bytes": None, "timings": None})
+        assert (await again.versions())[1] == (await again.state()).versions[1] == shown
+        assert caplog.text.count("how version 1 came is not shown") == 1
+
+
 class TestUnreadableParts:
-    @pytest.mark.parametrize("name", [STAGED_FILE, "upload.json", ""], ids=["its file", "its record", "its folder"])
-    async def test_an_upload_that_cannot_be_read_is_dropped(self, unreadable, restarted, weights, name):
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [(STAGED_FILE, "cannot be taken up again"), ("", "is not in the log")],
+        ids=["its file", "its folder"],
+    )
+    async def test_an_upload_that_cannot_be_read_is_dropped(self, unreadable, restarted, weights, name, why):
         path = unreadable.parent / name
         if path == unreadable.parent:
             shutil.rmtree(path)
@@ -294,9 +335,39 @@ class TestUnreadableParts:
         path.symlink_to(path.name)
         again = await restarted()
         assert [status.version for status in await again.versions()] == [0, 2]
-        with pytest.raises(NotFound, match="cannot be taken up again"):
+        with pytest.raises(NotFound, match=why):
             await again.status(1)
         assert (await Trainer(again).push(1, weights)).state == "committed"
+
+    async def test_a_record_that_is_read_at_the_third_attempt_is_taken_up(
+        self, restarted, trainer, weights, monkeypatch
+    ):
+        await trainer.upload(1, weights, order=[0, 1, 2])
+        failures, read = [errno.ESTALE, errno.EMFILE], upload_session.read_record
+
+        def failing(folder: Path) -> UploadRecord | None:
+            if failures:
+                raise OSError(failures[-1], os.strerror(failures.pop()), str(folder))
+            return read(folder)
+
+        monkeypatch.setattr(upload_session, "read_record", failing)
+        assert sorted((await (await restarted()).begin(begin_of(1, weights))).digests) == [0, 1, 2]
+        assert failures == []
+
+    async def test_parts_whose_record_cannot_be_read_stay(self, restarted, trainer, weights, log):
+        await trainer.upload(1, weights, order=[0, 1, 2])
+        parts = log.root / "staging" / "1.parts"
+        record, aside = parts / RECORD_FILE, log.root / "aside"
+        record.rename(aside)
+        record.mkdir()
+        again = await restarted()
+        assert [status.version for status in await again.versions()] == [0]
+        with pytest.raises(LogUnreadable, match=f"cannot be read: .*; send the call again, or remove {parts}"):
+            await again.begin(begin_of(1, weights))
+        assert [path.name for path in parts.parent.iterdir()] == ["1.parts"]
+        record.rmdir()
+        aside.rename(record)
+        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
 
     async def test_a_source_that_cannot_be_read_any_more_is_dropped(self, model, tmp_path, weights, monkeypatch):
         source = tmp_path / "source"

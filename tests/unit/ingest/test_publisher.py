@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout_service.errors import NotReady
 from rollout_service.ingest import publisher
 from rollout_service.ingest.ingest import Ingest
 from rollout_service.ingest.sources.delta_folder import is_delta
@@ -179,6 +180,27 @@ async def test_an_unreachable_store_is_tried_again(model, store, weights):
         store.unlink()
         async with running(model, store.parent / "follower", watch=str(store), source_roots=[store]) as follower:
             await require_same(leader, follower)
+
+
+async def test_versions_are_dropped_while_the_store_is_away(model, store, weights):
+    away = store.with_name("away")
+    async with running(model, store.parent / "log") as leader:
+        own = leader.publisher = publisher.Publisher(leader._log, str(store), 1.0)
+        weights = stepped(weights, 1)
+        await Trainer(leader).push(1, weights)
+        own.publish()
+        store.rename(away)
+        store.write_text("in the way")
+        for version in range(2, 6):
+            weights = stepped(weights, version)
+            await Trainer(leader).push(version, weights)
+            with pytest.raises(NotReady, match="cannot be reached"):
+                own.publish()
+        assert leader._log.versions() == [1, 4, 5]
+        store.unlink()
+        away.rename(store)
+        own.publish()
+        assert published(store) == {1: True, 5: False} and own.needed == {5}
 
 
 async def test_a_damaged_whole_version_is_not_followed(model, store, weights):

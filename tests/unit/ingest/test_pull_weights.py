@@ -24,6 +24,7 @@ from rollout_service.errors import (
     NotFound,
     NotReady,
     RolloutServiceError,
+    VersionConflict,
 )
 from rollout_service.ingest import stores, trainer_weights
 from rollout_service.ingest.ingest import Ingest
@@ -33,6 +34,7 @@ from rollout_service.ingest.trainer_weights import TrainerWeights
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.ignored import NOTHING_IGNORED
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource, PullWeights
+from rollout_service.protocol.weights import WeightStatus
 from tests.support.checkpoints import save_checkpoint
 from tests.support.delta_writer import CHECKSUMS, publish, raw, stepped
 from tests.unit.ingest import expected
@@ -232,9 +234,13 @@ async def test_a_version_goes_on_after_a_restart(ingest, config, store, steps, m
         await require(again, 3, steps[3], model)
 
 
-async def test_a_missing_link_is_refused_by_name(ingest, store, steps):
-    publish(store, 3, steps[2], steps[3])
-    with pytest.raises(InvalidDelta, match=r"version 3 in .* needs version 2, which is neither kept \(none is kept\)"):
+@pytest.mark.parametrize("base", ["000002", "weight_v000002", "step-20"])
+async def test_a_missing_link_is_refused_by_name(ingest, store, steps, base):
+    index = publish(store, 3, steps[2], steps[3]) / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"000002"', f'"{base}"'))
+    named = base.lstrip("0")
+    complaint = rf"version 3 in .* needs version {named}, which is neither kept \(none is kept\)"
+    with pytest.raises(InvalidDelta, match=complaint):
         await pull(ingest, store, 3)
     assert (await ingest.fleet()).latest_version == 0
 
@@ -471,6 +477,20 @@ async def test_the_weights_are_kept_once(ingest, tmp_path, store, steps):
     await ingest.pulls.settled()
     kept = [path for path in (tmp_path / "log" / "trainer").rglob("*") if path.is_file()]
     assert sorted(path.name for path in kept) == ["STATE", "config.json", "model.safetensors"]
+
+
+async def test_a_pull_is_not_taken_for_an_upload_that_replaced_it(ingest, trainer, store, steps, monkeypatch):
+    publish(store, 1, steps[0], steps[1])
+    commit = ingest.commit
+
+    async def replaced(version: int, request: CommitUpload) -> WeightStatus:
+        await trainer.upload(version, steps[2])
+        return await commit(version, request)
+
+    monkeypatch.setattr(ingest, "commit", replaced)
+    with pytest.raises(VersionConflict, match=r"announced again since: .* nothing was committed"):
+        await pull(ingest, store, 1)
+    assert (await ingest.status(1)).state == "staged"
 
 
 async def test_versions_stay_after_a_plain_push(ingest, store, steps, model, weights):

@@ -13,6 +13,7 @@ import torch
 
 from rollout_service.errors import (
     InvalidManifest,
+    NotFound,
     QuantizationError,
     UploadIncomplete,
     VersionConflict,
@@ -253,6 +254,22 @@ class TestOutOfOrder:
         await send(ingest, joined, weights)
         assert (await Trainer(ingest).push(newest + 2, weights)).version == newest + 2
         with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 2}"):
+            await ingest.transfer.finish(None)
+
+    @pytest.mark.parametrize("label", [None, "run/step-7", "not a label"])
+    async def test_an_upload_of_its_number_is_not_committed_for_it(self, ingest, joined, newest, weights, label):
+        await ingest.transfer.start()
+        await send(ingest, joined, weights)
+        await Trainer(ingest).upload(newest + 1, weights)
+        with pytest.raises(NotFound, match=f"version {newest + 1} is staged by somebody else now"):
+            await ingest.transfer.finish(label)
+        assert (await ingest.commit(newest + 1, CommitUpload())).label is None
+
+    async def test_a_committed_upload_of_its_number_is_not_taken_for_it(self, ingest, joined, newest, weights):
+        await ingest.transfer.start()
+        await send(ingest, joined, weights)
+        await Trainer(ingest).push(newest + 1, changed(weights, 0.25))
+        with pytest.raises(VersionConflict, match=f"not newer than the newest committed version {newest + 1}"):
             await ingest.transfer.finish(None)
 
     async def test_a_label_of_a_staged_version_is_refused(self, ingest, joined, newest, weights):

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import re
+import resource
 import stat
 import tempfile
 import threading
@@ -349,6 +350,36 @@ class TestUnreadable:
         path.mkdir()
         with pytest.raises(LogUnreadable):
             log.manifest(0)
+
+
+class TestNoDescriptors:
+    @pytest.mark.parametrize(
+        ("module", "last", "rename_back_fails"),
+        [(os, "rename", False), (os, "rename", True), (log_module, "sync_folder", False)],
+        ids=["before the sync", "and the folder stays", "before LATEST is written"],
+    )
+    def test_a_commit_that_ran_out_of_them_can_be_repeated(self, log, monkeypatch, module, last, rename_back_fails):
+        before, manifest = commit(log, 0), stage(log, 1)
+        limits, call = resource.getrlimit(resource.RLIMIT_NOFILE), getattr(module, last)
+
+        def last_to_succeed(*paths: Path) -> None:
+            if rename_back_fails and paths == (log.folder(1), log.staging(1)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            call(*paths)
+            if paths[-1] in (log.folder(1), log.root):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, last, last_to_succeed)
+            try:
+                with pytest.raises((OSError, LogUnreadable)):
+                    log.commit(manifest, "keep")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert log.head() == before and log.versions() == [0]
+        assert log.staging(1).exists() == (last == "rename" and not rename_back_fails)
+        assert log.commit(manifest, "keep") == log.head()
+        log.verify(manifest)
 
 
 class TestPrivate:
