@@ -157,6 +157,30 @@ def _joined_experts(partial: Completion, rest: Completion, prompt_tokens: int) -
     return first if second is None or first is None else first.followed_by(second)
 
 
+def fill_from_others(call: GenerateCall, completions: tuple[Completion, ...]) -> tuple[Completion, ...]:
+    """Fill what a lost replica did not report of ended completions, from others of the same prompt.
+
+    These are the prompt's logprobs, and the routed experts of its tokens. The rows of a completion's own tokens are
+    marked as missing.
+    """
+    logprobs = next((each.prompt_logprobs for each in completions if each.prompt_logprobs is not None), None)
+    experts = next((each.routed_experts for each in completions if each.routed_experts is not None), None)
+    last = len(call.prompt_token_ids) - 1
+
+    def filled(completion: Completion) -> Completion:
+        if completion.finish_reason == "abort":
+            return completion
+        changes = dict[str, object]()
+        if completion.prompt_logprobs is None:
+            changes["prompt_logprobs"] = logprobs
+        if completion.routed_experts is None and experts is not None:
+            nothing = RoutedExperts.of(experts.rows()[:0], last + len(completion.token_ids))
+            changes["routed_experts"] = experts.until(last).followed_by(nothing)
+        return completion.model_copy(update=changes)
+
+    return tuple(map(filled, completions))
+
+
 def slice_completion(completion: Completion, start: int, end: int) -> Completion:
     """Return tokens ``[start, end)`` of a completion, with spans that count from the first of them, without routed
     experts."""

@@ -153,9 +153,8 @@ class TokenStrings:
         self._detokenizer.add((token_id,))
 
     def _of_next(self, token: int) -> str:
-        found = self._known.get(token)
-        if found is None:
-            found = self._detokenizer.text_of_next(token)
-            if self._detokenizer.has_context:
-                self._known[token] = found
-        return found
+        if not self._detokenizer.has_context:  # the token may end a character that others have begun
+            return self._detokenizer.text_of_next(token)
+        if token not in self._known:
+            self._known[token] = self._detokenizer.text_of_next(token)
+        return self._known[token]

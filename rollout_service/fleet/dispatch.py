@@ -28,6 +28,7 @@ from rollout_service.fleet.continuation import (
     StopSearch,
     continuation_call,
     cut_at_stop,
+    fill_from_others,
     is_version_gone,
     merge_completions,
     why_restart,
@@ -58,6 +59,8 @@ _MAX_FAILED_STARTS = 3
 """Number of consecutive failed starts after which, without a replica, calls fail with the reason instead of waiting."""
 _BYTES_PER_TOKEN = 40
 """Size of a prompt token in the gateway: a pointer and a Python int."""
+_BYTES_PER_ROW = 64
+"""Size in bytes of the tuple of a position's target tokens, without them."""
 _BYTES_PER_CALL = 16 << 10
 """Size in bytes of a call without its prompt: its HTTP request, task and parameters."""
 
@@ -132,6 +135,7 @@ class Dispatcher:
             for failure in filter(None, failures):
                 raise failure
         last = max(range(len(rests)), key=lambda i: attempts[i])
+        completions = fill_from_others(call, completions)
         return made.model_copy(
             update={"completions": completions, "replica_id": replicas[last], "attempts": attempts[last]}
         )
@@ -217,7 +221,8 @@ class Dispatcher:
         return completion.model_copy(update={"finish_reason": "length" if is_longest else "abort", "stop_reason": None})
 
     async def _run_attempts(self, call: GenerateCall, progress: CallProgress) -> Rollout:
-        """Return one generation, retrying if its replica is lost before it reported a token.
+        """Return one generation, retrying if its replica is lost before it reported a token, or with the prompt's
+        logprobs.
 
         Raises EngineFailed when attempts are used up.
         """
@@ -239,7 +244,7 @@ class Dispatcher:
 
         Waits in the queue while replicas are full or being replaced; the rest of a completion for at most
         ``replica_wait_s``. Waits up to ``version_wait_s`` for the weight version that it asks for, but not for an exact
-        one that every replica has passed. Raises EngineFailed if the lost replica had reported no token.
+        one that every replica has passed. Raises EngineFailed if the lost replica's tokens cannot be used.
         """
         time = asyncio.get_running_loop().time
         rounds, refusals, lacks_memory = 0, list[RolloutServiceError](), False
@@ -297,7 +302,10 @@ class Dispatcher:
                 refused.add(replica_id)
 
     async def _send(self, call: GenerateCall, progress: CallProgress) -> Rollout:
-        """Return one replica's reply, or the tokens it had reported before it was lost."""
+        """Return one replica's reply, or the tokens it had reported before it was lost.
+
+        Raises EngineFailed if it had reported none, or if no continuation will compute the prompt's logprobs.
+        """
         base = progress.base
         for completion in progress.completions:
             # the whole completion is searched again at its end, so only a stream needs the search meanwhile
@@ -317,10 +325,13 @@ class Dispatcher:
                 progress.lose(replica_id)
                 if progress.is_empty:
                     raise
+                told = tuple(_end_if_longest(each, call) for each in progress.reported())
+                if _asks_of_prompt(call) and all(each.finish_reason != "abort" for each in told):
+                    raise EngineFailed(f"the prompt's logprobs of {call.request_id} are lost: {lost}") from lost
                 return Rollout(
                     request_id=call.request_id,
                     prompt_token_ids=call.prompt_token_ids,
-                    completions=tuple(_end_if_longest(each, call) for each in progress.reported()),
+                    completions=told,
                     replica_id=progress.replica_id or str(replica_id),
                 )
 
@@ -422,9 +433,17 @@ def _serves(fleet: Fleet) -> bool:
 
 def _size(call: GenerateCall) -> int:
     """Estimate the size of a waiting call in bytes."""
-    grammar = call.sampling.structured_outputs
+    grammar, reasoning = call.sampling.structured_outputs, call.reasoning
     text = sum(map(len, call.sampling.stop)) + (0 if grammar is None else len(grammar.model_dump_json()))
-    return _BYTES_PER_CALL + _BYTES_PER_TOKEN * len(call.prompt_token_ids) + text
+    text += 0 if reasoning is None else len(str(reasoning.parser_kwargs))
+    targets = () if call.scoring is None else call.scoring.target_token_ids or ()
+    scored = _BYTES_PER_ROW * len(targets) + _BYTES_PER_TOKEN * sum(map(len, targets))
+    return _BYTES_PER_CALL + _BYTES_PER_TOKEN * len(call.prompt_token_ids) + scored + text
+
+
+def _asks_of_prompt(call: GenerateCall) -> bool:
+    """Return True if the reply must have logprobs of the prompt, which replicas do not report. Streams have none."""
+    return not call.live and (call.scoring is not None or call.sampling.prompt_logprobs is not None)
 
 
 def _is_refuted(made: Completion, stopped: Completion) -> bool:

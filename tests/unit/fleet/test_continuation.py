@@ -11,6 +11,7 @@ from rollout_service.fleet.continuation import (
     StopSearch,
     continuation_call,
     cut_at_stop,
+    fill_from_others,
     merge_completions,
     of_version,
     slice_completion,
@@ -246,6 +247,16 @@ class TestRoutedExperts:
         assert known(whole) == {0: 10, 1: 11, 2: 12}
         again = merge_completions(self.asking, whole, routed(piece((5,), (4, 1)), 5, 15))
         assert known(again) == {0: 10, 1: 11, 2: 12, 5: 15}
+
+    @pytest.mark.parametrize(("start", "of_the_prompt"), [(0, {0: 10}), (1, {}), (2, {})])
+    def test_completions_that_ended_without_theirs_have_those_of_the_prompt(self, start, of_the_prompt):
+        """Another completion has them: its replica was lost too, and the next one has read the prompt."""
+        ended, cut = piece((6, 7, 8), (3, 3), end="stop"), piece((6,), (3, 1))
+        whole = routed(piece((6, 9), (3, 2), index=1, end="stop"), start, *range(10 + start, 13))
+        filled, unchanged, donor = fill_from_others(self.asking, (ended, cut, whole))
+        assert (unchanged, donor) == (cut, whole) and filled.token_ids == ended.token_ids
+        assert filled.routed_experts is not None and filled.routed_experts.end == 4  # the last token has no row
+        assert known(filled) == of_the_prompt
 
     def test_what_starts_anew_forgets_them(self):
         anew = without_tokens(self.partial)

@@ -172,6 +172,16 @@ class TestTokenStrings:
                 names.add(token)
             assert "".join(strings) == text
 
+    def test_a_byte_that_was_a_candidate_before_ends_its_character(self, tokenizer):
+        names = TokenStrings(decoder_of(tokenizer), tokenizer.encode("q:", add_special_tokens=False))
+        tokens = encode(tokenizer, "é", after="q:")
+        names.of_next(tokens)
+        strings = []
+        for token in tokens:
+            strings += names.of_next([token])
+            names.add(token)
+        assert "".join(strings) == "é"
+
     def test_a_candidate_keeps_its_space(self):
         tokenizer = sentence_piece()
         names = TokenStrings(decoder_of(tokenizer), tokenizer.encode("q:"))

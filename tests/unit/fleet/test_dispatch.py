@@ -20,11 +20,12 @@ from rollout_service.errors import (
 )
 from rollout_service.fleet import dispatch as dispatch_module
 from rollout_service.fleet.dispatch import Dispatcher
+from rollout_service.fleet.progress import RolloutProgress
 from rollout_service.metrics import process, table
 from rollout_service.protocol.fleet import FailedStart, FailedStarts, Fleet, ReplicaStatus
 from rollout_service.protocol.progress import Piece, ProgressAsk, ProgressReply
-from rollout_service.protocol.rollout import Completion, Rollout, Span
-from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout, Span
+from rollout_service.protocol.sampling import GenerateCall, Reasoning, Sampling, Scoring
 from rollout_service.runtime.placements import PLACEMENTS, RoutedFleet, RoutedReplica
 from rollout_service.runtime.rpc import EngineClient
 from tests.support.handles import FakeMethod
@@ -226,6 +227,73 @@ class TestWhatALostReplicaTold:
         assert [(c.finish_reason, len(c.token_ids)) for c in rollout.completions] == [("abort", 4)]
 
 
+def of_the_prompt(prompt: Sequence[int]) -> tuple[tuple[Candidate, ...] | None, ...]:
+    """Return logprobs of a prompt."""
+    return (None, *((Candidate(token, -1.0, 1),) for token in prompt[1:]))
+
+
+def with_prompt_logprobs(step: Step) -> Step:
+    """The same answer, with logprobs of its prompt if they were asked for."""
+    assert callable(step)
+
+    def answer(call: GenerateCall) -> Rollout:
+        rollout, asked = step(call), call.sampling.prompt_logprobs is not None
+        extras = {"prompt_logprobs": of_the_prompt(call.prompt_token_ids) if asked else None}
+        return rollout.model_copy(
+            update={"completions": tuple(c.model_copy(update=extras) for c in rollout.completions)}
+        )
+
+    return answer
+
+
+class TestPromptLogprobsOfALostReplica:
+    """Replicas do not report them, so another one must compute them."""
+
+    def _asking(self, n: int = 1) -> GenerateCall:
+        return call().model_copy(update={"sampling": Sampling(n=n, max_tokens=9, prompt_logprobs=0)})
+
+    async def test_completions_that_had_ended_take_them_from_another(self):
+        ended, cut = completions_of(made(9, 4, end="abort"))
+        engine = DyingEngine((ended, cut), last=with_prompt_logprobs(made(5)))
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(self._asking(n=2))
+        assert [c.prompt_logprobs for c in rollout.completions] == [of_the_prompt((1, 2))] * 2
+        assert [len(c.token_ids) for c in rollout.completions] == [9, 9] and len(engine.calls) == 2
+
+    @pytest.mark.parametrize("loss", [EngineFailed("it died"), NotReady("OwnerDiedError")], ids=["died", "answer lost"])
+    async def test_a_rollout_that_had_ended_is_made_again(self, loss):
+        told = completions_of(made(9, 9))
+        engine = DyingEngine(told, last=with_prompt_logprobs(made(9, 9, version=4)), loss=loss)
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(self._asking(n=2))
+        assert [(c.versions, c.prompt_logprobs) for c in rollout.completions] == [((4,), of_the_prompt((1, 2)))] * 2
+        assert rollout.attempts == 2 and engine.calls[1].avoid == ("r1",)
+
+    async def test_scores_are_made_again_too(self):
+        engine = DyingEngine(completions_of(made(9)), last=made(9, version=4))
+        asked = call(scoring=Scoring(start=1, target_token_ids=((7,),)))
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(asked)
+        assert rollout.completions[0].versions == (4,) and rollout.attempts == 2
+
+    async def test_a_rest_that_had_ended_is_made_again(self):
+        told = completions_of(made(4, end="abort")), completions_of(made(5, version=4))
+        engine = DyingEngine(*told, last=with_prompt_logprobs(made(5, version=5)))
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(self._asking())
+        [completion] = rollout.completions
+        assert (completion.versions, completion.prompt_logprobs) == ((3, 5), of_the_prompt((1, 2)))
+        assert rollout.attempts == 3
+
+    async def test_the_last_attempt_that_loses_them_is_an_error(self):
+        engine = DyingEngine(*[completions_of(made(9))] * 3, last=DIED)
+        with pytest.raises(EngineFailed, match="attempt 3 of 3"):
+            await Dispatcher(engine, Ingest(), EngineConfig()).complete(self._asking())
+
+    async def test_a_stream_has_none_and_is_not_made_again(self):
+        engine = DyingEngine(completions_of(made(9)), last=DIED)
+        rollout = await Dispatcher(engine, Ingest(), EngineConfig()).complete(
+            self._asking(), rollout=RolloutProgress(1)
+        )
+        assert rollout.completions[0].versions == (3,) and len(engine.calls) == 1
+
+
 def completions_of(step: Step) -> tuple[Completion, ...]:
     assert callable(step)
     return step(call()).completions
@@ -404,6 +472,25 @@ class TestFleet:
         await enough.wait()
         waiting.cancel()
         assert sent[:8] == [1, 2, 2, 3, 3, 3, 3, 4]
+
+    @pytest.mark.parametrize(
+        ("fields", "nbytes"),
+        [
+            ({"prompt_token_ids": (1,) * 10_000}, 10_000 * 32),
+            ({"scoring": Scoring(start=1, target_token_ids=((1000,) * 20,) * 10_000)}, 10_000 * 20 * 32),
+            ({"scoring": Scoring(start=1, target_token_ids=((),) * 10_000)}, 10_000 * 40),
+            ({"reasoning": Reasoning(parser_kwargs={"chat_template_kwargs": {"text": "x" * 300_000}})}, 300_000),
+        ],
+        ids=["prompt", "targets", "positions", "reasoning"],
+    )
+    async def test_the_queue_counts_the_bytes_of_what_a_call_holds(self, fields, nbytes):
+        engine = Starting()
+        dispatch = self.of(engine, RoutedFleet())
+        calls = [asyncio.create_task(dispatch.complete(call().model_copy(update=fields))) for _ in range(2)]
+        await engine.sent.wait()
+        assert nbytes < dispatch.queue.nbytes < 2 * nbytes + (32 << 10)  # one of them waits
+        for each in calls:
+            each.cancel()
 
     async def test_a_cancelled_call_leaves_the_queue(self):
         engine = Starting()
