@@ -25,9 +25,10 @@ from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.text import TextStream
 from rollout_service.metrics.process import counted_rollout
 from rollout_service.protocol.adapters import WantedAdapter
+from rollout_service.protocol.base import FEW
 from rollout_service.protocol.generate import RolloutOptions
 from rollout_service.protocol.rollout import Completion, Rollout
-from rollout_service.protocol.sampling import FEW, MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling, Scoring
+from rollout_service.protocol.sampling import MOST_COMPLETIONS, GenerateCall, Reasoning, Sampling, Scoring
 from rollout_service.runtime.tasks import raise_first_failure
 from rollout_service.tracing import describe
 from rollout_service.web.errors import documented

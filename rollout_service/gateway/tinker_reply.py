@@ -23,7 +23,7 @@ def sample_response(rollout: Rollout, asked: Sample) -> bytes:
     parts = [_bytes(1, b"".join(_sequence(each, asked.topk_sample_logprobs))) for each in rollout.completions]
     first = rollout.completions[0]
     positions = len(rollout.prompt_token_ids)
-    unscored = 1 if asked.prompt_logprobs_last_n is None else positions - asked.prompt_logprobs_last_n
+    unscored = 1 if asked.prompt_logprobs_last_n is None else max(1, positions - asked.prompt_logprobs_last_n)
     prompt = np.full(positions, np.nan, "<f4")
     if first.scores is not None and asked.target_prompt_logprobs is not None:
         own, targets = _split(first.scores)

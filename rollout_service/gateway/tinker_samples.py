@@ -15,6 +15,7 @@ MAX_SAMPLES = 4096
 KEPT_S = 120.0
 """Time in seconds for which a result is kept, so that a lost reply can be fetched again, and for which a sample runs
 without a poll."""
+_EXPIRE_EVERY_S = 1.0
 POLL_S = 20.0
 """Maximum time in seconds that a poll waits. The SDK gives up after 45 s, and polls again."""
 
@@ -33,12 +34,14 @@ class Samples:
     clock: Callable[[], float] = time.monotonic
     _samples: dict[str, _Sample] = field(default_factory=dict)
     """Oldest first."""
+    _timer: asyncio.TimerHandle | None = None
+    """Runs while samples are kept."""
 
     def start(self, request_id: str, make: Callable[[], Coroutine[object, None, bytes]]) -> None:
         """Start a sample, unless it is known. Raises TooManySamples."""
         if request_id in self._samples:
             return
-        self._drop()
+        self._make_room()
         if len(self._samples) >= MAX_SAMPLES:
             raise TooManySamples(f"{MAX_SAMPLES} samples are open: send it again", {"limit": MAX_SAMPLES})
         sample = self._samples[request_id] = _Sample(asyncio.create_task(_result(make())), self.clock())
@@ -47,6 +50,8 @@ class Samples:
             sample.ended_at = self.clock()
 
         sample.task.add_done_callback(end)
+        if self._timer is None:
+            self._expire_later()
 
     async def result(self, request_id: str) -> bytes | dict[str, str] | None:
         """Return the message or the error of a sample; None: it is under way. Raises SampleGone."""
@@ -62,19 +67,25 @@ class Samples:
         if (sample := self._samples.pop(request_id, None)) is not None:
             sample.task.cancel()
 
-    def _drop(self) -> None:
-        """Forget results that nobody will fetch again; the oldest first if there are too many. Cancel samples whose
-        client no longer polls: they would keep their places in the queue."""
+    def _make_room(self) -> None:
+        """Forget the oldest results if there are too many samples for another one."""
+        self._expire()
+        ended = [name for name, each in self._samples.items() if each.ended_at is not None]
+        for name in ended[: max(0, len(self._samples) - MAX_SAMPLES + 1)]:
+            del self._samples[name]
+
+    def _expire(self) -> None:
+        """Forget results that nobody will fetch again. Cancel samples whose client no longer polls: they would keep
+        their places in the queue."""
         now = self.clock()
-        running = [(name, each.polled_at) for name, each in self._samples.items() if each.ended_at is None]
-        for name, polled_at in running:
-            if now - polled_at > KEPT_S:
+        for name, each in list(self._samples.items()):
+            if now - (each.polled_at if each.ended_at is None else each.ended_at) > KEPT_S:
                 self.cancel(name)
-        ended = [(name, each.ended_at) for name, each in self._samples.items() if each.ended_at is not None]
-        too_many = len(self._samples) - MAX_SAMPLES + 1
-        for number, (name, ended_at) in enumerate(ended):
-            if number < too_many or now - ended_at > KEPT_S:
-                del self._samples[name]
+
+    def _expire_later(self) -> None:
+        self._expire()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_EXPIRE_EVERY_S, self._expire_later) if self._samples else None
 
 
 async def _result(made: Coroutine[object, None, bytes]) -> bytes | dict[str, str]:

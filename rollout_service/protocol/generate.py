@@ -5,18 +5,18 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.protocol.base import Frozen, KnownVersion, WeightVersion
+from rollout_service.protocol.base import KnownVersion, Received, WeightVersion
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
-from rollout_service.protocol.sampling import CommonSampling, Sampling, refuse_many_unknown, without_idle_nulls
+from rollout_service.protocol.sampling import CommonSampling, Sampling, without_idle_nulls
 
 TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 """Token ids. Validation stops at the first invalid one: pydantic would make an error of each of millions."""
 ModelName = Annotated[str, Field(max_length=1024)]
 
 
-class WantedVersion(Frozen):
+class WantedVersion(Received):
     """The weight version that may answer, as miles's contract for external rollout services names it.
 
     Both fields take a number or a label. If no replica qualifies, the request fails with 409 and ``Retry-After``.
@@ -35,7 +35,7 @@ class WantedVersion(Frozen):
         return self
 
 
-class RolloutOptions(Frozen):
+class RolloutOptions(Received):
     """Options that both data routes share: which replica and which weight versions may answer, and how."""
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
@@ -68,8 +68,8 @@ class RolloutOptions(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names_are_unknown(cls, data: object) -> object:
-        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+    def _without_idle_nulls(cls, data: object) -> object:
+        return without_idle_nulls(cls, data)
 
     @model_validator(mode="after")
     def _one_form_of_the_version(self) -> Self:
@@ -106,7 +106,7 @@ class RolloutOptions(Frozen):
         return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})
 
 
-class StreamOptions(Frozen):
+class StreamOptions(Received):
     """OpenAI's and vLLM's options of a request with ``stream``."""
 
     include_usage: bool | None = False

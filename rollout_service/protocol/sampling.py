@@ -5,16 +5,14 @@ are refused here if vLLM would replace them, or if its engine would fail on them
 """
 
 import functools
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_service.protocol.adapters import WantedAdapter
-from rollout_service.protocol.base import Frozen, WeightVersion
+from rollout_service.protocol.base import Frozen, Received, WeightVersion
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-FEW = 8
 MOST_COMPLETIONS = 4096
 """Maximum number of completions of one request, over all its prompts."""
 MAX_BIASED = 300
@@ -31,7 +29,7 @@ StopTokens = Annotated[tuple[int, ...], Field(max_length=64, fail_fast=True)]
 ends of sequence, and crashes on more."""
 
 
-class StructuredOutputs(Frozen):
+class StructuredOutputs(Received):
     """A constraint on the structure of a completion, under vLLM's names; exactly one field is set.
 
     Tokens that would violate it are masked in each decode step. An interrupted completion starts anew, because vLLM
@@ -101,19 +99,7 @@ def _nullable(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, field in model.model_fields.items() if type(None) in get_args(field.annotation))
 
 
-def refuse_many_unknown(known: Collection[str], data: object) -> object:
-    """Return ``data`` unchanged. Raises ValueError for more than a few unknown names: pydantic would make an error of
-    each, and a body has room for a million."""
-    unknown = [name for name in data if name not in known] if isinstance(data, dict) and len(data) > len(known) else []
-    if len(unknown) > FEW:
-        raise ValueError(
-            f"{len(unknown)} names are no fields here, or not implemented: leave out "
-            f"{', '.join(name[:64] for name in unknown[:FEW])} and the rest"
-        )
-    return data
-
-
-class CommonSampling(Frozen):
+class CommonSampling(Received):
     """Sampling parameters that every data route takes under vLLM's names and in vLLM's form."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
@@ -176,8 +162,8 @@ class CommonSampling(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_are_unknown(cls, data: object) -> object:
-        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+    def _without_idle_nulls(cls, data: object) -> object:
+        return without_idle_nulls(cls, data)
 
     @field_validator("seed")
     @classmethod
@@ -209,7 +195,7 @@ class CommonSampling(Frozen):
         return self
 
 
-class ExtraArgs(Frozen):
+class ExtraArgs(Received):
     """Arguments that other servers add to vLLM's sampling parameters."""
 
     prl_compact_logprobs: bool = False

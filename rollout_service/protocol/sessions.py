@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import Frozen, Received
 from rollout_service.protocol.rollout import FinishReason, Span
 
 SESSION_NAME = r"^[A-Za-z0-9._:-]+$"
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 """A message of OpenAI's chat API: ``role``, ``content``, ``tool_calls`` …"""
 
 
-class OpenSession(Frozen):
+class OpenSession(Received):
     """A trainer's request for a session, before an agent uses it."""
 
     session_id: str | None = Field(default=None, max_length=256, pattern=SESSION_NAME)

@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.adapters import read_adapter_name
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import Received
 from rollout_service.protocol.generate import TokenIds
-from rollout_service.protocol.sampling import Sampling, Scoring
+from rollout_service.protocol.sampling import MOST_COMPLETIONS, Sampling, Scoring
 
 Id = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9@._~-]+$")]
 """The id of a session or a request."""
@@ -24,7 +24,7 @@ class Ignored(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class CreateSamplingSession(Frozen):
+class CreateSamplingSession(Received):
     """Body of ``POST /api/v1/create_sampling_session``."""
 
     session_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -58,7 +58,7 @@ def adapter_of(sampler_id: str) -> str | None:
     return sampler_id.partition("~")[2] or None
 
 
-class Chunk(Frozen):
+class Chunk(Received):
     """Tokens of a prompt."""
 
     tokens: TokenIds
@@ -66,10 +66,10 @@ class Chunk(Frozen):
     """Images and audio are refused."""
 
 
-class ModelInput(Frozen):
+class ModelInput(Received):
     """A prompt."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: Annotated[tuple[Chunk, ...], Field(fail_fast=True)]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -77,12 +77,17 @@ class ModelInput(Frozen):
         return tuple(token for chunk in self.chunks for token in chunk.tokens)
 
 
-class SamplingParams(Frozen):
+class SamplingParams(Received):
     """Tinker's sampling parameters."""
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | tuple[str, ...] | tuple[int, ...] | None = None
+    stop: (
+        str
+        | Annotated[tuple[str, ...], Field(fail_fast=True)]
+        | Annotated[tuple[int, ...], Field(fail_fast=True)]
+        | None
+    ) = None
     """``[]``: nothing ends a completion, not even the end of sequence."""
     temperature: float = 1.0
     top_k: int = -1
@@ -102,7 +107,7 @@ class SamplingParams(Frozen):
         )
 
 
-class Tensor(Frozen):
+class Tensor(Received):
     """A matrix of token ids, dense or as CSR."""
 
     data: TokenIds
@@ -126,13 +131,13 @@ class Tensor(Frozen):
         return [tuple(each for each in row if each != -1) for row in found]
 
 
-class Sample(Frozen):
+class Sample(Received):
     """Body of ``POST /api/v1/asample``."""
 
     sampling_session_id: Id
     seq_id: int = Field(ge=0)
     """Number of the sample in its session. The same number names the same sample."""
-    num_samples: int = 1
+    num_samples: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
     prompt: ModelInput
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None

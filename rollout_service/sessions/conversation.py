@@ -1,7 +1,8 @@
 """Keys that identify a conversation, so that a later turn finds the turn it continues."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 
 import xxhash
 
@@ -14,12 +15,18 @@ _MAX_DEPTH = 256
 text."""
 
 
-def key_of(messages: Sequence[Message], context: object) -> str:
-    """Return a key that is the same for conversations that say the same in the same context; see ``keys_of``."""
+def keys_with(messages: Sequence[Message], replies: Iterable[Message], context: object) -> Iterator[str]:
+    """Yield the key of ``messages`` followed by each of ``replies``; see ``keys_of``. Reads ``messages`` once.
+
+    Conversations that say the same in the same context have the same key.
+    """
     keys = _Keys(context)
     for message in messages:
         keys.add(message)
-    return keys.key()
+    for reply in replies:
+        whole = keys.copy()
+        whole.add(reply)
+        yield whole.key()
 
 
 def keys_of(messages: Sequence[Message], context: object) -> Iterator[tuple[int, str]]:
@@ -62,6 +69,11 @@ class _Keys:
 
     def key(self) -> str:
         return self._with_reply().hexdigest()
+
+    def copy(self) -> "_Keys":
+        made = copy(self)
+        made._before, made._text, made._calls = self._before.copy(), self._text.copy(), self._calls.copy()
+        return made
 
     def _with_reply(self) -> xxhash.xxh3_128:
         whole = self._before.copy()

@@ -6,12 +6,13 @@ import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
 from rollout_service.runtime.rpc import SessionCalls
-from rollout_service.sessions.conversation import key_of, keys_of
+from rollout_service.sessions.conversation import keys_of, keys_with
 
 MAX_SESSIONS = 65536
 MAX_BYTES = 4 << 30
@@ -37,6 +38,19 @@ class _Kept:
     stop_reason: int | str | None
     nbytes: int
 
+    @classmethod
+    def of(cls, turn: Turn, parent: int | None, prompt: "array[int]", new_tokens: int) -> "_Kept":
+        """Return a turn in compact form. ``new_tokens``: the number of prompt tokens that no other turn stores."""
+        return cls(
+            parent=parent,
+            prompt=prompt,
+            token_ids=array("i", turn.token_ids),
+            logprobs=array("d", turn.logprobs),
+            others=turn.without_tokens(),
+            stop_reason=turn.stop_reason,
+            nbytes=turn.nbytes - (len(turn.prompt_token_ids) - new_tokens) * prompt.itemsize,
+        )
+
 
 @dataclass
 class _Open:
@@ -53,22 +67,23 @@ class _Open:
         """Return True if the last turn ended ``ttl_s`` ago. A turn may wait and run for longer than that."""
         return now - self.touched > (max(self.ttl_s, _MAX_TURN_S) if self.running else self.ttl_s)
 
-    def kept(self, turn: Turn) -> _Kept:
-        """Return the turn in compact form."""
+    def kept(self, turns: Sequence[Turn]) -> list[_Kept]:
+        """Return the choices of one reply in compact form. Choices with the same prompt object share its array."""
+        kept: list[_Kept] = []
+        for _, choices in groupby(turns, lambda turn: (id(turn.prompt_token_ids), turn.parent)):
+            first, *others = choices
+            parent, prompt = self._new_prompt(first)
+            kept.append(_Kept.of(first, parent, prompt, len(prompt)))
+            kept += (_Kept.of(turn, parent, prompt, 0) for turn in others)
+        return kept
+
+    def _new_prompt(self, turn: Turn) -> "tuple[int | None, array[int]]":
+        """Return ``parent`` and ``prompt`` of a turn's compact form."""
         prompt, parent = array("i", turn.prompt_token_ids), turn.parent
-        if parent is not None:
-            before = self.tokens_before(parent)
-            shared = before + self.turns[parent].token_ids
-            parent, prompt = (parent, prompt[len(shared) :]) if prompt[: len(shared)] == shared else (None, prompt)
-        return _Kept(
-            parent=parent,
-            prompt=prompt,
-            token_ids=array("i", turn.token_ids),
-            logprobs=array("d", turn.logprobs),
-            others=turn.without_tokens(),
-            stop_reason=turn.stop_reason,
-            nbytes=turn.nbytes - (len(turn.prompt_token_ids) - len(prompt)) * prompt.itemsize,
-        )
+        if parent is None:
+            return None, prompt
+        shared = self.tokens_before(parent) + self.turns[parent].token_ids
+        return (parent, prompt[len(shared) :]) if prompt[: len(shared)] == shared else (None, prompt)
 
     def tokens_before(self, index: int) -> "array[int]":
         """Return the complete prompt of a turn, as token ids."""
@@ -161,11 +176,11 @@ class SessionStore:
     async def add(self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]) -> None:
         """Record the choices of one reply to ``messages``. Raises NotFound, or Overloaded if they exceed the limit."""
         found = self._session(session_id)
-        kept = [found.kept(turn) for turn in turns]
+        kept = found.kept(turns)
         nbytes = sum(each.nbytes for each in kept)
         self._require_room(nbytes)
-        for index, turn in enumerate(turns, len(found.turns)):
-            found.by_conversation[key_of([*messages, turn.message], context)] = index
+        keys = keys_with(messages, (turn.message for turn in turns), context)
+        found.by_conversation.update((key, index) for index, key in enumerate(keys, len(found.turns)))
         found.turns += kept
         found.nbytes += nbytes
         self._nbytes += nbytes

@@ -116,7 +116,7 @@ class SessionTurn:
         return response
 
     async def end(self, rollouts: list[Rollout], replies: list[Message]) -> None:
-        """Record the replies, one turn per choice."""
+        """Record the replies, one turn per choice. The turns of a rollout share its prompt."""
         choices = [(rollout, completion) for rollout in rollouts for completion in rollout.completions]
         turns = [
             Turn(
@@ -124,7 +124,7 @@ class SessionTurn:
                 parent=self.parent,
                 branch=self.branch,
                 request_id=rollout.request_id,
-                prompt_token_ids=rollout.prompt_token_ids,
+                prompt_token_ids=(),
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
                 spans=completion.spans,
@@ -132,7 +132,7 @@ class SessionTurn:
                 stop_reason=completion.stop_reason,
                 truncated_sampling=rollout.truncated_sampling,
                 message=reply,
-            )
+            ).model_copy(update={"prompt_token_ids": rollout.prompt_token_ids})  # validation would copy it
             for (rollout, completion), reply in zip(choices, replies, strict=True)
         ]
         await self.sessions.add(self.session_id, self.messages, self.context, turns)

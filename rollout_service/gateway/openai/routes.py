@@ -9,6 +9,7 @@ This service adds fields to each reply: ``weight_versions`` of each choice in vL
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from itertools import chain
 from typing import Annotated, Any, Protocol, cast
 
 from fastapi import APIRouter, Body, Depends, Request
@@ -49,6 +50,9 @@ IDLE = frozenset(
 keep everything. ``_refuse_of_anthropics`` refuses other edits."""
 OF_A_STORE = ("background", "previous_input_messages", "previous_response_id", "store")
 """Fields of the Responses API that need a server to store responses."""
+_CHOICES_OF_TOOLS = frozenset({"function", "custom"})
+_PARTS_OF_TOOL_RESULTS = frozenset({"text", "image", "tool_reference"})
+"""Parts that vLLM reads; it leaves out others without a word."""
 TOOLS_OF_AGENTS = frozenset({"function", "custom", "namespace"})
 """Tool types of the Responses API that the caller runs. The server runs all others."""
 MAX_PARTS = 16384
@@ -59,6 +63,8 @@ _MAX_REQUEST_ID = 256
 _Name = Annotated[str, Field(max_length=1024)]
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Names of the maximum length of a completion."""
+_TEXT_OF = {"output_text": "text", "refusal": "refusal"}
+"""Field with the text of a reply's part in the Responses API, by the part's type."""
 JsonObject = dict[str, Any]
 
 
@@ -79,6 +85,7 @@ async def respond(request: Request, services: Services, body: JsonObject, exchan
     serving, vllm = await _serving(services)
     parsed = _parse(vllm.ResponsesRequest, _without_a_store(body), request, services)
     _refuse_tools_that_nobody_runs(parsed.tools)
+    _refuse_unknown_choice_of_tools(body.get("tool_choice"))
     await _begin(exchange, body, request, services, serving)
     reply = await _answer(serving.responses.create_responses(parsed, request), exchange)
     if isinstance(reply, BaseModel):
@@ -178,6 +185,8 @@ def _parse(model: type[Any], body: JsonObject, request: Request, services: Servi
         raise _as_ours(error) from error
     if getattr(parsed, "use_beam_search", False):  # beam search needs the engine in this process
         raise BadRequest(f"{route}: use_beam_search is not implemented: leave it out")
+    if getattr(parsed, "length_penalty", None) not in (None, 1.0):
+        raise BadRequest(f"{route}: length_penalty is of beam search, which is not implemented: leave it out")
     for name in _LENGTHS:
         if (asked := vars(parsed).get(name)) is not None:  # not getattr, which warns that the older name is deprecated
             if asked < 1:
@@ -214,12 +223,16 @@ def _without_a_store(body: JsonObject) -> JsonObject:
 
 
 def _reply_as_text(item: object) -> object:
-    """Return a reply item without content parts in OpenAI's short form. vLLM 0.32 fails on the long form."""
-    if isinstance(item, dict) and item.get("role") == "assistant":
-        content = item.get("content")
-        if isinstance(content, str) or content == []:
-            return {"role": "assistant", "content": content or ""}
-    return item
+    """Return a reply item in OpenAI's short form. Of the long form, vLLM 0.32 reads the first part alone, if it is
+    text."""
+    if not isinstance(item, dict) or item.get("role") != "assistant":
+        return item
+    content = item.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        said = [part.get(_TEXT_OF.get(str(part.get("type")), "")) for part in content]
+        if all(isinstance(text, str) for text in said):
+            content = "".join(map(str, said))
+    return {"role": "assistant", "content": content} if isinstance(content, str) else item
 
 
 class _Tool(Protocol):
@@ -235,6 +248,16 @@ def _refuse_tools_that_nobody_runs(tools: Sequence[_Tool]) -> None:
         raise BadRequest(
             f"tools: {', '.join(unknown)}: this service runs no tools: give functions, and run them yourself",
             {"not_implemented": unknown},
+        )
+
+
+def _refuse_unknown_choice_of_tools(choice: object) -> None:
+    """Raise BadRequest for a choice that vLLM would read as ``auto``."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind is not None and kind not in _CHOICES_OF_TOOLS:
+        raise BadRequest(
+            f"tool_choice: type={str(kind)[:64]} is not implemented: name one function, or send auto, required or none",
+            {"not_implemented": ["tool_choice"]},
         )
 
 
@@ -347,6 +370,21 @@ def _refuse_of_anthropics(body: JsonObject) -> None:
             "context_management.edits: messages are not edited here: send the conversation that the model is to read",
             {"not_implemented": ["context_management.edits"]},
         )
+    messages = body.get("messages")
+    for block in chain.from_iterable(map(_blocks_of, messages if isinstance(messages, list) else ())):
+        if block.get("type") == "tool_result":
+            kinds = {str(part.get("type"))[:64] for part in _blocks_of(block)}
+            if unread := sorted(kinds - _PARTS_OF_TOOL_RESULTS):
+                raise BadRequest(
+                    f"a tool_result with {', '.join(unread[:8])}: not implemented: send its text",
+                    {"not_implemented": unread[:64]},
+                )
+
+
+def _blocks_of(message: object) -> list[JsonObject]:
+    """Return the content blocks of a message, or of a tool's result."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
 
 
 async def _answer(reply: Awaitable[Any], exchange: Exchange) -> Any:

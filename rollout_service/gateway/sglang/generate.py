@@ -10,18 +10,16 @@ from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.generate import spans
 from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all, text_of
 from rollout_service.gateway.sglang.replies import DataRoute
-from rollout_service.protocol.base import Frozen
+from rollout_service.protocol.base import FEW, Frozen, Received
 from rollout_service.protocol.generate import RolloutOptions, TokenIds, WantedVersion
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import (
-    FEW,
     MOST_COMPLETIONS,
     Finite,
     Sampling,
     StopString,
     StopStrings,
     StopTokens,
-    refuse_many_unknown,
     without_idle_nulls,
 )
 
@@ -40,7 +38,7 @@ RoutingKey = Annotated[str | None, Header(alias="X-SMG-Routing-Key", max_length=
 """Header in which slime sends the session id."""
 
 
-class SamplingParams(Frozen):
+class SamplingParams(Received):
     """SGLang's sampling parameters with its defaults. Unknown ones are refused by name."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
@@ -66,8 +64,8 @@ class SamplingParams(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_are_unknown(cls, data: object) -> object:
-        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+    def _without_idle_nulls(cls, data: object) -> object:
+        return without_idle_nulls(cls, data)
 
     def sampling(self) -> Sampling:
         """Return the parameters under this service's names. Raises ValueError for a value that ``Sampling`` refuses."""
@@ -85,7 +83,7 @@ class SamplingParams(Frozen):
         return self
 
 
-class SglangGenerate(Frozen):
+class SglangGenerate(Received):
     """One prompt or several. Unknown fields are refused by name."""
 
     input_ids: TokenIds | Annotated[tuple[TokenIds, ...], Field(fail_fast=True)] | None = None
@@ -117,8 +115,8 @@ class SglangGenerate(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_names_are_unknown(cls, data: object) -> object:
-        return refuse_many_unknown(cls.model_fields, without_idle_nulls(cls, data))
+    def _without_idle_nulls(cls, data: object) -> object:
+        return without_idle_nulls(cls, data)
 
     @model_validator(mode="after")
     def _ids_or_text(self) -> Self:

@@ -110,6 +110,7 @@ class TestRefusals:
             ("structured_outputs", {"regex": "a", "whitespace_pattern": "x"}, "structured_outputs.whitespace_pattern"),
             ("messages", [], "conversation"),
             ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
+            ("length_penalty", 2.0, "length_penalty is of beam search"),
         ],
     )
     async def test_what_is_not_implemented_is_a_400_by_name(self, chat_http, scripted, field, value, named):
@@ -387,6 +388,11 @@ class TestCutShort:
         assert '"finish_reason":"tool_calls"' not in reply.text.replace(": ", ":")
 
 
+def tool_result(*content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message of Anthropic's API with the result of a tool."""
+    return [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": list(content)}]}]
+
+
 class TestMessages:
     """Fields of Anthropic's API are taken, or refused under the name that the caller wrote."""
 
@@ -401,6 +407,8 @@ class TestMessages:
             ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management"),
             ("min_weight_version", -1, "min_weight_version"),
             ("mcp_servers", [{"name": "x"}], "mcp_servers"),
+            ("messages", tool_result({"type": "document", "source": {}}), "a tool_result with document"),
+            ("messages", tool_result({"type": "text", "text": "a"}, {"type": "search_result"}), "with search_result"),
         ],
     )
     async def test_what_is_not_implemented_is_refused(self, chat_http, scripted, field, value, named):
@@ -509,6 +517,24 @@ class TestBounds:
         assert reply.status_code == 400 and "routed_experts_prompt_start" in reply.json()["error"]["message"]
         reply = await http.post("/v1/chat/completions", json={**body, "stream": False, "prompt_logprobs": 0})
         assert "skip_reading_prefix_cache" not in reply.text and scripted.calls[-1].sampling.prompt_logprobs == 0
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            [{"type": "output_text", "text": "a", "annotations": []}, {"type": "output_text", "text": "b"}],
+            [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}],
+            [{"type": "refusal", "refusal": "ab"}],
+        ],
+    )
+    async def test_all_parts_of_a_reply_are_read(self, chat_http, scripted, parts):
+        item = {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": parts}
+        short = {"role": "assistant", "content": "ab"}
+        for each in (item, short):
+            given = [{"role": "user", "content": "q"}, each, {"role": "user", "content": "x"}]
+            reply = await chat_http.post("/v1/responses", json={"model": "tiny", "input": given})
+            assert reply.status_code == 200, reply.text
+        of_parts, of_text = scripted.calls
+        assert of_parts.prompt_token_ids == of_text.prompt_token_ids
 
     async def test_as_many_logprobs_as_the_engine_returns(self, chatting, scripted):
         http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(replace(chatting, max_logprobs=40))))

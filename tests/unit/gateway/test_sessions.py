@@ -1,6 +1,7 @@
 """Sessions over HTTP: agents with unchanged SDKs, and the tokens that a trainer reads afterwards."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
 from rollout_service.gateway.deployment import create_app
+from rollout_service.gateway.openai.exchange import SessionTurn
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
-from rollout_service.protocol.rollout import Rollout
+from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.protocol.sessions import OpenSession
+from rollout_service.protocol.sessions import OpenSession, Turn
 from rollout_service.sessions.store import SessionStore
 from tests.support.clock import Clock
 from tests.unit.client.service import Service, serving_in_a_thread
@@ -244,6 +246,24 @@ async def test_a_turn_may_take_longer_than_its_session_lives(chatting, scripted,
         assert (await http.post(path, json=body)).status_code == 404
 
 
+async def test_choices_are_recorded_with_one_prompt_object():
+    made: list[Turn] = []
+
+    class Sessions(SessionStore):
+        async def add(self, session_id: str, messages: Any, context: object, turns: Sequence[Turn]) -> None:
+            made.extend(turns)
+
+    sessions = Sessions()
+    turn = await SessionTurn.of(await sessions.open(OpenSession()), sessions)
+    choices = tuple(
+        Completion(index=index, token_ids=(), logprobs=(), finish_reason="stop", spans=()) for index in range(3)
+    )
+    rollout = Rollout(request_id="r", prompt_token_ids=(5, 6), completions=choices, replica_id="a")
+    await turn.end([rollout], [{"role": "assistant", "content": text} for text in "abc"])
+    assert [each.message["content"] for each in made] == ["a", "b", "c"]
+    assert all(each.prompt_token_ids is rollout.prompt_token_ids for each in made)
+
+
 async def test_a_session_ends_when_it_is_deleted(chat_http, session):
     path = f"/v1/sessions/{session['session_id']}"
     assert (await chat_http.post("/v1/sessions", json={"session_id": session["session_id"]})).status_code == 409
@@ -312,6 +332,7 @@ class TestResponses:
         ("previous_input_messages", [{"role": "user", "content": "hi"}], "previous_input_messages: responses are"),
         ("tools", [{"type": "web_search"}], "tools: web_search: this service runs no tools"),
         ("tools", [ADD, {"type": "code_interpreter", "container": {"type": "auto"}}], "tools: code_interpreter: this"),
+        ("tool_choice", {"type": "allowed_tools", "mode": "required", "tools": []}, "tool_choice: type=allowed_tools"),
     ],
 )
 async def test_what_needs_a_servers_store_or_tools_is_refused(chat_http, scripted, field, value, named):

@@ -16,6 +16,7 @@ from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import Scoring
 from rollout_service.protocol.tinker import Sample, Tensor
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.gateway.fakes import http_to
 
 PROMPT = [5, 6, 7]
@@ -68,6 +69,28 @@ def test_a_sample_cut_short_is_not_told_as_complete(end, told):
         {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}
     )
     assert sample_response(rollout, asked)[2:4] == bytes([8, told])
+
+
+@pytest.mark.parametrize("number", [0, 4097, 10**9])
+async def test_as_many_samples_as_a_request_may_have(post, engine, number):
+    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}
+    told = await post("asample", **body, num_samples=number)
+    assert told.status_code in (400, 422) and "num_samples" in told.text and not engine.calls
+
+
+def test_more_prompt_logprobs_than_there_are_are_all():
+    completion = Completion(
+        index=0, token_ids=(), logprobs=(), finish_reason="stop", spans=(),
+        prompt_logprobs=(None, ((6, -1.0, 1),), ((7, -2.0, 1),)),
+    )  # fmt: skip
+    rollout = Rollout(request_id="r", prompt_token_ids=(5, 6, 7), completions=(completion,), replica_id="a")
+
+    def told(last_n: int) -> bytes:
+        fields = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}}
+        asked = {"sampling_params": {}, "prompt_logprobs": True, "prompt_logprobs_last_n": last_n}
+        return sample_response(rollout, Sample.model_validate(fields | asked))
+
+    assert told(3) == told(4) == told(6) != told(1)
 
 
 async def test_target_tokens_are_scored_beside_the_prompt(post, engine):
@@ -163,6 +186,50 @@ async def test_samples_that_nobody_polls_are_cancelled(monkeypatch):
     samples.start("next", lambda: wait("next"))
     await asyncio.sleep(0)
     assert cancelled == ["left"] and await samples.result("polled") is None
+
+
+def test_samples_expire_though_no_other_comes():
+    async def program() -> None:
+        loop, cancelled = asyncio.get_running_loop(), list[bool]()
+        samples = Samples(clock=loop.time)
+
+        async def ready() -> bytes:
+            return b"ready"
+
+        async def wait() -> bytes:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(True)
+            return b""
+
+        for number in (1, 2):
+            samples.start("ready", ready)
+            samples.start("left", wait)
+            await asyncio.sleep(KEPT_S - 1)
+            assert await samples.result("ready") == b"ready" and len(cancelled) == number - 1
+            await asyncio.sleep(3)
+            with pytest.raises(SampleGone):
+                await samples.result("ready")
+            assert len(cancelled) == number
+
+    run_in_virtual_time(program())
+
+
+def test_a_full_gateway_keeps_results_while_no_other_sample_comes(monkeypatch):
+    monkeypatch.setattr(tinker_samples, "MAX_SAMPLES", 1)
+
+    async def program() -> None:
+        samples = Samples(clock=asyncio.get_running_loop().time)
+
+        async def ready() -> bytes:
+            return b"ready"
+
+        samples.start("a", ready)
+        await asyncio.sleep(KEPT_S / 2)
+        assert await samples.result("a") == b"ready"
+
+    run_in_virtual_time(program())
 
 
 async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_service.protocol.sessions import Message
-from rollout_service.sessions.conversation import as_one_message, key_of, keys_of
+from rollout_service.sessions.conversation import as_one_message, keys_of, keys_with
 
 ASKED: Message = {"role": "user", "content": "add"}
 CALLED: Message = {
@@ -12,6 +12,11 @@ CALLED: Message = {
     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}],
     "reasoning": "only told",
 }
+
+
+def key_of(messages: list[Message], context: object) -> str:
+    [key] = keys_with(messages[:-1], messages[-1:], context)
+    return key
 
 
 class TestKeys:
@@ -90,6 +95,12 @@ class TestKeys:
         messages = [said, ASKED, said, CALLED, ASKED, ASKED, said]
         found = list(keys_of(messages, {"tools": []}))
         assert found == [(count, key_of(messages[:count], {"tools": []})) for count in (1, 3, 4, 7)]
+
+    def test_each_reply_to_a_conversation_has_its_key(self):
+        replies: list[Message] = [{"role": "assistant", "content": "so"}, CALLED, ASKED]
+        for messages in ([], [ASKED], [ASKED, CALLED]):
+            keys = list(keys_with(messages, replies, None))
+            assert keys == [key_of([*messages, reply], None) for reply in replies]
 
     def test_other_tools_are_another_conversation(self):
         assert key_of([ASKED], [{"name": "add"}]) != key_of([ASKED], None)

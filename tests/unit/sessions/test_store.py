@@ -121,6 +121,20 @@ async def test_texts_and_tokens_count_and_a_shared_prompt_counts_once():
     )
 
 
+@pytest.mark.parametrize("parent", [None, 0])
+async def test_choices_of_a_reply_share_its_prompt(parent):
+    first = turn("ab")
+    prompt = (*first.prompt_token_ids, *first.token_ids, *range(1000))
+    sessions = await store()
+    await sessions.add("s", [USER], None, [first])
+    choices = [turn(text, parent=parent).model_copy(update={"prompt_token_ids": prompt}) for text in "cde"]
+    alone = sum([await bytes_of(first, choice) - first.nbytes for choice in choices])
+    await sessions.add("s", [USER], None, choices)
+    new_tokens = len(prompt) if parent is None else 1000
+    assert sessions.nbytes - first.nbytes == alone - 2 * 4 * new_tokens
+    assert [each.prompt_token_ids for each in (await sessions.get("s")).turns[1:]] == [prompt] * 3
+
+
 async def test_turns_of_expired_sessions_make_room():
     clock = Clock()
     sessions = SessionStore(clock.monotonic, most_bytes=turn("ab").nbytes)
@@ -165,8 +179,9 @@ async def test_other_requests_are_answered_while_a_session_is_read():
     assert ticks >= len(reading.result().turns) == 3
 
 
-async def test_a_long_conversation_is_hashed_once():
-    """Each message once: a chat of many replies must not hold the gateway's event loop."""
+@pytest.mark.parametrize("call", ["prefix", "add"])
+async def test_a_long_conversation_is_hashed_once(call):
+    """Each message once: a chat of many replies or choices must not hold the gateway's event loop."""
     seen: list[str] = []
 
     class Content(str):
@@ -176,7 +191,11 @@ async def test_a_long_conversation_is_hashed_once():
 
     sessions = await store()
     await sessions.add("s", [USER], None, [turn("a")])
-    await sessions.prefix("s", [{"role": "assistant", "content": Content("a")} for _ in range(500)], None)
+    messages: list[Message] = [{"role": "assistant", "content": Content("a")} for _ in range(500)]
+    if call == "prefix":
+        await sessions.prefix("s", messages, None)
+    else:
+        await sessions.add("s", messages, None, [turn("b"), turn("c"), turn("d")])
     assert len(seen) == 500
 
 
