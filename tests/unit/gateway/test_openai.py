@@ -16,6 +16,7 @@ from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 from rollout_service.errors import NonFiniteLogprob, Overloaded
 from rollout_service.fleet.progress import CompletionDelta
 from rollout_service.gateway.deployment import create_app
+from rollout_service.gateway.openai import routes
 from rollout_service.gateway.openai.routes import MAX_PARTS
 from rollout_service.gateway.openai.serving import LazyServing
 from rollout_service.gateway.prompts import BYTES_PER_TOKEN
@@ -471,6 +472,7 @@ class TestSize:
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
     async def test_what_no_context_holds_is_refused_unread(self, chat_http, path, monkeypatch):
         monkeypatch.setattr(pydantic.BaseModel, "model_validate", _unread)
+        monkeypatch.setattr(routes, "_validator", _unread)
         part = {"type": "text", "text": "a"}
         field = "input" if path == "/v1/responses" else "messages"
         text = [{"role": "user", "content": "a" * (BYTES_PER_TOKEN * 512 + 1)}]
@@ -483,6 +485,31 @@ class TestSize:
     async def test_more_ids_than_a_context_are_not_decoded(self, chat_http):
         reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
         assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
+
+    @pytest.mark.parametrize("entry", [{}, 0, None, ""])
+    @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            ("/v1/chat/completions", ("messages", "tools", "tool_calls")),
+            ("/v1/responses", ("input", "tools", "content")),
+            ("/v1/messages", ("messages", "tools", "system", "content")),
+            ("/v1/messages/count_tokens", ("messages", "tools", "system", "content")),
+            ("/tokenize", ("messages", "tools")),
+        ],
+    )
+    async def test_a_long_list_has_the_problems_of_its_first_entry(self, chat_http, path, fields, entry):
+        conversation = "input" if path == "/v1/responses" else "messages"
+        for field in fields:
+            found = []
+            for count in (1, 100):
+                asked = {field: [entry] * count}
+                if field in ("content", "tool_calls"):
+                    asked = {conversation: [{"role": "assistant", "content": "a"} | asked]}
+                body = {"model": "tiny", "max_tokens": 9, conversation: HELLO} | asked
+                reply = await chat_http.post(path, json=body)
+                assert reply.status_code == 400, reply.text
+                found.append(reply.json()["error"]["detail"]["problems"])
+            assert found[0] == found[1], field
 
 
 def _unread(*_: object, **__: object) -> None:

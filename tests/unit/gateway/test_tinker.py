@@ -259,3 +259,12 @@ async def test_full_gateway_forgets_results_and_refuses_more(monkeypatch):
     goes_on.set()
     while await samples.result("runs") is None:
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("field", "most"), [({"prompt": {"chunks": [0] * 100}}, 1), ({"sampling_params": {"stop": [1.5] * 100}}, 3)]
+)
+async def test_a_long_list_has_the_problems_of_its_first_entry(post, field, most):
+    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {}}
+    reply = await post("asample", **(body | field))
+    assert reply.status_code == 422 and reply.json()["error"]["detail"]["problems"] <= most, reply.text

@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_service.protocol.base import MAX_VERSION, Frozen
+from rollout_service.protocol.base import FEW, MAX_VERSION, Frozen
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
+from rollout_service.protocol.generate import GenerateRequest, StreamOptions, WantedVersion
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.rollout import Candidate, Completion, PromptCandidates, Rollout, Span, merge_spans
-from rollout_service.protocol.sampling import GenerateCall, Sampling
+from rollout_service.protocol.sampling import ExtraArgs, GenerateCall, Sampling, StructuredOutputs
+from rollout_service.protocol.sessions import OpenSession
+from rollout_service.protocol.tinker import Chunk, CreateSamplingSession, ModelInput, Sample, SamplingParams, Tensor
 from rollout_service.protocol.upload import Announcement, BeginUpload, PathSource, UploadTensor
 from rollout_service.protocol.weights import WeightStatus
 
@@ -238,3 +241,25 @@ def test_pickled_candidates_of_a_prompt_are_the_same():
     assert list(rows) == list(unpickled) == [None, (best, other), (), (other,)]
     assert [type(value) for value in unpickled[1][0]] == [int, float, int]
     assert unpickled[1:3] == ((best, other), ())
+
+
+BODIES: list[type[Frozen]] = [
+    *(Chunk, CreateSamplingSession, ModelInput, Sample, SamplingParams, Tensor),
+    *(ExtraArgs, GenerateRequest, OpenSession, Sampling, StreamOptions, StructuredOutputs, WantedVersion),
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_many_unknown_names_are_one_problem(body):
+    names = {f"x{i}": 1 for i in range(FEW + 1)}
+    with pytest.raises(ValidationError, match=f"{FEW + 1} names are no fields here, or not implemented") as refused:
+        body.model_validate(names)
+    assert refused.value.error_count() == 1
+    with pytest.raises(ValidationError, match="x0\n  Extra inputs are not permitted"):
+        body.model_validate({"x0": 1})
+
+
+def test_an_alias_is_a_known_name_and_nulls_are_none():
+    idle = {f"x{i}": None for i in range(FEW + 1)}
+    assert StructuredOutputs.model_validate({"json": "{}", **idle}).json_schema == "{}"
+    assert Sampling.model_validate({"n": 2, **idle}).n == 2
