@@ -6,7 +6,6 @@ This service adds fields to each reply: ``weight_versions`` of each choice in vL
 ``weight_versions`` is at the top level. Fields that vLLM would silently drop are refused by name.
 """
 
-import functools
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -16,8 +15,8 @@ from typing import Annotated, Any, Protocol, cast
 from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import SchemaValidator
 
+from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.errors import BadRequest, ContextTooLong, NotFound, RolloutServiceError
 from rollout_service.gateway.dependencies import Here, Services, SessionHeader
 from rollout_service.gateway.generate import spans
@@ -67,10 +66,6 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Names of the maximum length of a completion."""
 _TEXT_OF = {"output_text": "text", "refusal": "refusal"}
 """Field with the text of a reply's part in the Responses API, by the part's type."""
-_COLLECTIONS = ("list", "tuple", "set", "frozenset")
-"""Types of pydantic's core schemas that have ``fail_fast``."""
-_NO_SCHEMAS = ("default", "expected", "metadata")
-"""Keys of core schemas whose values are not schemas."""
 JsonObject = dict[str, Any]
 
 
@@ -185,7 +180,7 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
     try:
         body = cast(JsonObject, without_repetition(body))
         given = {name: value for name, value in body.items() if name not in _STOPS}
-        parsed = _validator(model).validate_python(given)
+        parsed = fail_fast_validator(model).validate_python(given)
     except ValidationError as error:
         raise bad_request(route, error) from error
     except Exception as error:  # vLLM's validators raise their own errors
@@ -212,27 +207,6 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
             {"not_implemented": [name[:64] for name in unknown[:64]]},
         )
     return parsed
-
-
-@functools.cache
-def _validator(model: type[BaseModel]) -> SchemaValidator:
-    """Return the validator of one of vLLM's models that stops at the first invalid entry of each list.
-
-    vLLM's own makes an error of each entry for each member of a union: hundreds for an item of the Responses API.
-    """
-    # without the argument, which pydantic's own rebuild of a model sets, the validators of nested models are reused
-    return SchemaValidator(_failing_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
-
-
-def _failing_fast(schema: Any) -> Any:
-    """Return a copy of pydantic's core schema, or of a part of it, with ``fail_fast`` in each collection."""
-    if isinstance(schema, list | tuple):
-        return type(schema)(map(_failing_fast, schema))
-    if not isinstance(schema, dict):
-        return schema
-    copy = {key: value if key in _NO_SCHEMAS else _failing_fast(value) for key, value in schema.items()}
-    # a model's fields are a dict too, and one of them may be named type
-    return copy | {"fail_fast": True} if copy.get("type") in _COLLECTIONS else copy
 
 
 def _without_a_store(body: JsonObject) -> JsonObject:

@@ -472,7 +472,7 @@ class TestSize:
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
     async def test_what_no_context_holds_is_refused_unread(self, chat_http, path, monkeypatch):
         monkeypatch.setattr(pydantic.BaseModel, "model_validate", _unread)
-        monkeypatch.setattr(routes, "_validator", _unread)
+        monkeypatch.setattr(routes, "fail_fast_validator", _unread)
         part = {"type": "text", "text": "a"}
         field = "input" if path == "/v1/responses" else "messages"
         text = [{"role": "user", "content": "a" * (BYTES_PER_TOKEN * 512 + 1)}]
