@@ -21,7 +21,7 @@ from rollout_service.engine.load_statistics import GatewayQueues, autoscaling_st
 from rollout_service.engine.plugin import register
 from rollout_service.engine.progress_reports import ProgressReports
 from rollout_service.engine.session_admission import SessionAdmission
-from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails
+from rollout_service.engine.startup import StartupHeartbeat, says_why_it_fails, wait_until_awake
 from rollout_service.engine.weight_sync import WeightSync
 from rollout_service.errors import EngineFailed, KVCacheUnfit, NotReady, Overloaded, TooEarly
 from rollout_service.fleet.autoscaling import BLOCKED
@@ -81,8 +81,8 @@ class EngineReplica:
         weights, copies = await find_log(config.weights, self._ingest)
         self._config = config.model_copy(update={"weights": weights})
         with StartupHeartbeat(self._replica_id, ingest, config.weights.poll_s, group) as announcement:
-            while config.engine.enable_sleep_mode and not await self._ingest.until_awake():
-                logger.info("the engines are asleep, and this one is started when they wake")
+            if config.engine.enable_sleep_mode:
+                await wait_until_awake(self._ingest)
             share, devices = config.engine.gpu_memory_utilization, ray.get_runtime_context().get_accelerator_ids()
             await wait_for_free_gpus(devices.get("GPU", []), share, announcement.waits_for, self._others_serve)
             choice = starting_choice(config.kv_cache.dtype, model, await self._ingest.kv_cache_choice())

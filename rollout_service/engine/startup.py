@@ -74,6 +74,12 @@ async def report_failed_start(replica_id: str, ingest: IngestCalls, reason: str,
         logger.warning("could not tell the ingest why this replica did not start: %s", error)
 
 
+async def wait_until_awake(ingest: IngestCalls) -> None:
+    """Return once the engines are not asleep."""
+    while not await ingest.until_awake():
+        logger.info("the engines are asleep, and this one is started when they wake")
+
+
 class StartupHeartbeat:
     """Reports to the ingest every ``period_s`` seconds from its own thread, until the ``with`` block ends."""
 
@@ -114,8 +120,7 @@ class StartupHeartbeat:
                 return
             self._takes_memory = False
             await ingest.report(self.status())
-            while not await ingest.until_awake():
-                pass
+            await wait_until_awake(ingest)
 
     def _starting_status(self) -> ReplicaStatus:
         return ReplicaStatus(

@@ -253,9 +253,7 @@ class FleetCoordinator:
 
     async def is_sleeping(self) -> bool:
         """Return True if the engines were put to sleep, and every live one is asleep."""
-        return (
-            self._desired is not None and self._desired.asleep and self.table.all_obey(self._desired.order, asleep=True)
-        )
+        return self._desired is not None and self._desired.asleep and self._is_obeyed(self._desired.order)
 
     async def until_awake(self) -> bool:
         """Return True if engines may allocate memory; waits for that for ``poll_s`` at most."""
@@ -342,10 +340,7 @@ class FleetCoordinator:
         await self._until_obeyed(await self._shielded.run(self._set_control(changed)), asked, timeout_s)
 
     async def _until_obeyed(self, order: str, asked: str, timeout_s: float) -> None:
-        def is_obeyed() -> bool:
-            return self.table.all_obey(order, asleep=bool(self._control.asleep))
-
-        reached = await self._changes.wait(lambda: self._overtaken(order) or is_obeyed(), timeout_s)
+        reached = await self._changes.wait(lambda: self._overtaken(order) or self._is_obeyed(order), timeout_s)
         if self._overtaken(order):
             raise Overtaken(
                 f"before every replica was {asked}, something else was asked for, which holds: GET /v1/fleet says what"
@@ -408,6 +403,9 @@ class FleetCoordinator:
     async def _want_abort(self, number: int) -> None:
         self._desired = self._require_desired().model_copy(update={"abort": number})
         await self._changes.notify()
+
+    def _is_obeyed(self, order: str) -> bool:
+        return self.table.all_obey(order, asleep=bool(self._control.asleep))
 
     def _overtaken(self, order: str) -> bool:
         """Return True if replicas will not obey that order any more. They obey that of ``Control`` after a brief

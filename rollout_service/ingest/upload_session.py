@@ -45,7 +45,7 @@ from rollout_service.protocol.base import NEXT, Failure
 from rollout_service.protocol.upload import BeginUpload, BroadcastSource, SharedMemorySource
 from rollout_service.protocol.weights import UploadTimings, WeightStatus
 from rollout_service.runtime.threads import io_threads
-from rollout_service.store.durable_io import DISK_FULL, no_room, remove_tree
+from rollout_service.store.durable_io import DISK_FULL, PASSING, no_room, read_thrice, remove_tree
 from rollout_service.store.layout import Layout
 from rollout_service.store.manifest import StoredTensor
 from rollout_service.store.staged_file import StagedFile, StagingSpace
@@ -170,7 +170,7 @@ class UploadSession:
         folder, parts = self.folder, self._parts_folder
         try:
             known = read_left_record(parts)
-        except LogCorrupt as error:
+        except (LogCorrupt, OSError) as error:
             logger.warning("what was staged of version %d is dropped: %s", record.begin.version, error)
             known = None
         remove_tree(folder)  # it is rebuilt from the parts
@@ -568,14 +568,14 @@ def parts_folder(folder: Path) -> Path:
 def read_left_record(parts: Path) -> UploadRecord | None:
     """Return the record beside the parts that an earlier ingest received; None: there is none.
 
-    Raises LogCorrupt for a damaged one. Raises LogUnreadable if the disk fails several times: the parts may be sound.
+    Raises LogCorrupt for a damaged one, and OSError for what is no record. Raises LogUnreadable for an error of
+    ``PASSING`` at the third attempt: the parts may be sound.
     """
-    for attempts_left in (2, 1, 0):
-        try:
-            return read_record(parts)
-        except OSError as error:
-            if not attempts_left:
-                raise LogUnreadable(
-                    f"the record of an upload cannot be read: {error}; send the call again, or remove {parts}"
-                ) from error
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        return read_thrice(lambda: read_record(parts), PASSING)
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        raise LogUnreadable(
+            f"the record of an upload cannot be read: {error}; send the call again, or remove {parts}"
+        ) from error

@@ -7,8 +7,9 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import xxhash
 
@@ -18,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers for a full disk."""
+PASSING = frozenset({errno.ESTALE, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Error numbers of reads that may succeed later."""
 _LOCK_POLL_S = 0.05
+_Read = TypeVar("_Read")
 
 
 class WriterLock:
@@ -181,6 +185,17 @@ def read_sealed(path: Path) -> str | None:
     if xxhash.xxh3_128_hexdigest(text.encode()) != digest:
         raise LogCorrupt(f"{path} does not hash to the digest on its last line")
     return text
+
+
+def read_thrice(read: Callable[[], _Read], passing: Collection[int]) -> _Read:
+    """Return the result of ``read``, tried up to three times if its error number is in ``passing``. Raises OSError."""
+    for _ in range(2):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in passing:
+                raise
+    return read()
 
 
 def sync_folder(folder: Path) -> None:

@@ -35,7 +35,14 @@ from rollout_service.protocol.base import Frozen, wrong_fields
 from rollout_service.protocol.fleet import KVCacheChoice, PauseMode
 from rollout_service.protocol.weight_log import Control, Head, Origin
 from rollout_service.runtime.threads import in_threads
-from rollout_service.store.durable_io import make_private, remove_tree, replace_synced, sync_folder, write_synced
+from rollout_service.store.durable_io import (
+    make_private,
+    read_thrice,
+    remove_tree,
+    replace_synced,
+    sync_folder,
+    write_synced,
+)
 from rollout_service.store.manifest import (
     CHUNK_BYTES,
     MANIFEST_FILE,
@@ -213,14 +220,15 @@ class WeightLog:
             label=manifest.label,
             rolled_back_at=rolled_back_at if manifest.rollback_of is None else manifest.version,
         )
-        is_synced = False
         try:
             sync_folder(self.root)
-            is_synced = True
+        except OSError:  # for want of file descriptors, too: LATEST could not be read
+            os.rename(folder, staged)
+            raise
+        try:
             unconfirmed = self._set_head(head)
         except OSError:
-            # without file descriptors LATEST cannot be read, either
-            if not is_synced or self.head() != head:
+            if self.head() != head:
                 os.rename(folder, staged)
                 raise
             unconfirmed = None  # the rename has succeeded nevertheless
@@ -351,15 +359,12 @@ def _read_again(read: Callable[[], _Found], missing: _Found) -> _Found:
 
     NFS returns ESTALE for a file that was replaced while it was opened; the next attempt opens the new one.
     """
-    for attempts_left in (2, 1, 0):
-        try:
-            return read()
-        except (FileNotFoundError, NotADirectoryError):
-            return missing
-        except OSError as error:
-            if error.errno != errno.ESTALE or not attempts_left:
-                raise LogUnreadable(f"the weight log cannot be read: {error}; it is tried again") from error
-    raise AssertionError("the last attempt returns or raises")
+    try:
+        return read_thrice(read, {errno.ESTALE})
+    except (FileNotFoundError, NotADirectoryError):
+        return missing
+    except OSError as error:
+        raise LogUnreadable(f"the weight log cannot be read: {error}; it is tried again") from error
 
 
 def uploads_folder(root: Path) -> Path:

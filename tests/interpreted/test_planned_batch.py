@@ -134,7 +134,7 @@ def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def beside_few(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """The tensor, its codes or scales, and those without a whole block, in order; all take the interpreter seconds."""
+    """Return the tensor, its codes or scales, and those without a whole block: all take the interpreter seconds."""
     codes = name.removesuffix("_scale").removesuffix("_scale_inv")
     kept = (codes, f"{codes}_scale", f"{codes}_scale_inv", "norm", "scalar", "empty", "bias", "last")
     return {each: tensor for each, tensor in tensors.items() if each in kept}

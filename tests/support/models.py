@@ -104,27 +104,18 @@ def config_of(family: str) -> PretrainedConfig:
 
 def make_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     """Save the BF16 model of a family of ``FAMILIES`` in ``folder``, without a tokenizer; returns the folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
+    return _save(FAMILIES[family](), folder, seed)
 
 
 def make_smallest_qwen3(folder: Path) -> Path:
     """Save a BF16 model whose linear layers are one FP8 block each, for Triton's interpreter; returns the folder."""
-    config = Qwen3Config(
-        **{
-            **_SHAPE,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-        },
-        head_dim=64,
-    )
+    smaller = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return _save(Qwen3Config(**(_SHAPE | smaller), head_dim=64), folder)
+
+
+def _save(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -178,13 +178,14 @@ async def test_files_that_cannot_be_read_once_are_no_failure(tmp_path, monkeypat
 
 async def test_copies_that_another_replica_removes_are_no_error(tmp_path, monkeypatch):
     store = AdapterStore(tmp_path)
-    committed(store, "a", 1)
+    adapter = committed(store, "a", 1)
 
     def is_unlocked(folder: Path) -> bool:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
 
     monkeypatch.setattr(adapters_module, "is_unlocked", is_unlocked)
     store.sweep(())
+    assert store.folder(adapter).is_dir()  # the other replica removes it
 
 
 async def test_an_adapter_of_another_base_is_not_used(tmp_path):

@@ -321,12 +321,8 @@ class TestUnreadableVersion:
 
 
 class TestUnreadableParts:
-    @pytest.mark.parametrize(
-        ("name", "why"),
-        [(STAGED_FILE, "cannot be taken up again"), ("", "is not in the log")],
-        ids=["its file", "its folder"],
-    )
-    async def test_an_upload_that_cannot_be_read_is_dropped(self, unreadable, restarted, weights, name, why):
+    @pytest.mark.parametrize("name", [STAGED_FILE, "upload.json", ""], ids=["its file", "its record", "its folder"])
+    async def test_an_upload_that_cannot_be_read_is_dropped(self, unreadable, restarted, weights, name):
         path = unreadable.parent / name
         if path == unreadable.parent:
             shutil.rmtree(path)
@@ -335,7 +331,7 @@ class TestUnreadableParts:
         path.symlink_to(path.name)
         again = await restarted()
         assert [status.version for status in await again.versions()] == [0, 2]
-        with pytest.raises(NotFound, match=why):
+        with pytest.raises(NotFound, match="cannot be taken up again"):
             await again.status(1)
         assert (await Trainer(again).push(1, weights)).state == "committed"
 
@@ -354,19 +350,20 @@ class TestUnreadableParts:
         assert sorted((await (await restarted()).begin(begin_of(1, weights))).digests) == [0, 1, 2]
         assert failures == []
 
-    async def test_parts_whose_record_cannot_be_read_stay(self, restarted, trainer, weights, log):
+    async def test_parts_whose_record_cannot_be_read_stay(self, restarted, trainer, weights, log, monkeypatch):
         await trainer.upload(1, weights, order=[0, 1, 2])
         parts = log.root / "staging" / "1.parts"
-        record, aside = parts / RECORD_FILE, log.root / "aside"
-        record.rename(aside)
-        record.mkdir()
-        again = await restarted()
-        assert [status.version for status in await again.versions()] == [0]
-        with pytest.raises(LogUnreadable, match=f"cannot be read: .*; send the call again, or remove {parts}"):
-            await again.begin(begin_of(1, weights))
-        assert [path.name for path in parts.parent.iterdir()] == ["1.parts"]
-        record.rmdir()
-        aside.rename(record)
+
+        def failing(folder: Path) -> UploadRecord | None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+        with monkeypatch.context() as broken:
+            broken.setattr(upload_session, "read_record", failing)
+            again = await restarted()
+            assert [status.version for status in await again.versions()] == [0]
+            with pytest.raises(LogUnreadable, match=f"cannot be read: .*; send the call again, or remove {parts}"):
+                await again.begin(begin_of(1, weights))
+            assert [path.name for path in parts.parent.iterdir()] == ["1.parts"]
         assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
 
     async def test_a_source_that_cannot_be_read_any_more_is_dropped(self, model, tmp_path, weights, monkeypatch):
