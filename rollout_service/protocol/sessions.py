@@ -1,11 +1,13 @@
 """Sessions: the conversation of an agent with the model, as the tokens that the model read and sampled."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
-from rollout_service.protocol.base import Frozen, Received
+from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.rollout import FinishReason, Span
 
 SESSION_NAME = r"^[A-Za-z0-9._:-]+$"
@@ -15,7 +17,7 @@ Message = dict[str, Any]
 """A message of OpenAI's chat API: ``role``, ``content``, ``tool_calls`` …"""
 
 
-class OpenSession(Received):
+class OpenSession(Frozen):
     """A trainer's request for a session, before an agent uses it."""
 
     session_id: str | None = Field(default=None, max_length=256, pattern=SESSION_NAME)
@@ -82,23 +84,80 @@ class Session(Frozen):
     paths: tuple[tuple[int, ...], ...]
     """The branches as indices of turns: from a first turn to each turn that no other continues."""
 
-    @classmethod
-    def of(cls, session_id: str, turns: Sequence[Turn]) -> "Session":
-        """Build a session and its paths."""
-        continued = {turn.parent for turn in turns}
-        leaves = (turn for turn in turns if turn.index not in continued)
-        return cls(session_id=session_id, turns=tuple(turns), paths=tuple(_path(turns, leaf) for leaf in leaves))
-
     def branches(self) -> list[tuple[Turn, ...]]:
         """Return the turns of each path."""
         return [tuple(self.turns[index] for index in path) for path in self.paths]
 
 
-def _path(turns: Sequence[Turn], leaf: Turn) -> tuple[int, ...]:
-    path = [leaf.index]
-    while (parent := turns[path[-1]].parent) is not None:
-        path.append(parent)
-    return tuple(reversed(path))
+@dataclass(frozen=True, slots=True)
+class CompactTurn:
+    """A turn as the session store keeps it. The part of its prompt that another turn keeps is not stored again."""
+
+    parent: int | None
+    """See ``Turn``."""
+    prefix: int | None
+    """Index of the turn whose prompt and reply begin this prompt. None: ``prompt`` is complete."""
+    prompt: "array[int]"
+    token_ids: "array[int]"
+    logprobs: "array[float]"
+    others: bytes
+    """All other fields of the turn, as JSON."""
+    stop_reason: int | str | None
+    nbytes: int
+
+    @classmethod
+    def of(cls, turn: Turn, prefix: int | None, prompt: "array[int]", new_tokens: int) -> "CompactTurn":
+        """Return a turn in compact form. ``new_tokens``: the number of prompt tokens that no other turn stores."""
+        return cls(
+            parent=turn.parent,
+            prefix=prefix,
+            prompt=prompt,
+            token_ids=array("i", turn.token_ids),
+            logprobs=array("d", turn.logprobs),
+            others=turn.without_tokens(),
+            stop_reason=turn.stop_reason,
+            nbytes=turn.nbytes - (len(turn.prompt_token_ids) - new_tokens) * prompt.itemsize,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """The turns of a session at one moment. Later turns, or the session's end, do not change it."""
+
+    turns: tuple[CompactTurn, ...]
+
+    def turn(self, index: int) -> Turn:
+        """Return a turn in its original form, with its whole prompt."""
+        compact = self.turns[index]
+        tokens = {
+            "index": index,
+            "prompt_token_ids": tuple(tokens_before(self.turns, index)),
+            "token_ids": tuple(compact.token_ids),
+            "logprobs": tuple(compact.logprobs),
+        }
+        return Turn.model_validate_json(compact.others).model_copy(update=tokens)
+
+    def paths(self) -> Iterator[tuple[int, ...]]:
+        """Yield each path; see ``Session``."""
+        continued = {turn.parent for turn in self.turns}
+        for leaf in range(len(self.turns)):
+            if leaf not in continued:
+                path = [leaf]
+                while (parent := self.turns[path[-1]].parent) is not None:
+                    path.append(parent)
+                yield tuple(reversed(path))
+
+
+def tokens_before(turns: Sequence[CompactTurn], index: int) -> "array[int]":
+    """Return the whole prompt of a turn, as token ids."""
+    parts = [turns[index].prompt]
+    while (prefix := turns[index].prefix) is not None:
+        index = prefix
+        parts += [turns[index].token_ids, turns[index].prompt]
+    tokens = array("i")
+    for part in reversed(parts):
+        tokens.extend(part)
+    return tokens
 
 
 class Prefix(Frozen):

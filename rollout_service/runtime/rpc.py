@@ -34,7 +34,7 @@ from rollout_service.protocol.mismatch import MismatchReceipt, MismatchTable, Su
 from rollout_service.protocol.progress import ProgressAsk, ProgressReply
 from rollout_service.protocol.rollout import OnAbort, Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
+from rollout_service.protocol.sessions import Message, OpenSession, Prefix, SessionSnapshot, Turn
 from rollout_service.protocol.state import ServiceState
 from rollout_service.protocol.upload import (
     Announcement,
@@ -152,7 +152,7 @@ class SessionCalls(Protocol):
         self, session_id: str, messages: Sequence[Message], context: object, turns: Sequence[Turn]
     ) -> None: ...
     async def end_turn(self, session_id: str) -> None: ...
-    async def get(self, session_id: str) -> Session: ...
+    async def get(self, session_id: str) -> SessionSnapshot: ...
     async def close(self, session_id: str) -> None: ...
 
 

@@ -10,7 +10,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
-from rollout_service.protocol.sessions import Message, OpenSession, Prefix, Session, Turn
+from rollout_service.protocol.sessions import (
+    CompactTurn,
+    Message,
+    OpenSession,
+    Prefix,
+    SessionSnapshot,
+    Turn,
+    tokens_before,
+)
 from rollout_service.runtime.rpc import SessionCalls
 from rollout_service.sessions.conversation import keys_of, keys_with
 
@@ -24,39 +32,11 @@ _EXPIRE_IDLE_S = 60.0
 """Time in seconds after which expired sessions are dropped if no call comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A turn in compact form. The part of its prompt that repeats its parent's prompt and reply is not stored again."""
-
-    parent: int | None
-    """Index of the turn whose prompt and reply begin this prompt. None: ``prompt`` is complete."""
-    prompt: "array[int]"
-    token_ids: "array[int]"
-    logprobs: "array[float]"
-    others: bytes
-    """All other fields of the turn, as JSON."""
-    stop_reason: int | str | None
-    nbytes: int
-
-    @classmethod
-    def of(cls, turn: Turn, parent: int | None, prompt: "array[int]", new_tokens: int) -> "_Kept":
-        """Return a turn in compact form. ``new_tokens``: the number of prompt tokens that no other turn stores."""
-        return cls(
-            parent=parent,
-            prompt=prompt,
-            token_ids=array("i", turn.token_ids),
-            logprobs=array("d", turn.logprobs),
-            others=turn.without_tokens(),
-            stop_reason=turn.stop_reason,
-            nbytes=turn.nbytes - (len(turn.prompt_token_ids) - new_tokens) * prompt.itemsize,
-        )
-
-
 @dataclass
 class _Open:
     ttl_s: float
     touched: float
-    turns: list[_Kept] = field(default_factory=list)
+    turns: list[CompactTurn] = field(default_factory=list)
     by_conversation: dict[str, int] = field(default_factory=dict)
     """The key of the conversation up to and including a turn's reply, mapped to the turn's index."""
     nbytes: int = 0
@@ -67,45 +47,23 @@ class _Open:
         """Return True if the last turn ended ``ttl_s`` ago. A turn may wait and run for longer than that."""
         return now - self.touched > (max(self.ttl_s, _MAX_TURN_S) if self.running else self.ttl_s)
 
-    def kept(self, turns: Sequence[Turn]) -> list[_Kept]:
+    def kept(self, turns: Sequence[Turn]) -> list[CompactTurn]:
         """Return the choices of one reply in compact form. Choices with the same prompt object share its array."""
-        kept: list[_Kept] = []
+        kept: list[CompactTurn] = []
         for _, choices in groupby(turns, lambda turn: (id(turn.prompt_token_ids), turn.parent)):
             first, *others = choices
-            parent, prompt = self._new_prompt(first)
-            kept.append(_Kept.of(first, parent, prompt, len(prompt)))
-            kept += (_Kept.of(turn, parent, prompt, 0) for turn in others)
+            prefix, prompt = self._new_prompt(first)
+            kept.append(CompactTurn.of(first, prefix, prompt, len(prompt)))
+            kept += (CompactTurn.of(turn, prefix, prompt, 0) for turn in others)
         return kept
 
     def _new_prompt(self, turn: Turn) -> "tuple[int | None, array[int]]":
-        """Return ``parent`` and ``prompt`` of a turn's compact form."""
+        """Return ``prefix`` and ``prompt`` of a turn's compact form."""
         prompt, parent = array("i", turn.prompt_token_ids), turn.parent
         if parent is None:
             return None, prompt
-        shared = self.tokens_before(parent) + self.turns[parent].token_ids
+        shared = tokens_before(self.turns, parent) + self.turns[parent].token_ids
         return (parent, prompt[len(shared) :]) if prompt[: len(shared)] == shared else (None, prompt)
-
-    def tokens_before(self, index: int) -> "array[int]":
-        """Return the complete prompt of a turn, as token ids."""
-        parts = [self.turns[index].prompt]
-        while (parent := self.turns[index].parent) is not None:
-            index = parent
-            parts += [self.turns[index].token_ids, self.turns[index].prompt]
-        tokens = array("i")
-        for part in reversed(parts):
-            tokens.extend(part)
-        return tokens
-
-    def turn(self, index: int) -> Turn:
-        """Return a turn in its original form."""
-        kept = self.turns[index]
-        tokens = {
-            "index": index,
-            "prompt_token_ids": tuple(self.tokens_before(index)),
-            "token_ids": tuple(kept.token_ids),
-            "logprobs": tuple(kept.logprobs),
-        }
-        return Turn.model_validate_json(kept.others).model_copy(update=tokens)
 
 
 class SessionStore:
@@ -165,7 +123,7 @@ class SessionStore:
             return None
         count, index = longest
         kept = found.turns[index]
-        tokens = tuple(found.tokens_before(index) + kept.token_ids)
+        tokens = tuple(tokens_before(found.turns, index) + kept.token_ids)
         return Prefix(turn=index, messages=count, token_ids=tokens, stop_reason=kept.stop_reason)
 
     async def end_turn(self, session_id: str) -> None:
@@ -185,13 +143,9 @@ class SessionStore:
         found.nbytes += nbytes
         self._nbytes += nbytes
 
-    async def get(self, session_id: str) -> Session:
-        """Return the session with all its turns. Raises NotFound."""
-        found, turns = self._session(session_id), list[Turn]()
-        for index in range(len(found.turns)):
-            turns.append(found.turn(index))
-            await asyncio.sleep(0)  # each has its whole prompt: together they may hold up other requests for seconds
-        return Session.of(session_id, turns)
+    async def get(self, session_id: str) -> SessionSnapshot:
+        """Return the turns so far. Raises NotFound."""
+        return SessionSnapshot(tuple(self._session(session_id).turns))
 
     async def close(self, session_id: str) -> None:
         """Delete a session. Raises NotFound."""

@@ -1,6 +1,7 @@
 """Session routes: an agent chats at its own URL, and a trainer reads the tokens that the model read and sampled."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -39,11 +40,14 @@ async def read_session(session_id: SessionName, services: Here) -> Response:
     session = await services.sessions.get(session_id)
 
     async def parts() -> AsyncIterator[str]:
-        # turn by turn: a long session as a whole would hold up other requests for seconds
-        about = session.model_dump_json(exclude={"turns"})
-        yield f'{about[:-1]},"turns":['
-        for turn in session.turns:
-            yield turn.model_dump_json() if turn.index == 0 else f",{turn.model_dump_json()}"
+        # one at a time: each turn has its whole prompt, and each path the one before almost whole
+        yield f'{{"session_id":{json.dumps(session_id)},"paths":['
+        for number, path in enumerate(session.paths()):
+            yield f"{',' if number else ''}{json.dumps(path, separators=(',', ':'))}"
+            await asyncio.sleep(0)
+        yield '],"turns":['
+        for index in range(len(session.turns)):
+            yield f"{',' if index else ''}{session.turn(index).model_dump_json()}"
             await asyncio.sleep(0)
         yield "]}"
 

@@ -1,7 +1,8 @@
 """Sessions over HTTP: agents with unchanged SDKs, and the tokens that a trainer reads afterwards."""
 
 import asyncio
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,19 +11,23 @@ import httpx
 import httpx2
 import openai
 import pytest
+from fastapi.responses import StreamingResponse
 
 from rollout_service.client import RolloutClient, SyncRolloutClient
 from rollout_service.errors import NotFound, Overloaded, VersionConflict
+from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.openai.exchange import SessionTurn
+from rollout_service.gateway.openai.sessions import read_session
 from rollout_service.model.tiny import BOS, EOS, VOCABULARY
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import GenerateCall
-from rollout_service.protocol.sessions import OpenSession, Turn
+from rollout_service.protocol.sessions import OpenSession, Session, Turn
 from rollout_service.sessions.store import SessionStore
 from tests.support.clock import Clock
 from tests.unit.client.service import Service, serving_in_a_thread
 from tests.unit.gateway.chats import HELLO, PROMPT, TOOL, URL, ids
+from tests.unit.sessions.test_store import turn as turn_of
 
 END, UNSPOKEN = VOCABULARY.index(EOS), VOCABULARY.index(BOS)
 NEXT = "\nuser: more\nassistant: "
@@ -262,6 +267,65 @@ async def test_choices_are_recorded_with_one_prompt_object():
     await turn.end([rollout], [{"role": "assistant", "content": text} for text in "abc"])
     assert [each.message["content"] for each in made] == ["a", "b", "c"]
     assert all(each.prompt_token_ids is rollout.prompt_token_ids for each in made)
+
+
+async def session_of(services: Services, *turns: Turn) -> str:
+    name = await services.sessions.open(OpenSession())
+    for each in turns:
+        await services.sessions.add(name, HELLO, None, [each])
+    return name
+
+
+async def parts_of(services: Services, name: str) -> AsyncIterator[str]:
+    """Yield the parts of the reply to a trainer that reads the session."""
+    reply = await read_session(name, services)
+    assert isinstance(reply, StreamingResponse)
+    async for part in reply.body_iterator:
+        assert isinstance(part, str)
+        yield part
+
+
+async def test_a_session_is_read_as_it_was_at_the_request(services):
+    name = await session_of(services, turn_of("a"), turn_of("b", (1, 97, 7), parent=0), turn_of("c", (5,), parent=0))
+    parts = parts_of(services, name)
+    text = await anext(parts)
+    await services.sessions.add(name, HELLO, None, [turn_of("d", parent=1)])
+    await services.sessions.close(name)
+    text += "".join([part async for part in parts])
+    session = Session.model_validate_json(text)
+    assert session.paths == ((0, 1), (0, 2)) and [each.index for each in session.turns] == [0, 1, 2]
+    about, turns = session.model_dump_json(exclude={"turns"}), [each.model_dump_json() for each in session.turns]
+    assert text == f'{about[:-1]},"turns":[{",".join(turns)}]}}'
+    assert session.branches() == [(session.turns[0], session.turns[leaf]) for leaf in (1, 2)]
+
+
+async def test_other_requests_are_answered_while_a_session_is_read(services):
+    name, ticks = await session_of(services, turn_of("a"), turn_of("b"), turn_of("c")), 0
+
+    async def read() -> list[str]:
+        return [part async for part in parts_of(services, name)]
+
+    reading = asyncio.create_task(read())
+    while not reading.done():
+        await asyncio.sleep(0)
+        ticks += 1
+    assert ticks >= 2 * 3  # each path and each turn
+
+
+async def test_reading_a_session_does_not_hold_its_reply(services):
+    """Each prompt is a prefix of the next: together they are many times what the store keeps."""
+    turns, prompt = list[Turn](), tuple[int, ...]((1,))
+    for index in range(128):
+        turns.append(turn_of("\U00010000" * 32, prompt, parent=index - 1 if index else None))
+        prompt = (*prompt, *turns[-1].token_ids)
+    name = await session_of(services, *turns)
+    tracemalloc.start()
+    try:
+        size = sum([len(part) async for part in parts_of(services, name)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 2
 
 
 async def test_a_session_ends_when_it_is_deleted(chat_http, session):

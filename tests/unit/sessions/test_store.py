@@ -1,6 +1,7 @@
 """Open sessions: the tree of their turns, their bounds and their end."""
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ async def test_changed_history_begins_a_branch_where_it_changed():
     assert changed is not None and (changed.turn, changed.messages) == (0, 2)
     assert await sessions.prefix("s", [USER, said("AB"), USER], None) is None
     await sessions.add("s", [USER, said("ab"), USER, said("C"), USER], None, [turn("d", parent=0)])
-    assert [[t.index for t in branch] for branch in (await sessions.get("s")).branches()] == [[0, 1], [0, 2]]
+    assert list((await sessions.get("s")).paths()) == [(0, 1), (0, 2)]
 
 
 async def test_each_choice_of_a_reply_can_be_continued():
@@ -116,9 +117,10 @@ async def test_texts_and_tokens_count_and_a_shared_prompt_counts_once():
     sessions = await store()
     for each in (long, going_on, other):
         await sessions.add("s", [USER], None, [each])
-    assert (await sessions.get("s")).turns == tuple(
-        each.model_copy(update={"index": index}) for index, each in enumerate([long, going_on, other])
-    )
+    read = await sessions.get("s")
+    for index, each in enumerate([long, going_on, other]):
+        assert read.turn(index) == each.model_copy(update={"index": index})
+    assert list(read.paths()) == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("parent", [None, 0])
@@ -132,7 +134,8 @@ async def test_choices_of_a_reply_share_its_prompt(parent):
     await sessions.add("s", [USER], None, choices)
     new_tokens = len(prompt) if parent is None else 1000
     assert sessions.nbytes - first.nbytes == alone - 2 * 4 * new_tokens
-    assert [each.prompt_token_ids for each in (await sessions.get("s")).turns[1:]] == [prompt] * 3
+    read = await sessions.get("s")
+    assert [read.turn(index).prompt_token_ids for index in (1, 2, 3)] == [prompt] * 3
 
 
 async def test_turns_of_expired_sessions_make_room():
@@ -168,15 +171,16 @@ def test_sessions_expire_though_no_call_comes():
     run_in_virtual_time(program())
 
 
-async def test_other_requests_are_answered_while_a_session_is_read():
-    sessions, ticks = await store(), 0
-    for text in "abc":
-        await sessions.add("s", [USER], None, [turn(text)])
-    reading = asyncio.create_task(sessions.get("s"))
-    while not reading.done():
-        await asyncio.sleep(0)
-        ticks += 1
-    assert ticks >= len(reading.result().turns) == 3
+async def test_gateways_get_shared_tokens_of_a_session_once():
+    sessions, prompt = await store(), tuple[int, ...]((1,))
+    for index in range(64):
+        each = turn("a" * 64, prompt, parent=index - 1 if index else None)
+        await sessions.add("s", [USER], None, [each])
+        prompt = (*prompt, *each.token_ids)
+    sent = pickle.dumps(await sessions.get("s"))
+    assert len(sent) < sessions.nbytes
+    received = pickle.loads(sent)
+    assert received.turn(63).prompt_token_ids == (1, *[97] * 64 * 63) and received == await sessions.get("s")
 
 
 @pytest.mark.parametrize("call", ["prefix", "add"])
