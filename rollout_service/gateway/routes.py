@@ -1,7 +1,7 @@
 """Route classes: open routes, and guarded routes that need authorization.
 
-Both limit the size of a request's body and parse its JSON before FastAPI does, so that errors name the field. A guarded
-route authorizes the caller before it reads the body.
+Both limit the size of a request's body, parse its JSON and validate it before FastAPI does, so that errors are few and
+name the field. A guarded route authorizes the caller before it reads the body.
 """
 
 import json
@@ -11,9 +11,10 @@ from typing import Any, ClassVar, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.errors import (
     Forbidden,
     InvalidRequest,
@@ -57,7 +58,10 @@ class OpenRoute(APIRoute):
             if self.body_field is not None:
                 body = await read_body(request, self.body_bytes)
                 self.check_body(request, body)
-                request = _ReadRequest(request, body, _parse(request, body) if body else None)
+                value = _parse(request, body) if body else None
+                if isinstance(value, dict):
+                    value = _validate(request, self.body_field.field_info.annotation, value)
+                request = _ReadRequest(request, body, value)
             return await handle(request)
 
         return handle_checked
@@ -102,7 +106,7 @@ class GuardedRoute(OpenRoute):
 
 
 class _ReadRequest(Request):
-    """A request whose body has been read."""
+    """A request whose body has been read. FastAPI takes an instance of the route's model as it is."""
 
     def __init__(self, request: Request, body: bytes, value: object) -> None:
         super().__init__(request.scope, request.receive)
@@ -179,6 +183,13 @@ def _parse(request: Request, body: bytes) -> object:
     except ValueError as error:  # Python limits the digits of an integer
         _refuse_body(request, f"has a number that is too long ({error})", error)
     return value
+
+
+def _validate(request: Request, model: Any, value: dict[str, object]) -> object:
+    try:
+        return fail_fast_validator(model).validate_python(value)
+    except ValidationError as error:
+        raise validation_error(_name(request), error.errors(include_url=False)) from error
 
 
 def _refuse_body(request: Request, problem: str, error: Exception) -> NoReturn:

@@ -33,6 +33,7 @@ from typing import NamedTuple, Protocol, TypeVar, get_args
 
 from pydantic import ValidationError
 
+from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.errors import (
     CommitTimeout,
     InsufficientStorage,
@@ -266,7 +267,7 @@ class WeightTransfer:
         if isinstance(announced, list) and len(announced) == 1:
             (announced,) = announced
         try:
-            tensors = TensorsToCome.model_validate(announced)
+            tensors: TensorsToCome = fail_fast_validator(TensorsToCome).validate_python(announced)
             if (largest := max(self._sizes(tensors), default=0)) <= self._versions.largest_tensor_bytes:
                 return tensors
             refused: RolloutServiceError = InvalidRequest(

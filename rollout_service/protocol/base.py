@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 MAX_VERSION = 2**53 - 1
 """The largest weight version. JSON readers and metrics hold numbers as doubles, which are exact up to here (RFC 8259,
@@ -28,29 +28,6 @@ class Frozen(BaseModel):
         for name in copy.__dict__.keys() - type(self).model_fields:
             del copy.__dict__[name]
         return copy
-
-
-class Received(Frozen):
-    """Base class of what any client may send: more than a few unknown fields are one error.
-
-    pydantic would make an error of each, and a body has room for a million. ``Frozen`` does not check this: the check
-    doubles the time to parse a long rollout's JSON, and a strict model would then refuse JSON's lists.
-    """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_are_unknown(cls, data: object) -> object:
-        # pydantic calls this after the subclass's validators of this mode, which may remove names
-        if not isinstance(data, dict) or len(data) <= FEW:
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = [name for name in data if name not in known]
-        if len(unknown) > FEW:
-            raise ValueError(
-                f"{len(unknown)} names are no fields here, or not implemented: leave out "
-                f"{', '.join(name[:64] for name in unknown[:FEW])} and the rest"
-            )
-        return data
 
 
 WeightVersion = Annotated[int, Field(ge=0, le=MAX_VERSION)]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, model_validator
 
 from rollout_service.errors import InvalidRequest
-from rollout_service.protocol.base import KnownVersion, Received, WeightVersion
+from rollout_service.protocol.base import Frozen, KnownVersion, WeightVersion
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, OnAbort, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
@@ -16,7 +16,7 @@ TokenIds = Annotated[tuple[StrictInt, ...], Field(fail_fast=True)]
 ModelName = Annotated[str, Field(max_length=1024)]
 
 
-class WantedVersion(Received):
+class WantedVersion(Frozen):
     """The weight version that may answer, as miles's contract for external rollout services names it.
 
     Both fields take a number or a label. If no replica qualifies, the request fails with 409 and ``Retry-After``.
@@ -35,7 +35,7 @@ class WantedVersion(Received):
         return self
 
 
-class RolloutOptions(Received):
+class RolloutOptions(Frozen):
     """Options that both data routes share: which replica and which weight versions may answer, and how."""
 
     request_id: str | None = Field(default=None, min_length=1, max_length=256)
@@ -106,7 +106,7 @@ class RolloutOptions(Received):
         return RolloutOptions(**{**fields, "session_id": self.session_id or session_header or None})
 
 
-class StreamOptions(Received):
+class StreamOptions(Frozen):
     """OpenAI's and vLLM's options of a request with ``stream``."""
 
     include_usage: bool | None = False

@@ -1,5 +1,7 @@
 """Body of ``POST /v1/mismatch``, sent by trainers. Needs only pydantic: client and service share it."""
 
+from typing import Annotated
+
 from pydantic import ConfigDict, Field, model_validator
 
 from rollout_service.protocol.base import Frozen
@@ -14,18 +16,18 @@ class ReportedCompletion(Frozen):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    trainer_logprobs: list[float]
-    rollout_logprobs: list[float]
-    spans: tuple[Span, ...]
+    trainer_logprobs: list[float] = Field(fail_fast=True)
+    rollout_logprobs: list[float] = Field(fail_fast=True)
+    spans: tuple[Span, ...] = Field(fail_fast=True)
     """The version and replica that sampled each range of tokens; the ranges cover all tokens."""
-    mask: list[bool] | None = None
+    mask: Annotated[list[bool], Field(fail_fast=True)] | None = None
     """Tokens to count; None: all. Values at other tokens have no influence."""
 
 
 class ReportedRollout(Frozen):
     """The completions of one rollout."""
 
-    completions: tuple[ReportedCompletion, ...]
+    completions: tuple[ReportedCompletion, ...] = Field(fail_fast=True)
     replica_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The ``replica_id`` of the rollout's reply, for spans without one. Required unless all spans have one."""
     truncated_sampling: bool = False
@@ -45,6 +47,6 @@ class ReportedRollout(Frozen):
 class MismatchReport(Frozen):
     """The body of one report."""
 
-    rollouts: tuple[ReportedRollout, ...] = Field(min_length=1)
+    rollouts: tuple[ReportedRollout, ...] = Field(min_length=1, fail_fast=True)
     report_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Name of the report; repeated reports of one name count once. None: the report is not sent again."""

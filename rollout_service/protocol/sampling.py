@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_service.protocol.adapters import WantedAdapter
-from rollout_service.protocol.base import Frozen, Received, WeightVersion
+from rollout_service.protocol.base import Frozen, WeightVersion
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MOST_COMPLETIONS = 4096
@@ -29,7 +29,7 @@ StopTokens = Annotated[tuple[int, ...], Field(max_length=64, fail_fast=True)]
 ends of sequence, and crashes on more."""
 
 
-class StructuredOutputs(Received):
+class StructuredOutputs(Frozen):
     """A constraint on the structure of a completion, under vLLM's names; exactly one field is set.
 
     Tokens that would violate it are masked in each decode step. An interrupted completion starts anew, because vLLM
@@ -99,7 +99,7 @@ def _nullable(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, field in model.model_fields.items() if type(None) in get_args(field.annotation))
 
 
-class CommonSampling(Received):
+class CommonSampling(Frozen):
     """Sampling parameters that every data route takes under vLLM's names and in vLLM's form."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
@@ -195,7 +195,7 @@ class CommonSampling(Received):
         return self
 
 
-class ExtraArgs(Received):
+class ExtraArgs(Frozen):
     """Arguments that other servers add to vLLM's sampling parameters."""
 
     prl_compact_logprobs: bool = False

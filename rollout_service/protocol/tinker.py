@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_service.errors import InvalidRequest
 from rollout_service.protocol.adapters import read_adapter_name
-from rollout_service.protocol.base import Received
+from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.generate import TokenIds
 from rollout_service.protocol.sampling import MOST_COMPLETIONS, Sampling, Scoring
 
@@ -24,7 +24,7 @@ class Ignored(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class CreateSamplingSession(Received):
+class CreateSamplingSession(Frozen):
     """Body of ``POST /api/v1/create_sampling_session``."""
 
     session_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -58,7 +58,7 @@ def adapter_of(sampler_id: str) -> str | None:
     return sampler_id.partition("~")[2] or None
 
 
-class Chunk(Received):
+class Chunk(Frozen):
     """Tokens of a prompt."""
 
     tokens: TokenIds
@@ -66,7 +66,7 @@ class Chunk(Received):
     """Images and audio are refused."""
 
 
-class ModelInput(Received):
+class ModelInput(Frozen):
     """A prompt."""
 
     chunks: Annotated[tuple[Chunk, ...], Field(fail_fast=True)]
@@ -77,7 +77,7 @@ class ModelInput(Received):
         return tuple(token for chunk in self.chunks for token in chunk.tokens)
 
 
-class SamplingParams(Received):
+class SamplingParams(Frozen):
     """Tinker's sampling parameters."""
 
     max_tokens: int | None = None
@@ -107,7 +107,7 @@ class SamplingParams(Received):
         )
 
 
-class Tensor(Received):
+class Tensor(Frozen):
     """A matrix of token ids, dense or as CSR."""
 
     data: TokenIds
@@ -131,7 +131,7 @@ class Tensor(Received):
         return [tuple(each for each in row if each != -1) for row in found]
 
 
-class Sample(Received):
+class Sample(Frozen):
     """Body of ``POST /api/v1/asample``."""
 
     sampling_session_id: Id

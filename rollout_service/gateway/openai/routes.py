@@ -7,7 +7,7 @@ This service adds fields to each reply: ``weight_versions`` of each choice in vL
 """
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from itertools import chain
 from typing import Annotated, Any, Protocol, cast
@@ -45,6 +45,7 @@ IDLE = frozenset(
             "store",
         ),
         *("cache_control", "context_management", "inference_geo"),
+        *("stream_options.include_obfuscation", "thinking.block_binding"),
     }
 )
 """Fields for other servers that change no token: accounting, cache hints, NVIDIA Dynamo's hints, and message edits that
@@ -138,6 +139,7 @@ def add_routes(
 async def count_tokens(request: Request, services: Here, body: JsonObject = Body()) -> Response:
     """Count the tokens of Anthropic's messages."""
     serving, vllm = await _serving(services)
+    _refuse_of_anthropics(body)
     parsed = _parse(vllm.AnthropicCountTokensRequest, body, request, services)
     current.set(exchange := Exchange())
     reply = await _answer(serving.messages.count_tokens(parsed, request), exchange)
@@ -197,9 +199,7 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
                 )
             # vLLM limits a length to the rest of the context, but refuses one above the whole context
             parsed = parsed.model_copy(update={name: min(asked, services.max_model_len)})
-    known = {name for field, of in model.model_fields.items() for name in (field, of.alias)}
-    extra = {name for name, value in body.items() if value is not None} - known
-    unknown = sorted(extra - IDLE - set(OURS) - _STOPS)
+    unknown = sorted({*_unknown_names(body, parsed)} - IDLE - set(OURS) - _STOPS)
     if unknown:
         raise BadRequest(
             f"{route}: {', '.join(name[:64] for name in unknown[:8])}: not a field here, or not implemented: leave it "
@@ -207,6 +207,20 @@ def _parse(model: type[BaseModel], body: JsonObject, request: Request, services:
             {"not_implemented": [name[:64] for name in unknown[:64]]},
         )
     return parsed
+
+
+def _unknown_names(given: JsonObject, parsed: BaseModel, inside: str = "") -> Iterator[str]:
+    """Yield the names of the request, and of option objects in it, that vLLM's classes do not define.
+
+    Lists are not searched: agents send back what other servers added to messages and tools.
+    """
+    fields = {name: field for field, of in type(parsed).model_fields.items() for name in (field, of.alias)}
+    for name, value in given.items():
+        if name not in fields:
+            if value is not None:
+                yield inside + name
+        elif isinstance(value, dict) and isinstance(option := vars(parsed).get(fields[name]), BaseModel):
+            yield from _unknown_names(value, option, f"{inside}{name}.")
 
 
 def _without_a_store(body: JsonObject) -> JsonObject:
@@ -335,7 +349,8 @@ async def _begin(exchange: Exchange, body: JsonObject, request: Request, service
     if len(request.headers.get("X-Request-Id", "")) > _MAX_REQUEST_ID:
         raise BadRequest(f"{route}: X-Request-Id has more than {_MAX_REQUEST_ID} characters: shorten it")
     try:
-        given = _Bounded.model_validate({name: body[name] for name in _Bounded.model_fields if name in body})
+        asked = {name: body[name] for name in _Bounded.model_fields if name in body}
+        given: _Bounded = fail_fast_validator(_Bounded).validate_python(asked)
     except ValidationError as error:
         raise bad_request(route, error) from error
     if given.routed_experts_prompt_start is not None and services.returns_experts:

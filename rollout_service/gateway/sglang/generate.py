@@ -10,7 +10,7 @@ from rollout_service.gateway.dependencies import Here, Services
 from rollout_service.gateway.generate import spans
 from rollout_service.gateway.prompts import DATA_ERRORS, check_prompts, read_prompts, roll_out_all, text_of
 from rollout_service.gateway.sglang.replies import DataRoute
-from rollout_service.protocol.base import FEW, Frozen, Received
+from rollout_service.protocol.base import FEW, Frozen
 from rollout_service.protocol.generate import RolloutOptions, TokenIds, WantedVersion
 from rollout_service.protocol.rollout import Completion, Rollout
 from rollout_service.protocol.sampling import (
@@ -38,7 +38,7 @@ RoutingKey = Annotated[str | None, Header(alias="X-SMG-Routing-Key", max_length=
 """Header in which slime sends the session id."""
 
 
-class SamplingParams(Received):
+class SamplingParams(Frozen):
     """SGLang's sampling parameters with its defaults. Unknown ones are refused by name."""
 
     n: int = Field(default=1, ge=1, le=MOST_COMPLETIONS)
@@ -83,7 +83,7 @@ class SamplingParams(Received):
         return self
 
 
-class SglangGenerate(Received):
+class SglangGenerate(Frozen):
     """One prompt or several. Unknown fields are refused by name."""
 
     input_ids: TokenIds | Annotated[tuple[TokenIds, ...], Field(fail_fast=True)] | None = None

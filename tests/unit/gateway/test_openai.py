@@ -112,6 +112,12 @@ class TestRefusals:
             ("messages", [], "conversation"),
             ("extra_body", {"top_k": 5}, "extra_body is no field of a request"),
             ("length_penalty", 2.0, "length_penalty is of beam search"),
+            ("response_format", {"type": "json_object", "schema": {}}, "response_format.schema: not a field"),
+            (
+                "response_format",
+                {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "examples": []}},
+                "response_format.json_schema.examples",
+            ),
         ],
     )
     async def test_what_is_not_implemented_is_a_400_by_name(self, chat_http, scripted, field, value, named):
@@ -119,6 +125,30 @@ class TestRefusals:
         reply = await chat_http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
         assert not scripted.calls
+
+    async def test_an_unknown_option_of_a_stream_is_refused(self, chat_http, scripted):
+        body = {"model": "tiny", "messages": HELLO, "stream": True}
+        known = {"include_usage": True, "include_obfuscation": False}
+        reply = await chat_http.post("/v1/chat/completions", json={**body, "stream_options": known | {"other": None}})
+        assert reply.status_code == 200, reply.text
+        scripted.calls.clear()
+        reply = await chat_http.post("/v1/chat/completions", json={**body, "stream_options": known | {"chunks": 2}})
+        assert reply.status_code == 400 and reply.json()["error"]["detail"]["not_implemented"] == [
+            "stream_options.chunks"
+        ]
+        assert not scripted.calls
+
+    async def test_what_agents_add_to_messages_and_tools_is_taken(self, chat_http, scripted):
+        cached = {"cache_control": {"type": "ephemeral"}}
+        said = {"role": "assistant", "content": "a", "annotations": [], "refusal": None, "audio": None, **cached}
+        function = TOOL["function"] | {"strict": None, **cached}
+        body = {
+            "model": "tiny",
+            "messages": [*HELLO, said, *HELLO],
+            "tools": [{**TOOL, "function": function, **cached}],
+        }
+        reply = await chat_http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200 and len(scripted.calls) == 1, reply.text
 
     async def test_a_body_of_nothing_is_a_400(self, chat_http):
         for path in ("chat/completions", "responses", "messages", "messages/count_tokens"):
@@ -408,6 +438,9 @@ class TestMessages:
             ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management"),
             ("min_weight_version", -1, "min_weight_version"),
             ("mcp_servers", [{"name": "x"}], "mcp_servers"),
+            ("thinking", {"type": "adaptive", "depth": 3}, "thinking.depth"),
+            ("output_config", {"effort": "low", "task_budget": {"total": 9}}, "output_config.task_budget"),
+            ("tool_choice", {"type": "auto", "max_uses": 1}, "tool_choice.max_uses"),
             ("messages", tool_result({"type": "document", "source": {}}), "a tool_result with document"),
             ("messages", tool_result({"type": "text", "text": "a"}, {"type": "search_result"}), "with search_result"),
         ],
@@ -416,11 +449,17 @@ class TestMessages:
         reply = await chat_http.post("/v1/messages", json={**self.BODY, "max_tokens": 2000, field: value})
         assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
         assert not scripted.calls
+        if field not in ("temperature", "min_weight_version"):  # these are no fields of a count
+            body = {"model": "tiny", "messages": HELLO, field: value}
+            counted = await chat_http.post("/v1/messages/count_tokens", json=body)
+            told = reply.text.replace("/v1/messages:", "/v1/messages/count_tokens:")
+            assert (counted.status_code, counted.text) == (400, told)
 
     async def test_what_agents_send_is_taken(self, chat_http, scripted):
         block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
         keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-        options = {"thinking": {"type": "adaptive"}, "context_management": keeps, "metadata": {"user_id": "u"}}
+        thinking = {"type": "adaptive", "display": "omitted", "block_binding": {}}
+        options = {"thinking": thinking, "context_management": keeps, "metadata": {"user_id": "u"}}
         body = {**self.BODY, **options, "messages": [{"role": "user", "content": [block]}], "min_weight_version": 3}
         reply = await chat_http.post("/v1/messages", json={**body, "cache_control": {"type": "ephemeral"}})
         assert reply.status_code == 200, reply.text
@@ -485,6 +524,17 @@ class TestSize:
     async def test_more_ids_than_a_context_are_not_decoded(self, chat_http):
         reply = await chat_http.post("/detokenize", json={"tokens": [5] * 513})
         assert reply.status_code == 400 and "513 ids" in reply.json()["error"]["message"]
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+    async def test_many_wrong_entries_have_the_problems_of_the_first(self, chat_http, scripted, path):
+        names = {f"x{i}": "y" for i in range(1000)}
+        for field in ("logit_bias", "weight_version", "structured_outputs"):
+            for value in (names, dict.fromkeys(names, 1)):
+                reply = await chat_http.post(path, json={"model": "tiny", **SURFACES[path], field: value})
+                assert reply.status_code == 400 and len(reply.json()["error"]["detail"].get("fields", ())) <= 2, (
+                    reply.text
+                )
+        assert not scripted.calls
 
     @pytest.mark.parametrize("entry", [{}, 0, None, ""])
     @pytest.mark.parametrize(
@@ -578,6 +628,15 @@ class TestOtherSurfaces:
         assert reply.output_text == "hello" and scripted.calls[0].prompt_token_ids == ids(PROMPT)
         with pytest.raises(openai.BadRequestError, match="not kept here"):
             await sdk.responses.create(model="tiny", input="hi", previous_response_id="x")
+
+    @pytest.mark.parametrize("field", ["reasoning", "text"])
+    async def test_an_unknown_option_of_responses_is_refused(self, chat_http, scripted, field):
+        body = {"model": "tiny", "input": "hi", "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+        assert (await chat_http.post("/v1/responses", json=body)).status_code == 200
+        scripted.calls.clear()
+        reply = await chat_http.post("/v1/responses", json=body | {field: {"depth": 3}})
+        assert reply.status_code == 400 and f"{field}.depth" in reply.json()["error"]["message"], reply.text
+        assert not scripted.calls
 
     async def test_messages_answer_anthropics_sdk(self, chatting, scripted):
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(chatting)))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from ipaddress import ip_network
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -13,8 +13,9 @@ from fastapi.routing import APIRoute
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.deployment import create_app
 from rollout_service.gateway.routes import GuardedRoute, OpenRoute, PromptsRoute
+from rollout_service.protocol.base import Frozen
 from rollout_service.web.auth import Authorizer
-from rollout_service.web.errors import PROBLEMS_LISTED
+from rollout_service.web.errors import PROBLEMS_LISTED, FieldProblem, validation_error
 
 OPEN = {
     ("POST", "/inference/v1/generate"),
@@ -197,12 +198,56 @@ async def test_problems_beyond_those_told_are_counted(services):
     names = {f"k{i}": 0 for i in range(20)}
     error = await refused(services, GENERATE, {"token_ids": [5], "sampling_params": {"n": 0}, "priority": "x", **names})
     assert "20 names are no fields here" in error["message"]
-    tensors = [{"name": "", "dtype": "int3", "shape": []}] * 100
-    async with client(services) as http:
-        reply = await http.post("/v1/weights", json={"version": 1, "tensors": tensors})
-    error = reply.json()["error"]
-    assert error["message"].endswith("and 192 more") and error["detail"]["problems"] == 200
-    assert len(error["detail"]["fields"]) == PROBLEMS_LISTED
+    problems: list[FieldProblem] = [
+        {"type": "missing", "loc": ("body", f"k{i}"), "msg": "is missing"} for i in range(200)
+    ]
+    told = validation_error("POST /v1/weights", problems)
+    assert told.message.endswith("and 192 more") and told.detail["problems"] == 200
+    assert len(told.detail["fields"]) == PROBLEMS_LISTED
+
+
+async def test_many_unknown_names_are_one_problem_of_every_body(services):
+    nothing = replace(services, ingest=Untouched(), monitor=Untouched())
+    names, tried = {f"x{i}": 0 for i in range(1000)}, 0
+    async with client(nothing) as http:
+        for method, route in routes(nothing):
+            body = None if route.body_field is None else route.body_field.field_info.annotation
+            if any(isinstance(each, type) and issubclass(each, Frozen) for each in (body, *get_args(body))):
+                reply = await http.request(method, route.path, json=names)
+                assert "1000 names are no fields here" in reply.text, (route.path, reply.text)
+                assert reply.json()["error"]["detail"]["problems"] == 1
+                tried += 1
+    assert tried >= 20
+
+
+WORDS, NUMBERS = {f"x{i}": "y" for i in range(1000)}, [0] * 1000
+LOGPROBS: dict[str, Any] = {"trainer_logprobs": [-1.0], "rollout_logprobs": [-1.0], "spans": []}
+TENSOR = {"name": "w", "dtype": "int8", "shape": [1]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"token_ids": [5], "sampling_params": {"logit_bias": WORDS}}),
+        (COMPLETIONS, {"prompt": [5], "logit_bias": WORDS}),
+        (COMPLETIONS, {"prompt": [5], "stream": True, "stream_options": {f"x{i}": 0 for i in range(1000)}}),
+        ("/v1/weights", {"version": 1, "tensors": NUMBERS}),
+        ("/v1/weights", {"version": 1, "tensors": [TENSOR], "kv_scales": WORDS}),
+        ("/init_weight_transfer_engine", {"init_info": WORDS}),
+        ("/weight_checker", {"action": "compare", "baseline": dict.fromkeys(WORDS, 0)}),
+        ("/weights_checker", {"action": "compare", "skip_tensor_list": NUMBERS}),
+        ("/v1/mismatch", {"rollouts": NUMBERS}),
+        ("/v1/mismatch", {"rollouts": [{"completions": NUMBERS}]}),
+        *(
+            ("/v1/mismatch", {"rollouts": [{"completions": [LOGPROBS | {field: ["x"] * 1000}]}]})
+            for field in ("trainer_logprobs", "rollout_logprobs", "spans", "mask")
+        ),
+    ],
+)
+async def test_many_wrong_entries_have_the_problems_of_the_first(services, path, body):
+    async with client(replace(services, ingest=Untouched())) as http:
+        reply = await http.post(path, json=body)
+    assert reply.status_code in (400, 422) and reply.json()["error"]["detail"]["problems"] <= 2, reply.text
 
 
 async def test_a_step_of_1024_long_prompts_is_one_body(services, engine):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollout_service.compat.pydantic_internals import fail_fast_validator
 from rollout_service.protocol.base import FEW, MAX_VERSION, Frozen
 from rollout_service.protocol.fleet import Fleet, ReplicaStatus, UpdateTimings
 from rollout_service.protocol.generate import GenerateRequest, StreamOptions, WantedVersion
@@ -252,14 +253,26 @@ BODIES: list[type[Frozen]] = [
 @pytest.mark.parametrize("body", BODIES)
 def test_many_unknown_names_are_one_problem(body):
     names = {f"x{i}": 1 for i in range(FEW + 1)}
+    validator = fail_fast_validator(body)
     with pytest.raises(ValidationError, match=f"{FEW + 1} names are no fields here, or not implemented") as refused:
-        body.model_validate(names)
+        validator.validate_python(names)
     assert refused.value.error_count() == 1
     with pytest.raises(ValidationError, match="x0\n  Extra inputs are not permitted"):
-        body.model_validate({"x0": 1})
+        validator.validate_python({"x0": 1})
 
 
 def test_an_alias_is_a_known_name_and_nulls_are_none():
     idle = {f"x{i}": None for i in range(FEW + 1)}
-    assert StructuredOutputs.model_validate({"json": "{}", **idle}).json_schema == "{}"
-    assert Sampling.model_validate({"n": 2, **idle}).n == 2
+    assert fail_fast_validator(StructuredOutputs).validate_python({"json": "{}", **idle}).json_schema == "{}"
+    assert fail_fast_validator(Sampling).validate_python({"n": 2, **idle}).n == 2
+
+
+def test_a_field_may_be_named_as_a_key_of_schemas():
+    class Named(Frozen):
+        metadata: dict[str, str]
+        default: tuple[int, ...] = ()
+
+    for wrong in ({"metadata": {"a": 1, "b": 1}}, {"metadata": {}, "default": ["a", "b"]}):
+        with pytest.raises(ValidationError) as refused:
+            fail_fast_validator(Named).validate_python(wrong)
+        assert refused.value.error_count() == 1
