@@ -12,8 +12,7 @@ _CONTEXT = 8
 _CHARACTER = 4
 """Maximum number of tokens of one character."""
 _MAX_PENDING = 32
-"""Maximum number of tokens without a complete character. Only a broken model's output has more, and each new token
-would be decoded with all of them."""
+"""Maximum number of tokens without a complete character with which each new token is decoded."""
 
 
 def decoder_of(tokenizer: Any) -> Decode:
@@ -44,14 +43,14 @@ class Detokenizer:
         self._ids = list(prompt[begin:])
         """Tokens with known text, followed by tokens of an incomplete character."""
         self._known = end - begin
-        self._before = self._text(self._known)
-        self._unfinished_prompt = self._text() if len(self._ids) > self._known else None
+        self._before = self._text(self._ids[: self._known])
+        self._unfinished_prompt = self._text(self._ids) if len(self._ids) > self._known else None
         """The text of a prompt that ends inside a character, until that character is complete."""
 
     @property
     def is_inside_character(self) -> bool:
         """Return True if the tokens so far end inside a character."""
-        return self._known < len(self._ids) and self._text().endswith(INCOMPLETE)
+        return self._known < len(self._ids) and self._text(self._ids).endswith(INCOMPLETE)
 
     @property
     def has_context(self) -> bool:
@@ -59,58 +58,45 @@ class Detokenizer:
         return bool(self._before) and self._known == len(self._ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the new text of the next tokens."""
-        start = len(self._ids)
+        """Return the new text of the next tokens. It does not depend on how many are added at once."""
+        if not token_ids:
+            return ""
+        num_pending, is_one = len(self._ids) - self._known, len(token_ids) == 1
+        text = self._text([*self._recent(), *token_ids]) if is_one or not num_pending else INCOMPLETE
+        if not is_one and (not text.startswith(self._before) or INCOMPLETE in text[len(self._before) :]):
+            # with byte fallback, an invalid byte makes the bytes beside it invalid: add it alone, as vLLM does
+            middle = len(token_ids) // 2
+            return self.add(token_ids[:middle]) + self.add(token_ids[middle:])
         self._ids += token_ids
-        found = self._last_whole(_CHARACTER)
-        if found is not None:
-            return self._advance(*found)
-        waiting = self._ids[start:]  # invalid bytes, or too few tokens for a character
-        del self._ids[start:]
-        made = []
-        while waiting:
-            room = max(1, _MAX_PENDING - (len(self._ids) - self._known))
-            self._ids += waiting[:room]
-            del waiting[:room]
-            found = self._last_whole(_MAX_PENDING)
-            if found is None and len(self._ids) - self._known >= _MAX_PENDING:
-                found = len(self._ids), self._text()
-            if found is not None:
-                made.append(self._advance(*found))
-        return "".join(made)
+        if num_pending > _MAX_PENDING and not text.endswith(INCOMPLETE):
+            text = self._text(self._ids)
+        return "" if text.endswith(INCOMPLETE) else self._advance(text)
 
     def text_of_next(self, token_id: int) -> str:
         """Return the text of a possible next token; empty if it ends inside a character."""
-        text = self._decode([*self._ids[: self._known], token_id], self._skip_special)
+        text = self._text([*self._ids[: self._known], token_id])
         if not text.endswith(INCOMPLETE):
             return text[len(self._before) :]
-        text = self._decode([*self._ids, token_id], self._skip_special)
+        text = self._text([*self._recent(), token_id])
         return "" if text.endswith(INCOMPLETE) else self._new_in(text)
 
-    def _last_whole(self, max_tokens: int) -> tuple[int, str] | None:
-        """Return the end of the last complete character among the last ``max_tokens`` ends, and the text up to there.
-
-        None if there is none after the known tokens.
-        """
-        for end in range(len(self._ids), max(self._known, len(self._ids) - max_tokens), -1):
-            if not (text := self._text(end)).endswith(INCOMPLETE):
-                return end, text
-        return None
-
-    def _advance(self, end: int, text: str) -> str:
-        """Return the new part of ``text``, the text of the tokens up to ``end``; the next text begins there."""
+    def _advance(self, text: str) -> str:
+        """Return the new part of ``text``, the text of all tokens; the next text begins there."""
+        if self._unfinished_prompt is None and not text.startswith(self._before):
+            # invalid bytes made a character before them invalid, too: like vLLM, drop them and begin anew
+            self._ids, self._known, self._before = self._ids[-1:], 0, ""
+            text = self._text(self._ids)
         new = self._new_in(text)
         if not new:  # special tokens that are left out: the context stays before them
-            if end - self._known >= _MAX_PENDING:
-                del self._ids[self._known : end]
+            if len(self._ids) - self._known >= _MAX_PENDING:
+                del self._ids[self._known :]
             return ""
-        self._known, self._unfinished_prompt = end, None
-        if end > 2 * _CONTEXT:
-            begin, _ = self._context_in(self._ids[:end])
+        self._unfinished_prompt = None
+        if len(self._ids) > 2 * _CONTEXT:
+            begin, _ = self._context_in(self._ids)
             del self._ids[:begin]
-            self._known -= begin
-            text = self._text(self._known)
-        self._before = text
+            text = self._text(self._ids)
+        self._known, self._before = len(self._ids), text
         return new
 
     def _new_in(self, text: str) -> str:
@@ -119,15 +105,19 @@ class Detokenizer:
             return text[len(self._unfinished_prompt) :]
         return text[len(self._before) :]
 
-    def _text(self, end: int | None = None) -> str:
-        return self._decode(self._ids[:end], self._skip_special)
+    def _recent(self) -> list[int]:
+        """Return the context and the last pending tokens. If their text ends inside a character, that of all does."""
+        return self._ids[: self._known] + self._ids[self._known :][-_MAX_PENDING:]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, self._skip_special)
 
     def _context_in(self, ids: Sequence[int]) -> tuple[int, int]:
         """Return begin and end of the context for decoding the next tokens: complete characters, and not empty."""
         for end in range(len(ids), max(-1, len(ids) - _CHARACTER), -1):
             for size in (*range(_CONTEXT, _CONTEXT + _CHARACTER), 8 * _CONTEXT, 64 * _CONTEXT):
                 begin = max(0, end - size)
-                text = self._decode(ids[begin:end], self._skip_special)
+                text = self._text(ids[begin:end])
                 is_whole = not text.startswith(INCOMPLETE) and not text.endswith(INCOMPLETE)
                 if is_whole and (text or begin == 0):
                     return begin, end

@@ -4,6 +4,7 @@ All its state is in memory: after a restart it is empty.
 """
 
 import asyncio
+import logging
 from collections import OrderedDict
 
 from rollout_service.config import MonitorConfig
@@ -17,10 +18,14 @@ from rollout_service.protocol.adapters import read_adapter_name
 from rollout_service.protocol.mismatch import MismatchReceipt, MismatchRow, MismatchTable, Suspicion
 from rollout_service.protocol.mismatch_report import MismatchReport
 
+logger = logging.getLogger(__name__)
 KEEP_VERSIONS = 64
 """Number of versions whose statistics are kept, about 12 KB for each replica of each."""
 REPORT_IDS = 10_000
 """Maximum number of reports whose receipts are remembered, to count each once."""
+LATE_REPORTS = 10
+"""Maximum number of reports in a row of versions older than all kept ones. More come from a weight log that was lost,
+whose versions begin again."""
 
 
 class Monitor:
@@ -33,6 +38,8 @@ class Monitor:
         self._kv_age = KVAgeLimit(self._judge)
         self._receipts: OrderedDict[str, MismatchReceipt] = OrderedDict()
         self._reporting = asyncio.Lock()
+        self._num_late = 0
+        """Number of the last reports, in a row, of versions older than all kept ones."""
 
     async def report(self, body: bytes) -> MismatchReceipt:
         """Count a trainer's report (JSON of ``MismatchReport``), all of it or nothing.
@@ -89,6 +96,7 @@ class Monitor:
         return self._kv_age.choose(version, self._table)
 
     def _count(self, report: MismatchReport, scored: Scored) -> MismatchReceipt:
+        self._begin_anew_after_lost_log({key.version for key in (*scored.statistics, *scored.truncated)})
         taken = [self._add(key, statistics) for key, statistics in scored.statistics.items()]
         tokens = [statistics.sums.tokens for statistics in scored.statistics.values()]
         for key, count in scored.truncated.items():
@@ -103,6 +111,19 @@ class Monitor:
             if len(self._receipts) > REPORT_IDS:
                 self._receipts.popitem(last=False)
         return receipt
+
+    def _begin_anew_after_lost_log(self, versions: set[int]) -> None:
+        """Drop all statistics if more than ``LATE_REPORTS`` in a row, now one of ``versions``, were too old."""
+        if versions:
+            self._num_late = self._num_late + 1 if self._table.is_too_old(max(versions)) else 0
+        if self._num_late > LATE_REPORTS:
+            logger.warning(
+                "the mismatch is counted anew from version %d on: %d reports in a row were of versions older than all "
+                "kept ones, so the weight log was replaced or set back",
+                min(versions), self._num_late,
+            )  # fmt: skip
+            self._table.clear()
+            self._num_late = 0
 
     def _add(self, key: Key, statistics: Statistics) -> bool:
         entry = self._table.add(key, statistics)

@@ -45,6 +45,14 @@ class VersionTable:
         self._keep_versions = keep_versions
         self._versions: dict[int, dict[Key, Entry]] = {}
 
+    def is_too_old(self, version: int) -> bool:
+        """Return True if ``version`` is older than all kept ones and the table is full."""
+        return len(self._versions) >= self._keep_versions and version < min(self._versions)
+
+    def clear(self) -> None:
+        """Drop all versions."""
+        self._versions.clear()
+
     def add(self, key: Key, statistics: Statistics) -> Entry | None:
         """Merge into the row of ``key`` and return it, or None if its version is older than all kept ones."""
         entry = self._entry(key)
@@ -60,12 +68,11 @@ class VersionTable:
 
     def _entry(self, key: Key) -> Entry | None:
         """Return the row of ``key``, created if necessary, or None if its version is older than all kept ones."""
+        if self.is_too_old(key.version):
+            return None
         if key.version not in self._versions:
             if len(self._versions) >= self._keep_versions:
-                oldest = min(self._versions)
-                if key.version < oldest:
-                    return None
-                del self._versions[oldest]
+                del self._versions[min(self._versions)]
             self._versions[key.version] = {}
         rows = self._versions[key.version]
         entry = rows.pop(key, None) or Entry()

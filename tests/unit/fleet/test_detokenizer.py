@@ -142,6 +142,21 @@ class TestText:
         cut = next(i for i in range(1, len(tokens)) if tokenizer.decode(tokens[:i]).endswith("\ufffd"))
         assert streamed(tokenizer, tokens[:cut], made(tokens[cut:], "length"), Sampling()) == "😀 b"
 
+    def test_invalid_bytes_have_vllm_s_text_however_cut(self, tokenizer):
+        rnd, words = random.Random(3), [encode(tokenizer, text, "x") for text in ("é", "😀", "b", " P")]
+        whole, half = words[0], words[1][:2]
+        words += [[token] for token in (*whole, *half)]
+        for case in range(300):
+            chosen = rnd.sample(words, rnd.randint(1, 3))
+            tokens = [token for _ in range(rnd.choice([4, 8, 40])) for token in rnd.choice(chosen)]
+            tokens = [*whole, *tokens] if case % 2 else tokens
+            prompt, sampling = tokenizer.encode("x", add_special_tokens=False), Sampling(max_tokens=200)
+            completion, wanted = generate(tokenizer, prompt, tokens, sampling)
+            every = range(1, len(tokens))
+            some = sorted(rnd.sample(every, rnd.randint(0, len(every))))
+            for cuts in ((), every, some):
+                assert streamed(tokenizer, prompt, completion, sampling, *cuts) == wanted, (tokens, cuts)
+
     def test_bytes_that_are_no_text_cost_little_each(self):
         tokenizer, lengths = byte_level(), list[int]()
         decode = decoder_of(tokenizer)

@@ -9,7 +9,7 @@ import torch
 from rollout_service.config import MonitorConfig
 from rollout_service.correction import measure_mismatch
 from rollout_service.errors import InvalidRequest
-from rollout_service.monitor.monitor import REPORT_IDS, Monitor
+from rollout_service.monitor.monitor import LATE_REPORTS, REPORT_IDS, Monitor
 from rollout_service.monitor.scoring import MAX_AGE
 from tests.unit.monitor.reports import body, full, span
 
@@ -82,6 +82,26 @@ class TestReport:
         )
         assert (receipt.tokens, receipt.too_old_tokens) == (3, 2)
         assert [(row.version, row.tokens) for row in await monitor.rows()] == [(5, 2), (6, 1)]
+
+    async def test_versions_of_a_replaced_log_are_judged(self, monitor):
+        def sent(version: int, **more: bool) -> bytes:
+            return body(full([-1.0] * 4, [-1.5] * 4, [span(version, 0, 4)]), **more)
+
+        for version in (500, 501):
+            await monitor.report(sent(version))
+        for _ in range(3):  # late reports between others change nothing
+            for _ in range(LATE_REPORTS):
+                assert (await monitor.report(sent(499))).too_old_tokens == 4
+            await monitor.report(sent(501))
+        assert list(await monitor.suspicions()) == [500, 501]
+        for i in range(LATE_REPORTS):
+            await monitor.report(body(full([], [], [])))
+            await monitor.report(sent(1, truncated_sampling=i % 2 == 0))
+        assert list(await monitor.suspicions()) == [500, 501]
+        receipt = await monitor.report(sent(1))
+        assert (receipt.tokens, receipt.too_old_tokens) == (4, 0)
+        assert list(await monitor.suspicions()) == [1]
+        assert [row.version for row in await monitor.rows()] == [1]
 
 
 class TestTable:
