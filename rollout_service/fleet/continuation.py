@@ -29,7 +29,10 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
     """
     done = len(partial.token_ids)
     sampling, is_exact = call.sampling, call.exact_weight_version is not None
-    changes = dict[str, object]()
+    changes, scoring = dict[str, object](), None if partial.scores is not None else call.scoring
+    if scoring is not None and scoring.target_token_ids is not None:  # vLLM wants a row for each token of its prompt
+        rows = scoring.target_token_ids + ((),) * done
+        scoring = scoring.model_copy(update={"target_token_ids": rows})
     if partial.prompt_logprobs is not None:  # a lost replica does not report prompt logprobs
         changes["prompt_logprobs"] = None
     if sampling.routed_experts_prompt_start is not None and partial.routed_experts is not None:
@@ -41,6 +44,7 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
             "partial_tokens": call.partial_tokens + done,
             "min_weight_version": None if is_exact else min_version_of_rest(call.min_weight_version, partial),
             "adapter": _adapter_of_rest(call, partial),
+            "scoring": scoring,
             "sampling": sampling_of_the_rest(sampling, partial.index, done).model_copy(update=changes),
         }
     )
@@ -132,6 +136,9 @@ def merge_completions(call: GenerateCall, partial: Completion, rest: Completion)
     of_the_prompt = partial.prompt_logprobs
     if of_the_prompt is None and rest.prompt_logprobs is not None:  # the prompt of ``rest`` contains the first tokens
         of_the_prompt = rest.prompt_logprobs[: len(rest.prompt_logprobs) - done]
+    scores = partial.scores or rest.scores
+    if partial.scores is None and scores is not None and done:  # its last rows are those of the first tokens
+        scores = scores.model_copy(update={"offsets": scores.offsets[:-done]})
     return Completion(
         index=partial.index,
         token_ids=partial.token_ids + rest.token_ids,
@@ -141,7 +148,7 @@ def merge_completions(call: GenerateCall, partial: Completion, rest: Completion)
         spans=merge_spans((*partial.spans, *(span.shift(done) for span in rest.spans))),
         top_logprobs=_concatenate([piece.top_logprobs for piece in (partial, rest) if piece.token_ids]),
         prompt_logprobs=None if of_the_prompt is None else tuple(of_the_prompt),
-        scores=rest.scores,
+        scores=scores,
         packed_sampling_mask=_concatenate([piece.packed_sampling_mask for piece in (partial, rest) if piece.token_ids]),
         routed_experts=_joined_experts(partial, rest, len(call.prompt_token_ids)),
     )

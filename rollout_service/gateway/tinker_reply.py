@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rollout_service.errors import NotReady
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.tinker import Sample, Tensor
@@ -16,29 +18,37 @@ _NO_LOGPROB = -99999.0
 """Logprob of an empty cell of a top-k matrix, whose token id is 0."""
 Candidates = Sequence[Sequence[Candidate]]
 """The most likely tokens of each position, in order."""
+_Found = TypeVar("_Found")
 
 
 def sample_response(rollout: Rollout, asked: Sample) -> bytes:
-    """Return the message."""
+    """Return the message. Raises NotReady if no completion came with the prompt's logprobs, which were asked for."""
     parts = [_bytes(1, b"".join(_sequence(each, asked.topk_sample_logprobs))) for each in rollout.completions]
-    first = rollout.completions[0]
-    positions = len(rollout.prompt_token_ids)
+    tokens = rollout.prompt_token_ids
+    positions = len(tokens)
     unscored = 1 if asked.prompt_logprobs_last_n is None else max(1, positions - asked.prompt_logprobs_last_n)
-    prompt = np.full(positions, np.nan, "<f4")
-    if first.scores is not None and asked.target_prompt_logprobs is not None:
-        own, targets = _split(first.scores)
-        prompt[1:] = own
+    prompt, rows = np.full(positions, np.nan, "<f4"), list[Sequence[Candidate]]()
+    if asked.target_prompt_logprobs is not None:
+        prompt[1:], targets = _split(_first(rollout, (each.scores for each in rollout.completions)))
         parts.append(_bytes(5, b"".join(_tensor(targets, asked.target_prompt_logprobs))))
-    elif first.prompt_logprobs is not None:
-        tokens = rollout.prompt_token_ids
-        prompt[1:] = [_of(token, at or ()) for token, at in zip(tokens[1:], first.prompt_logprobs[1:], strict=True)]
+    elif asked.prompt_logprobs or asked.topk_prompt_logprobs:
+        rows = [at or () for at in _first(rollout, (each.prompt_logprobs for each in rollout.completions))]
+        prompt[1:] = [_of(token, row) for token, row in zip(tokens[1:], rows[1:], strict=True)]
     prompt[:unscored] = np.nan
     if asked.prompt_logprobs:
         parts.append(_bytes(2, prompt.tobytes()))
-    if asked.topk_prompt_logprobs and first.prompt_logprobs is not None:
-        rows = [() if at < unscored else (row or ())[1:] for at, row in enumerate(first.prompt_logprobs)]
+    if asked.topk_prompt_logprobs:
+        rows = [() if at < unscored else row[1:] for at, row in enumerate(rows)]
         parts.append(_bytes(3, b"".join(_top(rows, asked.topk_prompt_logprobs))))
     return b"".join(parts)
+
+
+def _first(rollout: Rollout, found: Iterable[_Found | None]) -> _Found:
+    """Return the first that is there: a completion whose replica was lost has no logprobs of the prompt."""
+    for each in found:
+        if each is not None:
+            return each
+    raise NotReady(f"{rollout.request_id} lost its replica after the prompt was scored: send it again")
 
 
 def _sequence(completion: Completion, top: int) -> Iterator[bytes]:

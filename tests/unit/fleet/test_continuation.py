@@ -19,9 +19,10 @@ from rollout_service.fleet.continuation import (
     without_tokens,
 )
 from rollout_service.protocol.adapters import WantedAdapter
+from rollout_service.protocol.compact_logprobs import CompactLogprobs
 from rollout_service.protocol.rollout import Candidate, Completion, FinishReason, Span
 from rollout_service.protocol.routed_experts import RoutedExperts
-from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling
+from rollout_service.protocol.sampling import LARGEST_SEED, GenerateCall, Sampling, Scoring
 from rollout_service.protocol.sampling_mask import pack, unpack
 
 
@@ -101,6 +102,22 @@ def test_completion_ends_before_tokens_of_another_version(spans, kept):
     assert cut.token_ids == (6, 7, 8)[:kept] and cut.versions == (4,) * bool(kept)
     assert (cut.finish_reason, cut.stop_reason) == ("abort", None)
     assert cut.prompt_logprobs == (prompt_logprobs if kept else None)
+
+
+def test_scores_are_of_the_prompt_and_not_of_the_first_tokens():
+    """vLLM refuses target tokens unless each token of its prompt but the first has a row."""
+    asking = CALL.model_copy(update={"scoring": Scoring(start=1, target_token_ids=((2, 5),))})
+    lost, scores = piece((6, 7), (4, 2)), CompactLogprobs.of([2, 5], [-1.0, -2.0], [0, 2], 0)
+    rest = continuation_call(asking, lost, 2)
+    assert rest.prompt_token_ids == (1, 2, 6, 7)
+    assert rest.scoring == Scoring(start=1, target_token_ids=((2, 5), (), ()))
+    made = piece((8,), (4, 1), end="stop").model_copy(
+        update={"scores": CompactLogprobs.of([2, 5], [-1.0, -2.0], [0, 2, 2, 2], 0)}
+    )
+    assert merge_completions(asking, lost, made).scores == scores
+    scored = lost.model_copy(update={"scores": scores})
+    assert continuation_call(asking, scored, 2).scoring is None
+    assert merge_completions(asking, scored, piece((8,), (4, 1), end="stop")).scores == scores
 
 
 def test_a_minimum_that_is_reached_stays_reached():

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from rollout_service.errors import InvalidRequest, SampleGone, TooManySamples
+from rollout_service.errors import InvalidRequest, NotReady, SampleGone, TooManySamples
 from rollout_service.gateway import tinker_samples
 from rollout_service.gateway.dependencies import Services
 from rollout_service.gateway.tinker_reply import sample_response
 from rollout_service.gateway.tinker_samples import KEPT_S, Samples
 from rollout_service.protocol.compact_logprobs import CompactLogprobs
-from rollout_service.protocol.rollout import Completion, Rollout
+from rollout_service.protocol.rollout import Candidate, Completion, Rollout
 from rollout_service.protocol.sampling import Scoring
 from rollout_service.protocol.tinker import Sample, Tensor
 from tests.support.virtual_time import run_in_virtual_time
@@ -101,6 +101,38 @@ async def test_target_tokens_are_scored_beside_the_prompt(post, engine):
     [call] = engine.calls
     assert call.scoring == Scoring(start=1, target_token_ids=((6, 3, 4), (7,)))
     assert call.sampling.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"target_prompt_logprobs": {"data": [3, 4], "dtype": "int64", "shape": [2, 1]}, "prompt_logprobs": True},
+        {"prompt_logprobs": True},
+        {"topk_prompt_logprobs": 1},
+    ],
+    ids=["targets", "own", "top"],
+)
+def test_logprobs_of_the_prompt_come_from_any_completion(asked):
+    """The first one's replica was lost after it ended, or its continuation has failed."""
+    lost = Completion(index=0, token_ids=(), logprobs=(), finish_reason="abort", spans=())
+    whole = lost.model_copy(
+        update={
+            "index": 1,
+            "finish_reason": "stop",
+            "prompt_logprobs": (None, (Candidate(6, -1.0, 2), Candidate(9, -0.5, 1)), (Candidate(7, -2.0, 1),)),
+            "scores": CompactLogprobs.of([6, 3, 7, 4], [-1.0, -1.5, -2.0, -2.5], [0, 2, 4], 0),
+        }
+    )
+    fields = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": PROMPT}]}}
+    sample = Sample.model_validate(fields | {"sampling_params": {}} | asked)
+
+    def told(*completions: Completion) -> bytes:
+        rollout = Rollout(request_id="r", prompt_token_ids=(5, 6, 7), completions=completions, replica_id="a")
+        return sample_response(rollout, sample)
+
+    assert told(lost, whole).endswith(told(whole))
+    with pytest.raises(NotReady, match=r"r lost its replica .*: send it again"):
+        told(lost, lost)
 
 
 @pytest.mark.parametrize(
