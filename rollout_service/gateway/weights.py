@@ -9,6 +9,7 @@ from rollout_service.errors import (
     InsufficientStorage,
     InvalidManifest,
     InvalidRequest,
+    LogCorrupt,
     NotFound,
     NotReady,
     NotShared,
@@ -155,7 +156,7 @@ async def versions(services: Here) -> Versions:
     return Versions(versions=await with_suspicions(await services.ingest.versions(), services))
 
 
-@router.get("/{version}", responses=documented(InvalidRequest, NotFound))
+@router.get("/{version}", responses=documented(InvalidRequest, NotFound, LogCorrupt))
 async def status(version: WeightVersion, services: Here) -> WeightStatus:
     """Return the state of one version, and the replicas that serve it."""
     (found,) = await with_suspicions([await services.ingest.status(version)], services)

@@ -380,7 +380,7 @@ class AdapterIngest:
 
     def _forget_removed(self) -> None:
         """Forget the uploads whose folders were moved or removed. They must be sent again."""
-        self._uploads = {key: each for key, each in self._uploads.items() if each.folder.is_dir()}
+        self._uploads = {key: each for key, each in self._uploads.items() if os.path.isdir(each.folder)}
 
     def _drop(self, key: tuple[str, str]) -> None:
         shutil.rmtree(self._uploads.pop(key).folder, ignore_errors=True)

@@ -376,7 +376,8 @@ class Ingest:
         await self._shielded.run(self._discard(version))
 
     async def status(self, version: int) -> WeightStatus:
-        """Return the status of ``version``. Raises NotFound."""
+        """Return the status of ``version``. Raises NotFound; LogCorrupt or LogUnreadable for a version that cannot be
+        read."""
         if version in self._uploads.staged_versions:
             return self._uploads.staged(version).status()
         why = self._uploads.why_dropped(version)
@@ -400,8 +401,7 @@ class Ingest:
             except NotFound:  # a version may be dropped while another is read
                 continue
             except (LogCorrupt, LogUnreadable) as error:
-                why = f"version {version} cannot be read: {error}; check the disk of the log"
-                failure = Failure(type=type(error).__name__, message=why)
+                failure = Failure(type=type(error).__name__, message=error.message)
                 found.append(WeightStatus(version=version, state="committed", error=failure))
         return found
 
@@ -451,10 +451,15 @@ class Ingest:
 
     async def _summary(self, version: int) -> WeightStatus:
         """Return the summary of a committed version. It is parsed once, in a thread: a mixture of experts has 40 000
-        entries."""
+        entries. Raises NotFound, LogCorrupt or LogUnreadable."""
         if version not in self._summaries:
-            manifest = await asyncio.to_thread(self._log.manifest, version)
-            self._summaries[version] = summary_of(manifest, manifest.digest, await self._record(version))
+            try:
+                manifest = await asyncio.to_thread(self._log.manifest, version)
+            except (LogCorrupt, LogUnreadable) as error:
+                why = f"version {version} cannot be read: {error}; check the disk of the log"
+                raise type(error)(why, {"version": version}) from error
+            record = await self._uploads.committed_if_readable(version)
+            self._summaries[version] = summary_of(manifest, manifest.digest, record)
         return self._summaries[version]
 
     def _pins(self) -> dict[str, Pin]:
@@ -465,13 +470,6 @@ class Ingest:
             number = self._labels.find(group.version)
             found[name] = Pin(pinned_to=group.version, version=number if number in versions else None)
         return found
-
-    async def _record(self, version: int) -> UploadRecord | None:
-        try:
-            return await self._uploads.committed(version)
-        except (LogCorrupt, OSError) as error:  # its contents are known without the record
-            logger.warning("how version %d came is not shown: %s", version, error)
-            return None
 
     @counted_commit
     async def _commit(self, version: int, request: CommitUpload, meant: UploadSession | None = None) -> None:

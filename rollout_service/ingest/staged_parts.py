@@ -15,6 +15,7 @@ from rollout_service.ingest.bucket import coalesced
 from rollout_service.ingest.sources.source import as_tensor
 from rollout_service.model.convert import Named
 from rollout_service.protocol.upload import DTYPE_BYTES, Slot, UploadTensor, placed
+from rollout_service.store.durable_io import PASSING, read_thrice
 from rollout_service.store.layout import groups_of
 from rollout_service.store.staged_file import StagedFile
 from rollout_service.store.upload_record import JOURNAL, ReceivedPart, note_received, read_received
@@ -111,7 +112,7 @@ class StagedParts:
 
     def recover(self) -> Iterator[int]:
         """Note and yield each undamaged part that an earlier process received. Raises OSError."""
-        for received in read_received(self.file.path.parent):
+        for received in read_thrice(lambda: read_received(self.file.path.parent), PASSING):
             part, nbytes, digest = received
             is_valid = part < len(self._slots) and nbytes <= self._slots[part].nbytes
             if is_valid and self._digest(part, nbytes) == digest:

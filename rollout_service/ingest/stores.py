@@ -55,10 +55,9 @@ class Stores:
     def newest(self, store: str) -> int | None:
         """Return the largest number of a version that is visible; None: there is none. Raises NotReady, Forbidden."""
         if not is_url(store):
-            names = os.listdir(store)
-            return max(
-                (n for n in _numbers(names) if (Path(store) / f"weight_v{n:06d}" / INDEX_FILE).is_file()), default=None
-            )
+            numbers = sorted(_numbers(os.listdir(store)), reverse=True)
+            # an older version that cannot be read does not matter
+            return next((n for n in numbers if (Path(store) / f"weight_v{n:06d}" / INDEX_FILE).is_file()), None)
         self.folder(store)
         with open_store(store) as (files, path):
             return next(iter(published_numbers(files, path)), None)

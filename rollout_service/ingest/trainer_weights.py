@@ -25,7 +25,7 @@ from typing import NamedTuple
 import xxhash
 from pydantic import ValidationError
 
-from rollout_service.errors import InvalidDelta, InvalidManifest, NotFound, RolloutServiceError
+from rollout_service.errors import InvalidDelta, InvalidManifest, NotFound, NotReady, RolloutServiceError
 from rollout_service.ingest.sources.delta_folder import (
     DeltaFolder,
     Fill,
@@ -42,7 +42,7 @@ from rollout_service.protocol.base import Frozen
 from rollout_service.protocol.ignored import IgnoredTensors
 from rollout_service.runtime.threads import in_threads
 from rollout_service.store.buffers import BufferPool, ThreadBuffers
-from rollout_service.store.durable_io import make_private, no_room, remove_tree, replace_synced
+from rollout_service.store.durable_io import PASSING, make_private, no_room, remove_tree, replace_synced
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.reading import read_at
 from rollout_service.store.writer import write_at
@@ -176,7 +176,7 @@ class TrainerWeights:
         """Return the tensors of a published version: those of the folder, or the kept ones with its changes.
 
         ``keep``: also keep a whole folder, for later deltas. Raises InvalidDelta for a version that lacks an older one,
-        InvalidManifest, Forbidden, NotFound.
+        InvalidManifest, Forbidden, NotFound, NotReady.
         """
         if not keep and not is_delta(folder):
             return FolderSource(folder, self._roots_of(folder), self._ignored)
@@ -360,7 +360,8 @@ class TrainerWeights:
         self._remove_others()
 
     def _load(self) -> None:
-        """Read what an earlier process has kept, and finish what it had begun."""
+        """Read what an earlier process has kept, and finish what it had begun. Raises NotReady for an error of
+        ``PASSING``."""
         if self._loaded:
             return
         self._loaded = True
@@ -378,6 +379,9 @@ class TrainerWeights:
         except FileNotFoundError:
             self._forget()
         except (RolloutServiceError, OSError, ValidationError) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                self._loaded = False
+                raise NotReady(f"the weights in {self._root} cannot be read: {error}; send the call again") from error
             logger.warning("the weights in %s are lost, and the next delta needs a whole folder: %s", self._root, error)
             self._forget()
 

@@ -120,7 +120,8 @@ class UploadSession:
         if isinstance(begin.source, SharedMemorySource):
             stamp = begin.source.transfer
         record = UploadRecord(begin=begin, part_bytes=resources.part_bytes, source_stamp=stamp)
-        self.record = self._left_behind(record) or record
+        left = self._left_behind(record)
+        self.record = left or record
         model = resources.model
         self._tied = TiedHead(model.head, model.embedding) if model.tied and model.head in model.stored else None
         self._may_miss_tensors = isinstance(begin.source, BroadcastSource)
@@ -128,7 +129,7 @@ class UploadSession:
         self._batches: dict[int, asyncio.Task[None]] = {}
         if isinstance(begin.source, SharedMemorySource):
             self._to_come = {tensor.name for tensor in begin.announced_tensors}
-        writer, file = self._laid_out()
+        writer, file = self._laid_out(may_have_parts=left is not None)
         convert = (delta or resources.converter).convert
         self._conversion = Conversion(begin.version, writer, convert, resources.executor)
         self.parts = StagedParts(file, self.record.slots)
@@ -181,8 +182,12 @@ class UploadSession:
             return None
         return known
 
-    def _laid_out(self) -> tuple[VersionWriter, StagedFile]:
-        """Return the files of the version, and that of its parts."""
+    def _laid_out(self, *, may_have_parts: bool) -> tuple[VersionWriter, StagedFile]:
+        """Return the files of the version, and that of its parts. Raises OSError for an error of ``PASSING``.
+
+        ``may_have_parts``: True if an earlier process left a record of this upload. Its parts stay after an error of
+        ``PASSING``, and if the disk is full.
+        """
         folder, parts, space = self.folder, self._parts_folder, self._resources.space
         stored_bytes = self._resources.layout.nbytes
         # a delta's size is unknown yet: a part that does not fit is refused later
@@ -197,7 +202,8 @@ class UploadSession:
                 raise OSError(errno.ENOSPC, "no room for the parts")
             write_record(parts, self.record)
         except OSError as error:
-            has_parts = file is not None and (parts / JOURNAL).exists()
+            is_passing = error.errno in PASSING
+            has_parts = may_have_parts and (is_passing or (file is not None and (parts / JOURNAL).exists()))
             if writer is not None:
                 writer.close()
             if file is not None:
@@ -209,6 +215,8 @@ class UploadSession:
             what = f"version {self.begin.version} ({stored_bytes} bytes as stored, {part_bytes} of parts to come)"
             if error.errno in DISK_FULL:
                 raise no_room(what, folder.parent, stored_bytes + part_bytes) from error
+            if is_passing:
+                raise
             raise RolloutServiceError(f"{what} cannot be laid out in {folder}: {error}") from error
         return writer, file
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from pathlib import Path
@@ -36,7 +37,7 @@ from rollout_service.protocol.upload import (
     SharedTensors,
     UploadPlan,
 )
-from rollout_service.store.durable_io import remove_tree
+from rollout_service.store.durable_io import PASSING, remove_tree
 from rollout_service.store.labels import VersionLabels
 from rollout_service.store.log import WeightLog, uploads_folder
 from rollout_service.store.manifest import Recipe
@@ -114,15 +115,29 @@ class Uploads:
         self._dropped = {**dict(list(self._dropped.items())[1 - _MOST_DROPPED :]), version: why}
 
     async def committed(self, version: int) -> UploadRecord | None:
-        """Return the record of a committed version; None if it is not in the log, or the log has no record of it."""
+        """Return the record of a committed version; None if it is not in the log, or the log has no record of it.
+
+        Raises LogCorrupt or LogUnreadable.
+        """
         if version not in self._log.versions():
             return None
         if version not in self._committed:
-            record = await asyncio.to_thread(read_record, self._log.folder(version))
+            try:
+                record = await asyncio.to_thread(read_record, self._log.folder(version))
+            except OSError as error:
+                raise LogUnreadable(f"version {version}'s record cannot be read: {error}; send it again") from error
             if record is None:
                 return None
             self._committed = {version: record, **dict(list(self._committed.items())[:3])}
         return self._committed[version]
+
+    async def committed_if_readable(self, version: int) -> UploadRecord | None:
+        """Return the record of a committed version; None also if it cannot be read."""
+        try:
+            return await self.committed(version)
+        except (LogCorrupt, LogUnreadable) as error:
+            logger.warning("how version %d came is not shown: %s", version, error)
+            return None
 
     async def begin(self, announced: Announcement) -> UploadPlan:
         """Start or resume an upload. If the same version is staged or committed, return its plan.
@@ -208,7 +223,7 @@ class Uploads:
                     return self._plan_of(staged.record, staged)
                 await self.discard(version)
         newest = self.numbers.newest
-        known = await self.committed(newest)
+        known = await self.committed_if_readable(newest)
         if known is not None and known.begin.source == same and known.source_stamp == source.stamp:
             return self._plan_of(known)
         other = None if number is None else self._staged.get(number)
@@ -264,7 +279,8 @@ class Uploads:
     async def stage(self, begin: BeginUpload, source: WeightSource | None) -> UploadSession:
         """Lay out a version that expects parts, or convert the tensors of ``source``. Replaces another upload.
 
-        Raises InvalidManifest, InsufficientStorage, RolloutServiceError.
+        Raises InvalidManifest, InsufficientStorage, RolloutServiceError, or LogUnreadable for an error of ``PASSING``:
+        the parts that an earlier process received stay then.
         """
         before = self._staged.pop(begin.version, None)
         if before is not None:
@@ -272,9 +288,10 @@ class Uploads:
         try:
             self._staged[begin.version] = await asyncio.to_thread(self._builder.build, begin, source)
         except OSError as error:
-            raise RolloutServiceError(
-                f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
-            ) from error
+            what = f"version {begin.version} cannot be staged in {uploads_folder(self._log.root)}: {error}"
+            if error.errno in PASSING:
+                raise LogUnreadable(f"{what}; send the call again") from error
+            raise RolloutServiceError(what) from error
         self._dropped.pop(begin.version, None)
         return self._staged[begin.version]
 
@@ -311,7 +328,9 @@ class Uploads:
         # layouts are rebuilt from the parts; all other files are left over
         kept = {path.name for v in self._staged for path in (self._log.staging(v), parts_folder(self._log.staging(v)))}
         for path in folders:
-            if path.name not in kept and not (path.name.endswith(".parts") and path.is_dir()):
+            # a folder of parts of which the disk says nothing just now is none of these
+            is_left_over = not path.name.endswith(".parts") or os.path.islink(path) or os.path.isfile(path)
+            if path.name not in kept and is_left_over:
                 await asyncio.to_thread(remove_tree, path)
 
     async def take_shared(self, version: int, batch: SharedTensors) -> None:

@@ -7,9 +7,10 @@ a version as label. The service itself exports metrics that must be exact or mus
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from rollout_service.protocol.fleet import UpdateTimings
 from rollout_service.protocol.rollout import Rollout
 from rollout_service.protocol.weights import UploadTimings
 
+logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")
 _RAY = "ray_"
@@ -125,8 +127,10 @@ def _count_answer(rollout: Rollout) -> None:
 def count_update(timings: UpdateTimings, folder: Path) -> None:
     """Count a replica's update to the version in ``folder``."""
     record(table.UPDATES, outcome="ok")
-    with suppress(FileNotFoundError):  # if the ingest believes that this replica is dead, it may remove the files
+    try:
         record(table.UPDATE_BYTES, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    except OSError as error:  # if the ingest believes that this replica is dead, it may remove the files
+        logger.warning("the bytes of the update from %s are not counted: %s", folder, error)
     for stage, seconds in stages(timings).items():
         record(table.UPDATE_SECONDS, seconds, stage=stage)
 

@@ -1,6 +1,7 @@
 """The ingest's snapshot of the whole service for metrics."""
 
 import asyncio
+import logging
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ from rollout_service.protocol.weights import WeightStatus
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
 
+logger = logging.getLogger(__name__)
 _REMEMBERED = 1024
 """Number of commit times that are kept; those of older versions are dropped."""
 _OVER = ("draining", "failed")
@@ -27,6 +29,9 @@ class FleetHistory:
         self._committed_at: dict[int, float] = {}
         self._states: dict[str, ReplicaState] = {}
         self._starts = self._failures = 0
+        self._free_bytes = 0
+        self._unreadable: dict[str, OSError] = {}
+        """Errors of the last snapshot, by path."""
 
     def add_known(self, replicas: frozenset[str]) -> None:
         """Add replicas known before this process started; not counted as new."""
@@ -50,11 +55,10 @@ class FleetHistory:
     async def state(self, fleet: Fleet, versions: tuple[WeightStatus, ...]) -> ServiceState:
         """Return the current state of the service."""
         committed = [status.version for status in versions if status.state != "staged"]
-        for version, at in (await asyncio.to_thread(self._commit_times, committed)).items():
-            self._committed_at[version] = at
+        committed_at, log_bytes = await asyncio.to_thread(self._look, committed)
+        self._committed_at |= committed_at
         for version in sorted(self._committed_at)[:-_REMEMBERED]:
             del self._committed_at[version]
-        log_bytes = await asyncio.to_thread(folder_bytes, self._log.root)
         return ServiceState(
             at=time.time(),
             fleet=fleet,
@@ -65,34 +69,51 @@ class FleetHistory:
             replica_starts=self._starts,
             replica_failures=self._failures,
             log_bytes=log_bytes,
-            log_free_bytes=free_bytes(self._log.root),
+            log_free_bytes=self._free_bytes,
         )
 
-    def _commit_times(self, versions: list[int]) -> dict[int, float]:
-        """Return commit times: the manifest is the last file that a commit writes before the version exists."""
-        found = {}
-        for version in versions:
-            if version not in self._committed_at:
-                written = _stat(self._log.folder(version) / MANIFEST_FILE)
-                found.update({} if written is None else {version: written.st_mtime})
-        return found
+    def _look(self, versions: list[int]) -> tuple[dict[int, float], int]:
+        """Return the commit times of those versions that have none yet, and the size of the log in bytes.
+
+        What cannot be read is left out, and named once in the service's log.
+        """
+        unreadable: dict[str, OSError] = {}
+        # the manifest is the last file that a commit writes before the version exists
+        manifests = {v: self._log.folder(v) / MANIFEST_FILE for v in versions if v not in self._committed_at}
+        found = {v: _stat(path, unreadable) for v, path in manifests.items()}
+        log_bytes = folder_bytes(self._log.root, unreadable)
+        try:
+            self._free_bytes = shutil.disk_usage(self._log.root).free
+        except OSError as error:  # the last known size stays
+            unreadable[str(self._log.root)] = error
+        for path in unreadable.keys() - self._unreadable.keys():
+            logger.warning("metrics leave out %s: it cannot be read: %s", path, unreadable[path])
+        self._unreadable = unreadable
+        return {v: file.st_mtime for v, file in found.items() if file is not None}, log_bytes
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the folder's file system."""
-    return shutil.disk_usage(folder).free
+def folder_bytes(folder: Path, unreadable: dict[str, OSError]) -> int:
+    """Return the size of all files, each counted once: a version and its rollback share files.
 
+    Add the paths that cannot be read to ``unreadable``.
+    """
 
-def folder_bytes(folder: Path) -> int:
-    """Return the size of all files, each counted once: a version and its rollback share files."""
-    found = (file for path in folder.rglob("*") if (file := _stat(path)) is not None)
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            unreadable[str(error.filename or folder)] = error
+
+    names = (Path(parent, name) for parent, _, files in os.walk(folder, onerror=note) for name in files)
+    found = (file for path in names if (file := _stat(path, unreadable)) is not None)
     return sum({(file.st_dev, file.st_ino): file.st_size for file in found}.values())
 
 
-def _stat(path: Path) -> os.stat_result | None:
-    """Return None if the path does not exist, or is not a file."""
+def _stat(path: Path, unreadable: dict[str, OSError]) -> os.stat_result | None:
+    """Return None if the path does not exist, is not a file, or cannot be read, and is then in ``unreadable``."""
     try:
         found = path.stat()
     except FileNotFoundError:
+        return None
+    except OSError as error:
+        unreadable[str(path)] = error
         return None
     return found if stat.S_ISREG(found.st_mode) else None

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers for a full disk."""
-PASSING = frozenset({errno.ESTALE, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+PASSING = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Error numbers of reads that may succeed later."""
 _LOCK_POLL_S = 0.05
 _Read = TypeVar("_Read")

@@ -8,7 +8,7 @@ disk prevents that, the next process reads the missing labels from the manifests
 import logging
 from collections.abc import Iterable
 
-from rollout_service.errors import LogCorrupt, NotFound
+from rollout_service.errors import LogCorrupt, LogUnreadable, NotFound
 from rollout_service.store.log import KnownLabels, WeightLog
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ class VersionLabels:
         self._versions: dict[str, int] = {}
 
     def load(self) -> None:
-        """Load the log's labels. Damage, other than of LATEST, only loses labels. Raises LogCorrupt."""
+        """Load the log's labels. A version that cannot be read only loses its label. Raises LogCorrupt, or
+        LogUnreadable for LATEST and LABELS."""
         head = self._log.head()
         newest = -1 if head is None else head.version
         try:
@@ -40,7 +41,7 @@ class VersionLabels:
         for version in (version for version in self._log.versions() if version > through):
             try:
                 label = self._log.manifest(version).label
-            except LogCorrupt as error:
+            except (LogCorrupt, LogUnreadable) as error:
                 logger.warning("the label of version %d is lost, if it had one: %s", version, error)
             else:
                 found |= {} if label is None else {label: version}

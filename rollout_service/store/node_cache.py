@@ -83,8 +83,11 @@ class NodeCache:
         self._in_use: dict[int, int] = {}
         self._fd = lock_shared(self.log.root)
         for other in self.log.root.parent.iterdir():
-            if other != self.log.root and is_unlocked(other):
-                shutil.rmtree(other, ignore_errors=True)  # of a log that is no more
+            try:
+                if other != self.log.root and is_unlocked(other):
+                    shutil.rmtree(other, ignore_errors=True)  # of a log that is no more
+            except OSError as error:  # another replica of the node may remove it, too
+                logger.warning("%s is removed later, if it is still there: %s", other, error)
 
     async def look(self) -> None:
         """Ask the ingest for the newest version. Raises NotReady if it is away, LogCorrupt if it now writes another

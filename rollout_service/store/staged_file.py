@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from rollout_service.store.buffers import ThreadBuffers
+from rollout_service.store.durable_io import remove_tree
 from rollout_service.store.mapped_files import Registered
 from rollout_service.store.reading import read_at
 
@@ -196,5 +197,5 @@ class StagingSpace:
 
     @staticmethod
     def _remove(file: StagedFile) -> None:
-        file.path.unlink(missing_ok=True)
+        remove_tree(file.path)
         file.close()

@@ -123,8 +123,12 @@ class ReceivedPart(NamedTuple):
 
 def note_received(folder: Path, part: ReceivedPart) -> None:
     """Append a received part to the journal in ``folder``. Raises OSError."""
-    with (folder / JOURNAL).open("a") as journal:
-        journal.write(f"{part.part} {part.nbytes} {part.digest}\n")
+    line = f"{part.part} {part.nbytes} {part.digest}\n".encode()
+    with (folder / JOURNAL).open("ab+") as journal:
+        end = journal.tell()
+        # a crash or a full disk may have cut the last line, which would swallow this one
+        is_cut = end > 0 and os.pread(journal.fileno(), 1, end - 1) != b"\n"
+        journal.write(b"\n" + line if is_cut else line)
 
 
 def read_received(folder: Path) -> list[ReceivedPart]:

@@ -208,6 +208,24 @@ async def test_an_upload_whose_folder_is_gone_is_begun_anew(model, tmp_path):
         assert await ingest.begin_adapter("run-a", begin) == upload
 
 
+async def test_an_upload_without_an_answer_of_the_disk_stops_no_other(model, tmp_path, monkeypatch):
+    begin = BeginAdapter(config=CONFIG, digest="0" * 32, nbytes=100, nonce="0" * 32)
+    folder, stat = save_adapter(tmp_path / "peft", adapter_tensors(model, 1)), os.stat
+    async with started(config_of(model, tmp_path / "log", **ADAPTERS, weights={"source_roots": [tmp_path]})) as ingest:
+        upload = await ingest.begin_adapter("run-a", begin)
+
+        def stale(path: object, **options: bool) -> os.stat_result:
+            if str(path) == upload.folder:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return stat(path, **options)
+
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "stat", stale)
+            pushed = await ingest.commit_adapter("run-b", CommitAdapter(path=str(folder)))
+        assert (pushed.name, pushed.version) == ("run-b", 1)
+        assert await ingest.begin_adapter("run-a", begin) == upload
+
+
 async def test_a_client_of_the_host_writes_the_file_and_others_send_parts(model, tmp_path):
     contents = {name: save(adapter_tensors(model, seed)) for seed, name in enumerate(("here", "elsewhere"), start=1)}
     async with (

@@ -21,6 +21,8 @@ from rollout_service.ingest.ingest import Ingest
 from rollout_service.model.served_model import ServedModel
 from rollout_service.protocol.upload import CommitUpload
 from rollout_service.protocol.weights import WeightStatus
+from rollout_service.store.log import WeightLog
+from rollout_service.store.upload_record import RECORD_FILE
 from tests.unit.ingest import expected
 from tests.unit.ingest.trainer import Weights, begin_of, changed, config_of, replica, settle, started
 
@@ -65,6 +67,15 @@ async def test_the_folder_may_go_once_the_call_has_returned(ingest, root, weight
 async def test_without_a_newer_number_a_version_has_the_next(ingest, root, weights, number):
     assert await pushed(ingest, saved(root, "a", weights), 7) == 7
     assert await pushed(ingest, saved(root, "b", changed(weights, 1.0)), number) == 8
+
+
+async def test_a_damaged_record_of_the_newest_version_stops_no_push(config, root, weights):
+    async with started(config) as ingest:
+        await pushed(ingest, saved(root, "a", weights))
+    record = WeightLog(config.weights.root_here()).folder(1) / RECORD_FILE
+    record.write_text("{")
+    async with started(config) as again:
+        assert await pushed(again, saved(root, "b", changed(weights, 1.0))) == 2
 
 
 @pytest.mark.parametrize("how", ["in place", "by a rename"])

@@ -199,6 +199,17 @@ class TestRestart:
         async with started(config) as again:
             assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 3]
 
+    async def test_a_part_after_a_line_that_was_cut_is_kept(self, config, weights, log):
+        async with started(config) as before:
+            await Trainer(before).upload(1, weights, order=[0, 1])
+        with (log.root / "staging" / "1.parts" / JOURNAL).open("a") as journal:
+            journal.write("2 655")
+        async with started(config) as again:
+            assert sorted(again.staged(1).digests) == [0, 1]
+            assert (await Trainer(again).put(1, 3, parts_of(weights)[3])).status_code == 200
+        async with started(config) as last:
+            assert sorted(last.staged(1).digests) == [0, 1, 3]
+
     async def test_a_staged_version_with_a_damaged_record_is_dropped(self, config, weights, log):
         async with started(config) as before:
             await Trainer(before).upload(1, weights, order=[0])

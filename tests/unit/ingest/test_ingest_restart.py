@@ -22,15 +22,17 @@ from rollout_service.errors import (
     RolloutServiceError,
     UploadIncomplete,
 )
-from rollout_service.ingest import upload_session
+from rollout_service.ingest import staged_parts, upload_session
 from rollout_service.ingest.ingest import Ingest
+from rollout_service.protocol.base import Failure
 from rollout_service.protocol.upload import BeginUpload, CommitUpload, PathSource
 from rollout_service.protocol.weight_log import Head
 from rollout_service.store import durable_io
 from rollout_service.store import log as log_module
 from rollout_service.store.log import WeightLog
 from rollout_service.store.manifest import MANIFEST_FILE
-from rollout_service.store.upload_record import RECORD_FILE, STAGED_FILE, UploadRecord
+from rollout_service.store.staged_file import StagingSpace
+from rollout_service.store.upload_record import RECORD_FILE, STAGED_FILE, ReceivedPart, UploadRecord
 from tests.unit.ingest.trainer import (
     Restart,
     Trainer,
@@ -277,6 +279,24 @@ class TestDiskThatFails:
         await trainer.push(4, weights)
         assert log.versions() == [2, 3, 4]
 
+    async def test_failing_to_remove_the_parts_does_not_fail_a_commit(
+        self, ingest, trainer, weights, log, monkeypatch, caplog
+    ):
+        unlink = Path.unlink
+
+        def stale(path: Path, missing_ok: bool = False) -> None:
+            if path.name == STAGED_FILE:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            unlink(path, missing_ok)
+
+        await trainer.upload(1, weights)
+        before = open_files()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", stale)
+            assert (await ingest.commit(1, CommitUpload())).state == "committed"
+        assert f"{STAGED_FILE} cannot be removed yet" in caplog.text and open_files() < before
+        assert (await trainer.push(2, weights)).state == "committed"
+
     async def test_versions_that_come_and_go_leave_no_file_open(self, ingest, trainer, weights):
         await trainer.push(1, weights)
         before = open_files()
@@ -306,6 +326,24 @@ class TestUnreadableVersion:
         assert old.error is not None and old.error.type == "LogCorrupt"
         assert re.fullmatch(r"version 0 cannot be read: .*; check the disk of the log", old.error.message)
         assert [status.version for status in (await again.state()).versions] == [0, 1]
+
+    @pytest.mark.parametrize(("is_folder", "error"), [(False, LogCorrupt), (True, LogUnreadable)])
+    async def test_the_status_of_an_unreadable_version_says_what_to_do(
+        self, restarted, trainer, weights, log, is_folder, error
+    ):
+        await trainer.push(1, weights)
+        manifest = log.folder(0) / MANIFEST_FILE
+        manifest.unlink()
+        if is_folder:
+            manifest.mkdir()
+        again = await restarted()
+        with pytest.raises(
+            RolloutServiceError, match=r"^version 0 cannot be read: .*; check the disk of the log$"
+        ) as why:
+            await again.status(0)
+        assert type(why.value) is error and why.value.detail == {"version": 0}
+        assert (await again.versions())[0].error == Failure(type=error.__name__, message=why.value.message)
+        assert (await again.status(1)).error is None
 
     async def test_a_version_whose_record_cannot_be_read_is_listed_without_it(
         self, restarted, trainer, weights, log, caplog
@@ -349,6 +387,64 @@ class TestUnreadableParts:
         monkeypatch.setattr(upload_session, "read_record", failing)
         assert sorted((await (await restarted()).begin(begin_of(1, weights))).digests) == [0, 1, 2]
         assert failures == []
+
+    async def test_a_journal_that_is_read_at_the_third_attempt_is_taken_up(
+        self, restarted, trainer, weights, monkeypatch
+    ):
+        await trainer.upload(1, weights, order=[0, 1, 2])
+        failures, read = [errno.ESTALE, errno.ETIMEDOUT], staged_parts.read_received
+
+        def failing(folder: Path) -> list[ReceivedPart]:
+            if failures:
+                raise OSError(failures[-1], os.strerror(failures.pop()), str(folder))
+            return read(folder)
+
+        monkeypatch.setattr(staged_parts, "read_received", failing)
+        again = await restarted()
+        assert [status.version for status in await again.versions()] == [0, 1] and failures == []
+        assert sorted(again.staged(1).digests) == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("place", "name"),
+        [(staged_parts, "read_received"), (StagingSpace, "open"), (upload_session, "write_record")],
+        ids=["its journal", "its file", "its record"],
+    )
+    async def test_parts_stay_after_an_error_that_passes(
+        self, restarted, trainer, weights, log, monkeypatch, place, name
+    ):
+        await trainer.upload(1, weights, order=[0, 1, 2])
+
+        def failing(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as broken:
+            broken.setattr(place, name, failing)
+            again = await restarted()
+            assert [status.version for status in await again.versions()] == [0]
+            with pytest.raises(LogUnreadable, match=r"version 1 cannot be staged in .*; send the call again"):
+                await again.begin(begin_of(1, weights))
+            assert [path.name for path in (log.root / "staging").iterdir()] == ["1.parts"]
+        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
+
+    async def test_a_folder_of_parts_without_an_answer_stays(self, restarted, trainer, weights, log, monkeypatch):
+        await trainer.upload(1, weights, order=[0, 1, 2])
+        parts, stat, read = log.root / "staging" / "1.parts", os.stat, upload_session.read_record
+
+        def failing_stat(path: object, **options: bool) -> os.stat_result:
+            if str(path) == str(parts):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return stat(path, **options)
+
+        def failing(folder: Path) -> UploadRecord | None:
+            if folder == parts:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+            return read(folder)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "stat", failing_stat)
+            broken.setattr(upload_session, "read_record", failing)
+            again = await restarted()
+        assert sorted((await again.begin(begin_of(1, weights))).digests) == [0, 1, 2]
 
     async def test_parts_whose_record_cannot_be_read_stay(self, restarted, trainer, weights, log, monkeypatch):
         await trainer.upload(1, weights, order=[0, 1, 2])

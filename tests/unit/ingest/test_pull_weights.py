@@ -1,6 +1,7 @@
 """Versions that a trainer publishes as changes to the one before, as slime and miles do."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -470,6 +471,31 @@ async def test_lost_files_need_the_whole_chain_again(ingest, config, tmp_path, s
         await require(again, 2, steps[2], model)
 
 
+async def test_kept_weights_that_cannot_be_read_just_now_are_not_lost(
+    ingest, config, tmp_path, store, steps, model, monkeypatch
+):
+    publish(store, 1, steps[0], steps[1])
+    await pull(ingest, store, 1)
+    await ingest.pulls.settled()
+    await ingest.stop()
+    shutil.rmtree(store / "weight_v000001")
+    publish(store, 2, steps[1], steps[2])
+    state, read = tmp_path / "log" / "trainer" / "STATE", Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path == state:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    async with started(config) as again:
+        with monkeypatch.context() as disk:
+            disk.setattr(Path, "read_bytes", failing)
+            with pytest.raises(NotReady, match=r"the weights in .* cannot be read: .*; send the call again"):
+                await pull(again, store, 2)
+        assert await pull(again, store, 2) == 2
+        await require(again, 2, steps[2], model)
+
+
 async def test_the_weights_are_kept_once(ingest, tmp_path, store, steps):
     for version in range(1, 4):
         publish(store, version, steps[version - 1], steps[version])
@@ -604,6 +630,24 @@ async def test_a_store_that_is_not_reached_says_so(remote, url):
         await asyncio.to_thread(weights.newest, "http://127.0.0.1:1/run")
     with pytest.raises(InvalidRequest, match="install the package for its scheme"):
         weights.newest("unknown://bucket/run")
+
+
+def test_an_older_version_without_an_answer_hides_no_newer_one(store, steps, monkeypatch):
+    for number in (1, 2):
+        publish(store, number, steps[number - 1], steps[number])
+    stat, unreadable = os.stat, "weight_v000001"
+
+    def stale(path: object, **options: bool) -> os.stat_result:
+        if unreadable in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", stale)
+    follower = stores.Stores(Path("/nowhere"), ())
+    assert follower.newest(str(store)) == 2
+    unreadable = "weight_v000002"
+    with pytest.raises(OSError, match="Stale file handle"):  # and not the older one, which would go back
+        follower.newest(str(store))
 
 
 async def test_a_follower_that_ends_fails_the_health_check(config, store, monkeypatch):

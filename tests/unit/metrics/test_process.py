@@ -1,6 +1,9 @@
 """What one process counts, and under which labels."""
 
 import asyncio
+import errno
+import os
+from pathlib import Path
 
 import pytest
 import ray
@@ -127,6 +130,15 @@ class TestCounted:
         count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
         assert counts.total(table.UPDATES, "ok") == 1
         assert counts.total(table.UPDATE_BYTES) == 111
+        assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
+
+    def test_an_update_whose_files_are_gone_counts_but_for_its_bytes(self, counts, tmp_path, monkeypatch, caplog):
+        def stale(path: Path, pattern: str) -> None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+        monkeypatch.setattr(Path, "glob", stale)
+        count_update(UpdateTimings(stage_s=3.0, closed_s=2.0, load_s=1.5), tmp_path)
+        assert counts.total(table.UPDATES, "ok") == 1 and f"{tmp_path} are not counted" in caplog.text
         assert [counts.total(table.UPDATE_SECONDS, stage) for stage in ("stage", "closed", "load")] == [3.0, 2.0, 1.5]
 
     def test_parts_count_with_their_bytes(self, counts):

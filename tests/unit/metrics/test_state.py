@@ -1,7 +1,11 @@
 """What the ingest remembers for metrics."""
 
+import errno
 import os
+import shutil
 from pathlib import Path
+
+import pytest
 
 from rollout_service.config import ScalingConfig
 from rollout_service.metrics.state import FleetHistory
@@ -96,3 +100,41 @@ async def test_the_log_is_as_large_as_its_files(tmp_path):
     state = await seen.state(FLEET, ())
     assert state.log_bytes == 100 and state.log_free_bytes > 0
     assert (state.replicas_min, state.replicas_max) == (2, 5)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOTDIR])
+async def test_one_unreadable_file_is_left_out_and_named_once(tmp_path, monkeypatch, caplog, number):
+    seen, stat, read = history(tmp_path), Path.stat, os.scandir
+    versions = tuple(commit(tmp_path, version, at=10.0 * version) for version in (1, 2, 3))
+    broken = {str(tmp_path / "1" / MANIFEST_FILE), str(tmp_path / "3")}
+
+    def failing_stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if str(path) in broken:
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    def failing_scandir(path: str) -> object:
+        if str(path) in broken:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "stat", failing_stat)
+        disk.setattr(os, "scandir", failing_scandir)
+        states = [await seen.state(FLEET, versions) for _ in range(2)]
+    assert [(state.committed_at, state.log_bytes) for state in states] == [({2: 20.0, 3: 30.0}, 10)] * 2
+    assert [caplog.text.count(f"metrics leave out {path}: it cannot be read") for path in sorted(broken)] == [1, 1]
+    state = await seen.state(FLEET, versions)
+    assert (state.committed_at, state.log_bytes) == ({1: 10.0, 2: 20.0, 3: 30.0}, 30)
+
+
+async def test_the_free_bytes_stay_if_the_disk_does_not_answer(tmp_path, monkeypatch, caplog):
+    seen = history(tmp_path)
+    before = await seen.state(FLEET, (commit(tmp_path, 1, at=1.0),))
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    state = await seen.state(FLEET, ())
+    assert (state.log_free_bytes, state.log_bytes) == (before.log_free_bytes, 10) and str(tmp_path) in caplog.text

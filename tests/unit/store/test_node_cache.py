@@ -50,6 +50,18 @@ def copies_on(node: Path, ingest: OfferingIngest) -> NodeCache:
     return NodeCache(node, ingest, ingest.served.newest(), CHUNK_BYTES)
 
 
+def test_a_copy_that_cannot_be_looked_at_stops_no_replica(node, ingest, monkeypatch, caplog):
+    left = node / "copies" / "left"
+    left.mkdir(parents=True)
+
+    def failing(folder: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+
+    monkeypatch.setattr(module, "is_unlocked", failing)
+    copies_on(node, ingest)
+    assert left.exists() and f"{left} is removed later" in caplog.text
+
+
 @pytest.fixture
 def copies(node: Path, ingest: OfferingIngest) -> NodeCache:
     return copies_on(node, ingest)

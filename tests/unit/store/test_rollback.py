@@ -98,6 +98,15 @@ class TestLabels:
         with pytest.raises(NotFound, match="newest labels are run/step-3, run/step-1:"):
             known.number_of("run/step-2")
 
+    def test_a_version_that_cannot_be_read_loses_its_label_and_no_more(self, log, caplog):
+        manifest = log.folder(2) / "manifest.json"
+        manifest.unlink()
+        manifest.mkdir()
+        known = VersionLabels(log)
+        known.load()
+        assert [known.find(f"run/step-{step}") for step in (1, 2, 3)] == [1, None, 3]
+        assert "the label of version 2 is lost, if it had one" in caplog.text
+
     def test_an_unknown_label_names_the_newest(self, log):
         known = VersionLabels(log)
         known.load()
