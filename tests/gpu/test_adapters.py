@@ -1,6 +1,6 @@
 """LoRA adapters on a GPU: dense models and mixtures in FP8, with CUDA graphs, an FP8 KV cache and group attention.
 
-``python -m benchmarks.gpu_tests --name tests_gpu_adapters tests/gpu/test_adapters.py``
+``python -m benchmarks.gpu_tests tests/gpu/test_adapters.py``
 """
 
 import asyncio
