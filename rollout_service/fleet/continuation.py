@@ -29,7 +29,8 @@ def continuation_call(call: GenerateCall, partial: Completion, attempt: int) -> 
     """
     done = len(partial.token_ids)
     sampling, is_exact = call.sampling, call.exact_weight_version is not None
-    changes, scoring = dict[str, object](), None if partial.scores is not None else call.scoring
+    changes = dict[str, object]()
+    scoring = call.scoring if partial.scores is None else None
     if scoring is not None and scoring.target_token_ids is not None:  # vLLM wants a row for each token of its prompt
         rows = scoring.target_token_ids + ((),) * done
         scoring = scoring.model_copy(update={"target_token_ids": rows})
@@ -136,9 +137,9 @@ def merge_completions(call: GenerateCall, partial: Completion, rest: Completion)
     of_the_prompt = partial.prompt_logprobs
     if of_the_prompt is None and rest.prompt_logprobs is not None:  # the prompt of ``rest`` contains the first tokens
         of_the_prompt = rest.prompt_logprobs[: len(rest.prompt_logprobs) - done]
-    scores = partial.scores or rest.scores
-    if partial.scores is None and scores is not None and done:  # its last rows are those of the first tokens
-        scores = scores.model_copy(update={"offsets": scores.offsets[:-done]})
+    scores = partial.scores
+    if scores is None and rest.scores is not None:  # likewise
+        scores = rest.scores.model_copy(update={"offsets": rest.scores.offsets[: len(rest.scores.offsets) - done]})
     return Completion(
         index=partial.index,
         token_ids=partial.token_ids + rest.token_ids,

@@ -380,6 +380,7 @@ class AdapterIngest:
 
     def _forget_removed(self) -> None:
         """Forget the uploads whose folders were moved or removed. They must be sent again."""
+        # Path.is_dir raises ESTALE and EIO, so that one upload without an answer of the disk would fail all others
         self._uploads = {key: each for key, each in self._uploads.items() if os.path.isdir(each.folder)}
 
     def _drop(self, key: tuple[str, str]) -> None:
